@@ -6,7 +6,7 @@ A process imports the file of its own model's family only.
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -47,8 +47,7 @@ FAMILIES = {
 
 def family_of(model_type: str) -> Family:
     """The family of a known `model_type`."""
-    found: Family = pkgutil.resolve_name(f"jaxserve.checkpoint.{FAMILIES[model_type]}")
-    return found
+    return cast(Family, pkgutil.resolve_name(f"jaxserve.checkpoint.{FAMILIES[model_type]}"))
 
 
 def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> ModelConfig:

@@ -82,8 +82,7 @@ class HFCheckpoint(BlockReader):
         """Yields the wanted leaves of one block, or of several stacked blocks."""
 
         def sources(name: str) -> list[Source]:
-            part = template.parts.get(name)
-            if part is None:
+            if (part := template.parts.get(name)) is None:
                 return [table[name] for table in tables]
             cut = part.pieces, part.axis
             return [with_parts(table[name], table[part.name], *cut) for table in tables]
@@ -275,10 +274,7 @@ def _packing(folder: Path) -> Packing | None:
     """How the folder's matrices are packed, by its config.json (checked earlier by
     `read_config`)."""
     path = folder / "config.json"
-    if not path.is_file():
-        return None
-    tree = json.loads(path.read_text())
-    return packing_of(tree)
+    return packing_of(json.loads(path.read_text())) if path.is_file() else None
 
 
 def _joined(

@@ -25,7 +25,7 @@ from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
-from jaxserve.model.module import MatrixFormats, Template, matrix, rms_norm, scale, weight
+from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
 from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from pallas_kernels.grouped_matmul.dense import matmul
 
@@ -41,7 +41,7 @@ class AttentionBlock(nnx.Module):
         self,
         config: ModelConfig,
         kind: LayerKind,
-        formats: MatrixFormats,
+        formats: Formats,
         dispatch: FormatName,
         rngs: nnx.Rngs,
     ):
@@ -85,7 +85,7 @@ class Embedding(nnx.Module):
     """Token embedding [vocab, d_model], columns split over tp; rows come in the activations'
     dtype."""
 
-    def __init__(self, config: ModelConfig, formats: MatrixFormats, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, formats: Formats, rngs: nnx.Rngs):
         self.dtype, self.d_model = formats.dtype, config.d_model
         floats = formats.floats or formats.dtype
         self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
@@ -97,9 +97,7 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """Final norm and language-model head [vocab, d_model], vocab padded and split over tp."""
 
-    def __init__(
-        self, config: ModelConfig, tensor_ranks: int, formats: MatrixFormats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
         self.norm = scale(formats.norms, d_model=config.d_model)
@@ -131,9 +129,7 @@ class Prediction(nnx.Module):
     """Joins a hidden state and the token after it to one row before the layer. Norms the layer's
     rows behind it, of which its own head, or else the model's, makes logits."""
 
-    def __init__(
-        self, config: ModelConfig, tensor_ranks: int, formats: MatrixFormats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         d_model = config.d_model
         self.token_norm = scale(formats.norms, d_model=d_model)

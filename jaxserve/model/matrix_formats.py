@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, StoredFormat, scaled, sharing
 from jaxserve.config.model import MatrixPart, ModelConfig, held_floats, platform_of
 from jaxserve.config.topology import Role
-from jaxserve.model.module import MatrixFormats
+from jaxserve.model.module import Formats
 
 
 def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:
@@ -39,15 +39,15 @@ def weight_format(wanted: str, config: ModelConfig, part: MatrixPart) -> StoredF
 
 def role_formats(
     config: ModelConfig, deployment: Deployment, role: Role, shards: Mapping[str, int]
-) -> MatrixFormats:
+) -> Formats:
     """Returns the number formats of a role's modules; see `held_floats` for those of floats.
 
     Args:
-      shards: see `MatrixFormats`.
+      shards: see `Formats`.
     """
     weights, on_cpus = getattr(deployment, role).weights, config.platform == "cpu"
     floats = held_floats(role, weights, deployment.dtype, config.floats, on_cpus=on_cpus)
-    return MatrixFormats(
+    return Formats(
         jnp.dtype(deployment.dtype),
         weight_format(weights, config, "attention" if role == "attention" else "experts"),
         shards,

@@ -36,7 +36,7 @@ LEAST_GROUP = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixFormats:
+class Formats:
     """The number formats of a role's modules.
 
     Attributes:
@@ -143,7 +143,7 @@ def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     return Weight(value.astype(dtype), dimensions=_names(dimensions))
 
 
-def matrix(rngs: nnx.Rngs, formats: MatrixFormats, **dimensions: int) -> Weight | QuantWeight:
+def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
     """Makes a matrix [..., d_out, d_in] of a linear map in the role's format.
 
     The contracted axis comes last, as in checkpoints (loading is then a plain read) and as tensor
@@ -153,7 +153,7 @@ def matrix(rngs: nnx.Rngs, formats: MatrixFormats, **dimensions: int) -> Weight 
 
 
 def side_by_side(
-    rngs: nnx.Rngs, formats: MatrixFormats, parts: Sequence[int], **dimensions: int
+    rngs: nnx.Rngs, formats: Formats, parts: Sequence[int], **dimensions: int
 ) -> Weight | QuantWeight:
     """Makes the matrices of several linear maps, concatenated along d_out.
 

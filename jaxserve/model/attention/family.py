@@ -13,7 +13,7 @@ from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConf
 from jaxserve.model.attention import gqa, mfa, mla
 from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.rope import rotation
-from jaxserve.model.module import MatrixFormats
+from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
 
 Module = mfa.FactorizedAttention | gqa.GroupedQueryAttention | mla.LatentAttention
@@ -26,7 +26,7 @@ MODULES: dict[type, type[Module]] = {
 
 
 def attention_module(
-    config: ModelConfig, kind: LayerKind, formats: MatrixFormats, rngs: nnx.Rngs
+    config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
 ) -> Module:
     """Makes the attention module of a layer. It maps normed tokens, pages and batch to this
     device's share of the output, and the pages.

@@ -18,7 +18,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation, paired
 from jaxserve.model.columns import norm_columns
-from jaxserve.model.module import MatrixFormats, add_once, linear, matrix, scale, weight, zeros
+from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -35,9 +35,7 @@ class GroupedQueryAttention(nnx.Module):
       sinks: FP32 [q_heads], one more score of every head; None: the softmax is over tokens alone.
     """
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, formats: MatrixFormats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
         self.sizes = sizes = kind.attention
         self.kind, self.epsilon = kind, config.norm_epsilon

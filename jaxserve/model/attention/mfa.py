@@ -14,7 +14,7 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
 from jaxserve.model.attention.rope import batch_rotation
-from jaxserve.model.module import MatrixFormats, linear, matrix, rms_norm, scale, side_by_side
+from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
 
 
 class FactorizedAttention(nnx.Module):
@@ -27,9 +27,7 @@ class FactorizedAttention(nnx.Module):
       out: [d_model, q_heads·head_dim].
     """
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, formats: MatrixFormats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
         self.sizes = sizes = kind.attention
         self.kind, self.epsilon = kind, config.norm_epsilon

@@ -27,7 +27,7 @@ from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.kv_cache import LatentNorms, Pages, attend_latent, write_latents
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
-    MatrixFormats,
+    Formats,
     add_once,
     linear,
     matrix,
@@ -56,9 +56,7 @@ class LatentAttention(nnx.Module):
       down_bias, out_bias: biases of `down` and `out`, or None.
     """
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, formats: MatrixFormats, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
         self.sizes = sizes = kind.attention
         self.kind = kind

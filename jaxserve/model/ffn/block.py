@@ -24,7 +24,7 @@ from jaxserve.model.ffn.placement import SlotSizes, first_entries
 from jaxserve.model.ffn.traffic import ExchangeKind, exchange_of
 from jaxserve.model.matrix_formats import role_formats, weight_format
 from jaxserve.model.message import DispatchMessage
-from jaxserve.model.module import BLOCK, AppendedPart, MatrixFormats, Template
+from jaxserve.model.module import BLOCK, AppendedPart, Formats, Template
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 
@@ -44,7 +44,7 @@ class FFNBlock(nnx.Module):
         spec: FFN,
         ranks: tuple[int, int],
         exchange: ExchangeKind,
-        formats: MatrixFormats,
+        formats: Formats,
         rngs: nnx.Rngs,
         *,
         redundant: int = 0,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.module import MatrixFormats, matrix
+from jaxserve.model.module import Formats, matrix
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
@@ -28,7 +28,7 @@ class DenseFFN(nnx.Module):
         self,
         d_model: int,
         d_ff: int,
-        formats: MatrixFormats,
+        formats: Formats,
         rngs: nnx.Rngs,
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import MatrixFormats, matrix, zeros
+from jaxserve.model.module import Formats, matrix, zeros
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import Biases, fastest_row_format
 from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
@@ -51,7 +51,7 @@ class RoutedExperts(nnx.Module):
         config: ModelConfig,
         spec: FFN,
         ranks: tuple[int, int],
-        formats: MatrixFormats,
+        formats: Formats,
         rngs: nnx.Rngs,
         *,
         redundant: int = 0,

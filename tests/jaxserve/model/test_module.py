@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.checkpoint.random_leaves import random_leaves
 from jaxserve.model.module import (
-    MatrixFormats,
+    Formats,
     QuantWeight,
     Template,
     Weight,
@@ -83,7 +83,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
     """What `matrix` makes in a format, or `side_by_side` of several parts."""
-    formats = MatrixFormats(jnp.dtype(dtype), weights, shards or {})
+    formats = Formats(jnp.dtype(dtype), weights, shards or {})
     if parts:
         return side_by_side(nnx.Rngs(0), formats, parts, **dimensions)
     return matrix(nnx.Rngs(0), formats, **dimensions)
@@ -155,7 +155,7 @@ class TestMatrix:
 
 class Quantised(nnx.Module):
     def __init__(self, weights: str, rngs: nnx.Rngs):
-        formats = MatrixFormats(FLOAT32, weights, {"q_heads": 2})
+        formats = Formats(FLOAT32, weights, {"q_heads": 2})
         self.up = matrix(rngs, formats, q_heads=64, d_model=128)
         self.down = matrix(rngs, formats, d_model=128, q_heads=64)
         self.bias = zeros(FLOAT32, q_heads=64)

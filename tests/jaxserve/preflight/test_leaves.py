@@ -6,14 +6,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.source import matrix
-from jaxserve.model.module import MatrixFormats, Template, scale
+from jaxserve.model.module import Formats, Template, scale
 from jaxserve.model.module import matrix as linear_map
 from jaxserve.preflight.leaves import DeviceLeaves
 
 
 class Block(nnx.Module):
     def __init__(self, rngs, weights):
-        formats = MatrixFormats(jnp.dtype(jnp.float32), weights)
+        formats = Formats(jnp.dtype(jnp.float32), weights)
         self.map = linear_map(rngs, formats, d_ff=64, d_model=256)
         self.norm = scale(jnp.dtype(jnp.float32), d_model=256)
 

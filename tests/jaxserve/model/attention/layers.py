@@ -21,7 +21,7 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
-from jaxserve.model.module import MatrixFormats, Template
+from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
 from tests.reference.decoder_numpy import DeepseekNumpy, Glm4Numpy, MinimaxNumpy, Qwen3Numpy
 from tests.reference.step3_numpy import Step3Numpy
@@ -96,7 +96,7 @@ class Layer:
         self.mesh = Submeshes(deployment).attention
         self.dtype = jnp.dtype(options.dtype)
         weights: Any = "plain" if " " in options.weights else options.weights
-        formats = MatrixFormats(self.dtype, weights, shards(self.mesh, ATTENTION_RULES))
+        formats = Formats(self.dtype, weights, shards(self.mesh, ATTENTION_RULES))
         kind = config.layer(0)._replace(int8_products=options.int8_products)
         self.template = Template(lambda rngs: attention_module(config, kind, formats, rngs))
         self.specs = self.template.specs(ATTENTION_RULES)

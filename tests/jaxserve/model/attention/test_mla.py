@@ -14,7 +14,7 @@ from flax import nnx
 from jaxserve.checkpoint.families import architecture
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.module import MatrixFormats
+from jaxserve.model.module import Formats
 from tests.jaxserve.model.attention.layers import (
     EXACT,
     MIXED_STEPS,
@@ -88,4 +88,4 @@ class TestMLA(BiasesSuite):
         attention = msgspec.structs.replace(config.layer(0).attention, window=8)
         kind = config.layer(0)._replace(attention=attention)
         with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-            attention_module(config, kind, MatrixFormats(np.dtype("float32")), nnx.Rngs(0))
+            attention_module(config, kind, Formats(np.dtype("float32")), nnx.Rngs(0))

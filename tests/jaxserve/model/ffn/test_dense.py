@@ -4,11 +4,11 @@ import pytest
 from flax import nnx
 
 from jaxserve.model.ffn.dense import DenseFFN
-from jaxserve.model.module import MatrixFormats
+from jaxserve.model.module import Formats
 
 
 def dense(gate, up, down, dtype=jnp.float32):
-    module = DenseFFN(gate.shape[1], gate.shape[0], MatrixFormats(jnp.dtype(dtype)), nnx.Rngs(0))
+    module = DenseFFN(gate.shape[1], gate.shape[0], Formats(jnp.dtype(dtype)), nnx.Rngs(0))
     for parameter, value in ((module.gate, gate), (module.up, up), (module.down, down)):
         assert parameter[...].shape == value.shape
         parameter.set_value(jnp.asarray(value, dtype))

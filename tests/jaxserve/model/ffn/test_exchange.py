@@ -30,7 +30,7 @@ from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_shared_rank
 from jaxserve.model.message import DispatchMessage
-from jaxserve.model.module import MatrixFormats, Template
+from jaxserve.model.module import Formats, Template
 from tests import golden
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.reference.tiny_step3 import TinyStep3
@@ -116,7 +116,7 @@ def layer(
     ranks, tensor, split = MESHES[mesh_name]
     names, rules = (("ep", "tp"), FFN_RULES) if split else (("dp", "tp"), COLOCATED_FFN_RULES)
     mesh = Mesh(np.array(jax.devices()[: ranks * tensor]).reshape(ranks, tensor), names)
-    formats = MatrixFormats(FLOAT, "plain", shards(mesh, rules))
+    formats = Formats(FLOAT, "plain", shards(mesh, rules))
     config, more = WIDER if shared else CONFIG, {"redundant": redundant, "shared_ranks": shared}
     build = functools.partial(
         FFNBlock, config, config.moe, (ranks, tensor), kind, formats, **more, whole_shared=whole
@@ -329,7 +329,7 @@ def test_ranks_of_the_shared_expert_take_turns():
 
 
 def dimensions_of(exchange, spec=CONFIG.moe, **options):
-    formats = MatrixFormats(FLOAT, "plain", {})
+    formats = Formats(FLOAT, "plain", {})
     build = functools.partial(FFNBlock, CONFIG, spec, (4, 2), exchange, formats, **options)
     return [leaf.dimensions for leaf in Template(build).leaves]
 

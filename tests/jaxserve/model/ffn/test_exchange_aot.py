@@ -28,7 +28,7 @@ from jaxserve.model.ffn.block import FFNBlock
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind
-from jaxserve.model.module import MatrixFormats, Template
+from jaxserve.model.module import Formats, Template
 from pallas_kernels import aot
 from tests.pallas_kernels import gpu_aot
 
@@ -64,7 +64,7 @@ def collectives(mesh: Mesh, size: str, kind: ExchangeKind) -> list[list]:
     """Operation, dtype and shape on a device, of one MoE layer with weights in INT8."""
     model = config(size)
     dtype = jnp.dtype(jnp.bfloat16)
-    formats = MatrixFormats(dtype, "int8", shards(mesh, FFN_RULES))
+    formats = Formats(dtype, "int8", shards(mesh, FFN_RULES))
     ranks = mesh.shape["ep"], mesh.shape["tp"]
     template = Template(functools.partial(FFNBlock, model, model.moe, ranks, kind, formats))
     message = MessageFormat(model.d_model, model.top_k, "int8")

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint.families import architecture
 from jaxserve.model.ffn.experts import RoutedExperts
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.model.module import MatrixFormats
+from jaxserve.model.module import Formats
 from pallas_kernels.grouped_matmul import grouped_swiglu, routed
 from tests.reference.tiny_step3 import TinyStep3
 
@@ -30,9 +30,7 @@ def weights(seed=0):
 def device_share(values, ranks, rank, tensor_rank) -> RoutedExperts:
     """What one device holds: its experts and its part of their d_ff, zeros behind the last."""
     expert_ranks, tensor_ranks = ranks
-    module = RoutedExperts(
-        CONFIG, CONFIG.moe, ranks, MatrixFormats(jnp.dtype(jnp.float32)), nnx.Rngs(0)
-    )
+    module = RoutedExperts(CONFIG, CONFIG.moe, ranks, Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     for name, value in values.items():
         parameter = getattr(module, name)
         padded = np.zeros(parameter[...].shape, np.float32)
@@ -105,9 +103,7 @@ def test_kernels_are_told_how_many_rows_an_expert_has(monkeypatch):
 
 
 def test_shapes_are_padded_to_the_mesh():
-    module = RoutedExperts(
-        CONFIG, CONFIG.moe, (2, 4), MatrixFormats(jnp.dtype(jnp.float32)), nnx.Rngs(0)
-    )
+    module = RoutedExperts(CONFIG, CONFIG.moe, (2, 4), Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     assert module.gate[...].shape == module.up[...].shape == (8, 12, D_MODEL)
     assert module.down[...].shape == (8, D_MODEL, 12)
 
@@ -152,7 +148,7 @@ def test_format_of_rows(weights, row_format):
     experts, gates = jnp.full((5, 1), 3), jnp.full((5, 1), 0.5)
 
     def layer(expert_rows):
-        formats = MatrixFormats(jnp.dtype(jnp.float32), weights, expert_rows=expert_rows)
+        formats = Formats(jnp.dtype(jnp.float32), weights, expert_rows=expert_rows)
         return RoutedExperts(CONFIG, CONFIG.moe, (1, 1), formats, nnx.Rngs(0))
 
     module = layer(row_format)
