@@ -96,7 +96,7 @@ class TestSearch:
     def test_a_deployment_that_serve_would_refuse_whatever_the_batch_is_not_written(
         self, capsys, tmp_path, monkeypatch
     ):
-        def refuse(config, deployment, memory):
+        def refuse(config, deployment, memory, sizes):
             raise ConfigError("the deployment does not fit")
 
         monkeypatch.setattr("jaxserve.roles.capacity.check_capacity", refuse)
