@@ -113,8 +113,7 @@ class Scheduler:
             raise ValueError(f"token_buckets {token_buckets} do not end at {token_budget}")
         if page_buckets[-1] * page_size < max_length:
             raise ValueError(f"page_buckets {page_buckets} do not cover {max_length} tokens")
-        self.page_size = page_size
-        self.max_waiting = max_waiting
+        self.page_size, self.max_waiting = page_size, max_waiting
         self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
         # Cache entries behind those of a step that the last module writes for its own drafts.
         ahead = max(drafts - modules, 0) if modules else 0

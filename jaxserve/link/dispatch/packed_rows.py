@@ -12,7 +12,7 @@ from jaxserve.model.quant.rows import has_scales
 
 
 class PackedRows(NamedTuple):
-    """Rows of a message as the exchange handles them (`model.ffn.exchange.Packing`)."""
+    """Rows of a message as the exchange handles them (`model.ffn.exchange.RowPacking`)."""
 
     format: MessageFormat
     dtype: jnp.dtype
