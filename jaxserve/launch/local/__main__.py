@@ -70,7 +70,7 @@ def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[lis
         return members, Rules(
             range(len(members)) if options.restart else (), options.restart_seconds
         )
-    members = runtime_of(options.processes, Member("deployment", [], 0))
+    members = runtime_of(options.processes, Member("", [], 0))
     return members, Rules(grace=options.grace, followers=FOLLOWER_SECONDS)
 
 

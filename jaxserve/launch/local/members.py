@@ -20,7 +20,7 @@ class Member(NamedTuple):
     """A process that the supervisor runs.
 
     Attributes:
-      name: name for human readers.
+      name: name for human readers; empty: its number says it all.
       arguments: its own arguments, after the common command.
       environment: its own variables.
       runtime: number of its runtime; processes of one runtime share it.
@@ -54,7 +54,7 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     }
     return [
         process._replace(
-            name=f"{process.name}, process {one}",
+            name=f"{process.name}, process {one}" if process.name else "",
             environment={**shared, "JAXSERVE_PROCESS_ID": f"{one}"},
         )
         for one in range(count)

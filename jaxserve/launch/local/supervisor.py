@@ -98,7 +98,7 @@ class Supervisor:
         try:
             for number in range(len(self._members)):
                 self._begin(number)
-            while any(child.poll() is None for child in self._children.values()) or self._due:
+            while len(self._ended) < len(self._members):
                 if self._signals and not self._tell(self._signals.pop(0)):
                     break
                 if not self._look():
@@ -146,7 +146,8 @@ class Supervisor:
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
         if member.pages:
             place += ", pages on {} for {}".format(*member.pages)
-        say(f"process {number}: {member.name}, pid {child.pid}{place}")
+        if member.name:
+            say(f"process {number}: {member.name}, pid {child.pid}{place}")
 
     def _serves(self, number: int) -> bool:
         """Whether a process is ready, as far as its priority shows."""
@@ -182,8 +183,10 @@ class Supervisor:
             final = self._told or (code == 0 and not number)
             if final or number not in self._rules.restarted:
                 stays = "; it is not started again (--restart)" if number else ""
-                if code or not self._told:
-                    say(self._said(number, code) + (stays if self._rules.grace == math.inf else ""))
+                if self._rules.grace < math.inf:
+                    stays = ""
+                if code or (stays and not self._told):
+                    say(self._said(number, code) + stays)
                 self._ended.add(number)
                 seconds = self._rules.grace if number else self._rules.followers
                 self._deadline = min(self._deadline, now + seconds)
@@ -200,7 +203,8 @@ class Supervisor:
         return True
 
     def _said(self, number: int, code: int) -> str:
-        return f"process {number} ({self._members[number].name}) ended with {describe(code)}"
+        name = self._members[number].name
+        return f"process {number}{f' ({name})' if name else ''} ended with {describe(code)}"
 
     def _start_due(self) -> None:
         """Starts runtimes again whose time has come, and of which nothing is left."""
