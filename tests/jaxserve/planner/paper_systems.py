@@ -199,16 +199,24 @@ def _deployment(
     return msgspec.convert(tree, Deployment)
 
 
+class _NothingEnds(Simulation):
+    """All requests begin at once, so that none ends within a few steps."""
+
+    def _fill(self) -> None:
+        for _ in range(self._lanes * self._slots):
+            self._add(*self._traffic.lengths.draw(self._random), 0.0)
+
+
 def _run(
     deployment: Deployment, times: StageTimes, lengths: Lengths, **conditions: object
 ) -> Result:
     """A few steps with every slot taken; nothing ends meanwhile."""
-    traffic = Traffic(lengths=lengths, staggered=False)
+    traffic = Traffic(lengths=lengths)
     how = msgspec.convert(
         {"steps": 6, "warm_up": 2, **{k: msgspec.to_builtins(v) for k, v in conditions.items()}},
         Conditions,
     )
-    return Simulation(deployment, times, traffic, how).run()[0]
+    return _NothingEnds(deployment, times, traffic, how).run()[0]
 
 
 if __name__ == "__main__":

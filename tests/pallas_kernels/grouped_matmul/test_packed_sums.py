@@ -193,7 +193,9 @@ def test_rows_without_a_kernel():
 def test_blocks_of_rows(monkeypatch):
     """One row or column of blocks keeps its order, whatever their number."""
     asked = []
-    monkeypatch.setattr(mosaic_gpu_sums, "pack", lambda *given, everywhere: asked.append(given[3]))
+    monkeypatch.setattr(
+        mosaic_gpu_sums, "pack", lambda *given, everywhere: (asked.append(given[3]),)
+    )
     six = Unsummed(jnp.ones((6, D)))
     with use_target(H200):
         for major in ((2, 3), (4, 1), (1, 4)):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.reference import grouped_swiglu
+from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.suite import (
     PLAIN_ROWS,
