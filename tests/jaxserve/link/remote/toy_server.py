@@ -65,7 +65,11 @@ class ToyServer:
         return self
 
     def send_signal(self, number: int) -> None:
+        """Sends a signal; a process that is to stop has stopped then."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            stat = Path(f"/proc/{self.pid}/stat")
+            until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Ends it, and returns its exit status, negative where a signal ended it."""
