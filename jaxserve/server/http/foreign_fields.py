@@ -121,8 +121,7 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
         value = body.pop(name)
         if value and value != NEUTRAL.get(name):
             raise InvalidRequestError(name, "is not supported here, and changes the answer")
-    if "reasoning" not in fields:
-        _thoughts(body)
+    _thoughts(body, fields)
     if "response_format" in fields and (form := body.pop("format", None)):
         schema = {"type": "json_schema", "json_schema": {"schema": form}}
         body.setdefault("response_format", {"type": "json_object"} if form == "json" else schema)
@@ -141,8 +140,11 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
             body[outer] = {inner: value, **inside}
 
 
-def _thoughts(body: dict[str, Any]) -> None:
-    """Takes `reasoning` (OpenRouter), `thinking` (DeepSeek, GLM) and `think` (Ollama)."""
+def _thoughts(body: dict[str, Any], fields: tuple[str, ...]) -> None:
+    """Takes `reasoning` (OpenRouter), `thinking` (DeepSeek, GLM) and `think` (Ollama), unless the
+    route has such a field itself: /v1/responses and /v1/messages do."""
+    if "reasoning" in fields or "thinking" in fields:
+        return
     said: dict[str, Any] = {}
     reasoning, thinking, think = (body.pop(key, None) for key in ("reasoning", "thinking", "think"))
     if isinstance(reasoning, dict):

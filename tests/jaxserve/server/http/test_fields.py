@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from jaxserve.server.http.foreign_fields import understood
+from jaxserve.server.http.message_input import MessagesRequest
 from jaxserve.server.http.requests import ChatRequest
 from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig, Make
 from tests.jaxserve.text.letters import ids_of
@@ -127,6 +128,11 @@ def test_null_is_a_missing_field(make_rig: Make) -> None:
     nothing = {"system": None, "tools": None, "nobody": None, "stop_sequences": None}
     answer = rig.client.post("/v1/messages", json=RIGHT["/v1/messages"] | nothing)
     assert answer.status_code == 200, answer.text
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = msgspec.json.encode(RIGHT["/v1/messages"] | nothing | {"thinking": thinking})
+    request = understood(body, MessagesRequest, print)
+    assert request.thinking is not None
+    assert request.thinking.budget_tokens == 1024
     tokens = rig.client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": None})
     assert tokens.status_code == 200, tokens.text
     assert "messages" in rig.refused("/v1/chat/completions", messages=None)["message"]
