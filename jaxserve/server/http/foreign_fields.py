@@ -129,11 +129,15 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
         raise InvalidRequestError("separate_reasoning", "false is not supported here")
     for name, ours in SPELLINGS.items():
         outer, _, inner = ours.partition(".")
-        if name not in body or name in fields or outer not in fields:
+        if name not in body or name in fields:
             continue
         value = body.pop(name)
         if value is None or (outer == "max_tokens" and value == -1):
             continue
+        if outer == "chat_template_kwargs" and outer not in fields:
+            continue  # no template is rendered
+        if outer not in fields:
+            raise InvalidRequestError(name, "is not supported on this route, and has an effect")
         if not inner:
             body.setdefault(outer, value)
         elif isinstance(inside := body.get(outer) or {}, dict):

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.foreign_fields import understood
 from jaxserve.server.http.message_input import MessagesRequest
 from jaxserve.server.http.requests import ChatRequest
@@ -131,6 +132,10 @@ def test_null_is_a_missing_field(make_rig: Make) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = msgspec.json.encode(RIGHT["/v1/messages"] | nothing | {"thinking": thinking})
     request = understood(body, MessagesRequest, print)
+    with pytest.raises(InvalidRequestError, match="regex: is not supported on this route"):
+        understood(
+            msgspec.json.encode(RIGHT["/v1/messages"] | {"regex": "a"}), MessagesRequest, print
+        )
     assert request.thinking is not None
     assert request.thinking.budget_tokens == 1024
     tokens = rig.client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": None})
