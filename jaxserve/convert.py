@@ -39,7 +39,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 GROUPS = (32, 64, 128)
 GROUP = 128
-"""Of INT4, where none is given."""
+"""Columns that share a scale in INT4 unless `--group` says otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

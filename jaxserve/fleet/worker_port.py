@@ -241,7 +241,7 @@ class WorkerPort:
 
 
 Item = TokenOutput | Frame | threading.Event
-"""What a connection sends; an event is set when everything before it is sent."""
+"""A connection sends items in order; it sets an event once everything before it is sent."""
 
 
 class RouterConnection(ServedSession[Item]):

@@ -36,7 +36,7 @@ CAP_SYS_NICE = 23
 
 
 class Rules(NamedTuple):
-    """What follows when a process ends.
+    """Rules for the supervisor to follow when a process ends.
 
     Attributes:
       restarted: numbers of the processes that are started again.
