@@ -6,6 +6,7 @@ A deployment file with `prefill.workers`, or any file with `--requests`, is a fl
 """
 
 import argparse
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetSimulation, decode_workers
 from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.observe import timeline_view
-from jaxserve.observe.timeline import steady_window, summarise, typical_steps
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
@@ -185,8 +185,8 @@ def _alone(options: argparse.Namespace) -> Report:
         f"for the FFN (ep {layout.ep}, tp {layout.ffn_tp}), {layout.lanes} lanes",
         *_told(traffic=traffic, conditions=conditions, assumed=made.attention.assumed),
     ]
-    steady = summarise(spans, steady_window(spans, typical_steps(spans)))
-    picture = timeline_view.svg(spans, steady, "as simulated")
+    page = timeline_view.page(spans, timeline_view.steady_summary(spans), "as simulated").decode()
+    picture = f'<iframe srcdoc="{escape(page)}" width="100%" height="720"></iframe>'
     shown = [
         Part(rows=_rows(result, more), lines=notes),
         Part("The last steps", pictures=[picture], aside=True),

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     Attributes:
       heading: above it, also on a terminal.
-      pictures: SVG, which a terminal does not show.
+      pictures: HTML or SVG, which a terminal does not show.
       aside: whether only the page has it.
     """
 

@@ -1,7 +1,7 @@
 """The page at / and /pipeline, which feeds its live view of the load and the pipeline.
 
-The page is sent as one document: `page.html` with its style (`page.css`) and script (`page_*.js`)
-inline; its Content-Security-Policy allows only these two, by their digests, and requests to this
+The page is sent as one document (`observe/page.py`): `page.html` with its style and script inline;
+its Content-Security-Policy allows only these two, by their digests, and requests to this
 server. It contains no secrets, so it needs no API key; the figures behind it do.
 """
 
@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.engine.interface import EngineLoad
+from jaxserve.observe.page import SHARED, assembled
 from jaxserve.observe.spans import AnyStage
+from jaxserve.observe.timeline_view import Bar, bars
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server.http.exchange import HttpExchange
@@ -24,37 +26,14 @@ from jaxserve.server.http.service import Service
 
 logger = logging.getLogger(__name__)
 
-SCRIPTS = (
-    *("common", "playground", "markdown", "chat", "tokens"),
-    *("timeline", "live", "events"),
+_HERE = Path(__file__).parent
+_SCRIPTS = (
+    *(SHARED / "page_common.js", _HERE / "page_playground.js", _HERE / "page_markdown.js"),
+    *(_HERE / "page_chat.js", _HERE / "page_tokens.js", SHARED / "page_timeline.js"),
+    *(_HERE / "page_live.js", _HERE / "page_events.js"),
 )
-"""The parts of the page's script, in order."""
-
-
-def _assemble(folder: Path) -> bytes:
-    script = b"\n".join((folder / f"page_{part}.js").read_bytes() for part in SCRIPTS)
-    html = (folder / "page.html").read_bytes()
-    for tag, text in (("style", (folder / "page.css").read_bytes()), ("script", script)):
-        html = html.replace(
-            b"<%b></%b>" % ((tag.encode(),) * 2),
-            b"<%b>\n%b</%b>" % (tag.encode(), text, tag.encode()),
-        )
-    return html
-
-
-PAGE = _assemble(Path(__file__).parent)
-
-
-class Bar(msgspec.Struct, frozen=True, array_like=True):
-    """A stage that ran: its kind, lane, layer and step, and its start and end in µs after the
-    window's start."""
-
-    stage: AnyStage
-    lane: int
-    layer: int
-    step: int
-    start: int
-    end: int
+"""Parts of the page's script, in order."""
+PAGE = assembled(_HERE / "page.html", _SCRIPTS)
 
 
 class MeasuredSteps(msgspec.Struct, kw_only=True):
@@ -154,20 +133,13 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
     if view.missing:
         logger.warning("pipeline: %s", view.missing)
     start = int((view.measured_at - view.window_seconds) * 1e9)
-    bars = [
-        Bar(
-            *(span.stage, span.lane, span.layer, span.step),
-            *((time_ns - start) // 1000 for time_ns in (span.start_ns, span.end_ns)),
-        )
-        for span in view.timeline
-    ]
     return MeasuredSteps(
         at=view.measured_at,
         window_seconds=view.window_seconds,
         steps=view.steps,
         busy=view.busy,
         bubble=view.bubble,
-        timeline=bars,
+        timeline=bars(view.timeline, start),
         timeline_cut=view.timeline_cut,
         domains=view.domains,
         transfers=view.transfers,

@@ -140,7 +140,7 @@ def test_the_timeline_has_the_form_of_a_measured_one(tmp_path):
     _, spans = simulation.run()
     timeline_view.write(tmp_path, spans, "as simulated")
     assert read_spans(tmp_path) == spans
-    assert "as simulated" in (tmp_path / "timeline.svg").read_text(encoding="utf-8")
+    assert "as simulated" in (tmp_path / "timeline.html").read_text(encoding="utf-8")
     summary = summarise(spans, steady_window(spans))
     assert summary.lanes == 3
     assert summary.stages["attend"].median_ms == pytest.approx(4.0)
