@@ -12,15 +12,15 @@ import ml_dtypes
 import numpy as np
 import tensorstore
 
-from jaxserve.checkpoint.reading import THREADS, aligned_empty
+from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
-from jaxserve.storage.files import array_store
+from jaxserve.storage.files import LocalFile, array_store
 
 # Chunks in flight take memory in addition to the target array, so their number is limited.
 _CONTEXT = tensorstore.Context(
-    {"file_io_concurrency": {"limit": THREADS}, "data_copy_concurrency": {"limit": THREADS}}
+    {f"{work}_concurrency": {"limit": LocalFile.threads} for work in ("file_io", "data_copy")}
 )
 
 

@@ -38,10 +38,18 @@ def replaced(name: object) -> CheckpointError:
 class LocalFile:
     """A file on disk; `descriptor` may be read at any place by several threads.
 
+    It is not mapped to memory: mapped pages count as the process's memory, and reading past the end
+    of a file that shrank would be a signal instead of an error.
+
     Attributes:
       name: name of the file in errors.
       version: version of the opened file; None: the mirror knows it.
+      window: bytes that a reader of whole matrices takes at a time.
+      gap: smallest gap in bytes between two wanted parts that is worth a separate read.
+      threads: number of reads worth making concurrently.
     """
+
+    window, gap, threads = 1 << 20, 4 << 10, max(2, min(os.cpu_count() or 1, 16))
 
     def __init__(self, path: Path):
         self.name = str(path)
@@ -85,6 +93,7 @@ class RemoteFile:
     """A file in a bucket, of the version that its mirror has seen; attributes as of `LocalFile`."""
 
     version = None
+    window, gap, threads = 8 << 20, 64 << 10, 32
 
     def __init__(self, bucket: StorageBucket, name: str, generation: str):
         self.name = f"{bucket.url}/{name}"

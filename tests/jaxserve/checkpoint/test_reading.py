@@ -19,6 +19,7 @@ from jaxserve.checkpoint.reading import (
 )
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
+from jaxserve.storage.files import LocalFile
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64, ml_dtypes.float8_e4m3fn)
 
@@ -64,7 +65,7 @@ def test_any_rectangle(data, tmp_path_factory):
 
 
 def test_copies_across_on_many_threads(monkeypatch):
-    monkeypatch.setattr(reading, "_TASK_BYTES", 4096)
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 4096)
     values = random((3, 500, 130), ml_dtypes.bfloat16)
     target = np.swapaxes(aligned_empty((3, 130, 500), values.dtype), 1, 2)
     copy_across([(target, values)])
@@ -72,7 +73,7 @@ def test_copies_across_on_many_threads(monkeypatch):
 
 
 def test_many_pieces_on_many_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_TASK_BYTES", 4096)
+    monkeypatch.setattr(LocalFile, "window", 4096)
     values = random((1500, 130), ml_dtypes.bfloat16)
     tensor = stored(tmp_path, values)
     target, threads = aligned_empty((1500, 130), values.dtype), set()
