@@ -29,6 +29,13 @@ padded to a long block, which takes a quarter less time a position."""
 PRODUCT_TOKENS = 512
 """Positions of a block with products in INT8; a row's probabilities of a block share one scale."""
 
+TILE_TOKENS = 64
+"""Tokens of a batch that are taken together where there are so many."""
+
+MOST_RUNS = 8
+"""Most sequences of a tile whose tokens share blocks; with more, every token is by itself. A pass
+for one sequence multiplies by the queries of the whole tile."""
+
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
 
@@ -130,72 +137,138 @@ def pages_gap(cache: Cache) -> str:
 def paged_attention(
     call: PagedCall,
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
-    """Gather the pages of every token's sequence and attend, a block of tokens at a time.
+    """Gathers the pages of every token's sequence and attends, a block of positions at a time.
 
-    Positions are taken block by block of `BLOCK_TOKENS` or `FIRST_TOKENS`, of each token from the
-    first that it sees to the last: the time is proportional to the sequences or to the window, not
-    to the tables, and a table's width changes no bit.
+    Positions are taken block by block of `BLOCK_TOKENS` or `FIRST_TOKENS`, from the first that is
+    seen to the last: the time is proportional to the sequences or to the window, not to the tables,
+    and a table's width changes no bit. Larger batches are taken `TILE_TOKENS` tokens at a time. In
+    a tile with few sequences, which is part of a prefill chunk, the tokens of a sequence share
+    every block, which is gathered once and multiplied by all their queries.
     """
     cache, where = call.cache, call.where
     tokens, q_heads, head_dim = call.queries.shape
     kv_heads = cache.k_pages.shape[1]
-    grouped = call.queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+    queries = call.queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
     pages_of_token = where.page_table.at[where.sequence_of_token].get(mode="clip")
-    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
-    output, lse = _attend_to_blocks(
-        grouped, cache, pages_of_token, where.position, call.scale, width, call.window
-    )
+
+    def attend_tile(some: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        queries, pages, position, sequence = some
+        begins = jnp.concatenate([jnp.ones(1, bool), sequence[1:] != sequence[:-1]])
+        run = jnp.cumsum(begins) - 1
+        return jax.lax.cond(
+            run[-1] < MOST_RUNS,
+            lambda: _attend_runs(queries, pages, position, run, call),
+            lambda: _attend_tokens(queries, pages, position, call),
+        )
+
+    if tokens < TILE_TOKENS:
+        output, lse = _attend_tokens(queries, pages_of_token, where.position, call)
+    else:
+        arrays = queries, pages_of_token, where.position, where.sequence_of_token
+        output, lse = _map_tokens(attend_tile, arrays, TILE_TOKENS)
     return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
 
 
-def _attend_to_blocks(
-    queries: Float[Array, "tokens kv_heads group head_dim"],
-    cache: Cache,
-    pages_of_token: Int32[Array, "tokens pages"],
-    position: Int32[Array, " tokens"],
-    scale: float,
-    width: int,
-    window: int,
-) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attend block by block, with a running maximum (Milakov and Gimelshein, 2018, "Online
-    normalizer calculation for softmax"); `width` is that of a key and a value together."""
-    tokens, kv_heads, page_size = len(queries), *cache.k_pages.shape[1:3]
-    count = -(-(PRODUCT_TOKENS if cache.int8_products else BLOCK_TOKENS) // page_size)
-    at_once = max(1, GATHERED_BYTES // (count * page_size * kv_heads * width * 4))
-    pages = jnp.pad(pages_of_token, ((0, 0), (0, -pages_of_token.shape[1] % count)))
-
-    def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        return _attend_some(*some, cache, count, scale, window)
-
+def _map_tokens(
+    attend: Callable[[Any], tuple[Array, Array]], arrays: tuple[Array, ...], at_once: int
+) -> tuple[Array, Array]:
+    """Attends from `at_once` tokens at a time. `arrays` are queries, pages, positions and others of
+    every token; the last tokens are padded by copies of the last one, at position -1."""
+    tokens = len(arrays[0])
     if tokens <= at_once:
-        return attend((queries, pages, position))
+        return attend(arrays)
     missing = -tokens % at_once
-    inputs = [
-        jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)), constant_values=fill)
-        for array, fill in ((queries, 0), (pages, 0), (position, -1))
+    wide = [
+        jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)), mode="edge")
+        for array in arrays
     ]
+    wide[2] = jnp.pad(arrays[2], (0, missing), constant_values=-1)
     parts = jax.lax.map(
-        attend, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in inputs)
+        attend, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in wide)
     )
     output, lse = (part.reshape(-1, *part.shape[2:])[:tokens] for part in parts)
     return output, lse
 
 
-def _attend_some(
+def _attend_runs(
     queries: Float[Array, "tokens kv_heads group head_dim"],
     pages_of_token: Int32[Array, "tokens pages"],
     position: Int32[Array, " tokens"],
-    cache: Cache,
-    count: int,
-    scale: float,
-    window: int,
+    run: Int32[Array, " tokens"],
+    call: PagedCall,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attends from some tokens, `count` pages of each at a time (fewer in the first blocks)."""
-    highest, page_size = jax.lax.Precision.HIGHEST, cache.k_pages.shape[2]
-    # All tokens share the boundaries of blocks; with a window each token has its own first block.
-    first = jnp.zeros_like(position)
+    """Attends from the tokens of one sequence after the other, which have the same `run`."""
+    tokens, kv_heads, group, head_dim = queries.shape
+    side_by_side = jnp.swapaxes(queries, 0, 1).reshape(1, kv_heads, tokens * group, head_dim)
+
+    def attend(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        mine = run == index
+        pages = pages_of_token[jnp.argmax(mine)][None]
+        own = jnp.where(mine, position, -1)
+        found = _attend_some(side_by_side, pages, own[None], call)
+        rows = [
+            jnp.swapaxes(array.reshape(kv_heads, tokens, *other.shape[2:]), 0, 1)
+            for array, other in zip(found, state, strict=True)
+        ]
+        return (
+            jnp.where(mine[:, None, None, None], rows[0], state[0]),
+            jnp.where(mine[:, None, None], rows[1], state[1]),
+        )
+
+    shape = tokens, kv_heads, group
+    start = jnp.zeros((*shape, call.cache.v_width), queries.dtype), jnp.zeros(shape, jnp.float32)
+    others = queries, pages_of_token, position, *call.cache.arrays().values()
+    start = jax.tree.map(lambda array: vary_like(array, others), start)
+    output, lse = jax.lax.fori_loop(0, run[-1] + 1, attend, start)
+    return output, lse
+
+
+def _attend_tokens(
+    queries: Float[Array, "tokens kv_heads group head_dim"],
+    pages_of_token: Int32[Array, "tokens pages"],
+    position: Int32[Array, " tokens"],
+    call: PagedCall,
+) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
+    """Attends from every token by itself; `GATHERED_BYTES` bounds the tokens at one time."""
+    cache = call.cache
+    kv_heads, page_size, head_dim = cache.k_pages.shape[1], cache.k_pages.shape[2], queries.shape[3]
+    width = head_dim if cache.v_pages is None else head_dim + cache.v_width
+    at_once = GATHERED_BYTES // (_block_pages(cache) * page_size * kv_heads * width * 4)
+
+    def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        return _attend_some(some[0], some[1], some[2][:, None], call)
+
+    return _map_tokens(attend, (queries, pages_of_token, position), max(1, at_once))
+
+
+def _block_pages(cache: Cache) -> int:
+    """Returns the pages of a block of positions."""
+    tokens = PRODUCT_TOKENS if cache.int8_products else BLOCK_TOKENS
+    return -(-tokens // cache.k_pages.shape[2])
+
+
+def _attend_some(
+    queries: Float[Array, "parts kv_heads rows head_dim"],
+    pages_of_part: Int32[Array, "parts pages"],
+    position: Int32[Array, "parts tokens"],
+    call: PagedCall,
+) -> tuple[Float[Array, "parts kv_heads rows v_width"], Float32[Array, "parts kv_heads rows"]]:
+    """Attends block by block, with a running maximum (Milakov and Gimelshein, 2018, "Online
+    normalizer calculation for softmax").
+
+    A part has tokens of one sequence; its rows of queries are those of its first token, then those
+    of the next. Tokens at position -1 see nothing. Where parts have one token, the first blocks are
+    shorter.
+    """
+    cache, scale, window = call.cache, call.scale, call.window
+    page_size, count = cache.k_pages.shape[2], _block_pages(cache)
+    pages_of_part = jnp.pad(pages_of_part, ((0, 0), (0, -pages_of_part.shape[1] % count)))
+    highest, last = jax.lax.Precision.HIGHEST, jnp.max(position, axis=1)
+    # All parts share the boundaries of blocks; with a window each part has its own first block.
+    first = jnp.zeros_like(last)
     if window:
-        first = jnp.maximum(position - window + 1, 0) // (count * page_size)
+        lowest = jnp.min(jnp.where(position < 0, last[:, None], position), axis=1)
+        first = jnp.maximum(lowest - window + 1, 0) // (count * page_size)
     wide = queries.astype(jnp.float32)
 
     def step(
@@ -205,14 +278,15 @@ def _attend_some(
         block = count * page_size
         if window:
             columns = (first[:, None] + index) * count + jnp.arange(count, dtype=jnp.int32)
-            pages = jnp.take_along_axis(pages_of_token, columns, axis=1, mode="clip")
+            pages = jnp.take_along_axis(pages_of_part, columns, axis=1, mode="clip")
         else:
-            pages = jax.lax.dynamic_slice_in_dim(pages_of_token, index * count, count, axis=1)
+            pages = jax.lax.dynamic_slice_in_dim(pages_of_part, index * count, count, axis=1)
         place = (first[:, None] + index) * block + jnp.arange(block, dtype=jnp.int32)
-        seen_now = place <= position[:, None]
+        seen_now = place[:, None] <= position[:, :, None]  # [parts, tokens, block]
         if window:
-            seen_now &= place > position[:, None] - window
-        visible = seen_now[:, None, None]  # [tokens, 1, 1, block]
+            seen_now &= place[:, None] > position[:, :, None] - window
+        each = queries.shape[2] // position.shape[1]
+        visible = jnp.repeat(seen_now, each, axis=1)[:, None]  # [parts, 1, rows, block]
 
         def gather(array: Array) -> Array:
             return jax.vmap(_gather, in_axes=(None, 0))(array, pages)
@@ -221,7 +295,7 @@ def _attend_some(
         values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
         v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
         # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
-        values = jnp.where(visible[:, 0, 0, None, :, None], values, 0.0)
+        values = jnp.where(jnp.any(seen_now, axis=1)[:, None, :, None], values, 0.0)
         scores = jnp.where(visible, scores, -jnp.inf)
         now = jnp.maximum(largest, jnp.max(scores, axis=-1))
         finite = jnp.where(jnp.isneginf(now), 0.0, now)
@@ -241,18 +315,18 @@ def _attend_some(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, cache.v_width), jnp.float32),
     )
-    others = (queries, pages_of_token, position, *cache.arrays().values())
+    others = (queries, pages_of_part, position, *cache.arrays().values())
     start = jax.tree.map(lambda array: vary_like(array, others), start)
     state, done = start, 0
-    if not (window or cache.int8_products):
+    if not (window or cache.int8_products) and position.shape[1] == 1:
         few = -(-FIRST_TOKENS // page_size)
         if count % few == 0 and few < count:
-            blocks = jnp.max(position + few * page_size) // (few * page_size)
+            blocks = jnp.max(last + few * page_size) // (few * page_size)
             blocks = jnp.minimum(blocks, count // few)
             state = jax.lax.fori_loop(0, blocks, functools.partial(step, few), state)
             done = 1
-    if pages_of_token.shape[1] > done * count:
-        blocks = jnp.max((position + count * page_size) // (count * page_size) - first)
+    if pages_of_part.shape[1] > done * count:
+        blocks = jnp.max((last + count * page_size) // (count * page_size) - first)
         state = jax.lax.fori_loop(done, blocks, functools.partial(step, count), state)
     largest, total, mixed = state
     # A padding token sees nothing: its largest score is -inf and its total 0.
@@ -337,40 +411,40 @@ def chunk_attention(
     # Heads first is what CPUs multiply fastest.
     keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
     values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)
+    # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN. Such rows are left out
+    # of the sums, and whoever sees one gets NaN.
+    broken = ~jnp.all(jnp.isfinite(values), axis=(0, 2))
+    values = jnp.where(broken[:, None], 0.0, values)
 
-    def attend(query: Array, sequence: Array, own: Array) -> tuple[Array, Array]:
-        visible = (position >= 0) & (position <= own) & (sequence_of_token == sequence)
-        return _attend_row(query, keys, values, visible, scale)
+    def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        query, sequence, own = some
+        visible = (position >= 0) & (position <= own[:, None])
+        visible &= sequence_of_token == sequence[:, None]  # [rows, tokens]
+        out, lse = _attend_rows(query, keys, values, visible, scale)
+        sees_broken = jnp.any(visible & broken, axis=1)
+        return jnp.where(sees_broken[:, None, None], jnp.nan, out), lse
 
-    def rows(piece: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        return attend(*piece)
-
-    everything = (queries, sequence_of_token, position)
-    if queries.shape[0] <= CHUNK_ROWS:
-        out, lse = jax.vmap(attend)(*everything)
-    else:
-        out, lse = jax.lax.map(rows, everything, batch_size=CHUNK_ROWS)
+    out, lse = _map_tokens(attend, (queries, sequence_of_token, position), CHUNK_ROWS)
     return out.astype(queries.dtype), lse
 
 
-def _attend_row(
-    query: Float[Array, "heads head_dim"],
-    keys: Float[Array, "heads tokens head_dim"],
-    values: Float[Array, "heads tokens v_head_dim"],
-    visible: Bool[Array, " tokens"],
+def _attend_rows(
+    queries: Float[Array, "rows heads head_dim"],
+    keys: Float32[Array, "heads tokens head_dim"],
+    values: Float32[Array, "heads tokens v_head_dim"],
+    visible: Bool[Array, "rows tokens"],
     scale: float,
-) -> tuple[Float[Array, "heads v_head_dim"], Float[Array, " heads"]]:
-    """Attend from one token."""
-    highest = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("hd,htd->ht", query.astype(jnp.float32), keys, precision=highest) * scale
+) -> tuple[Float32[Array, "rows heads v_head_dim"], Float32[Array, "rows heads"]]:
+    """Attends from some tokens to the finite values of those that they see."""
+    highest, wide = jax.lax.Precision.HIGHEST, jnp.swapaxes(queries, 0, 1).astype(jnp.float32)
+    scores = scale * jnp.einsum("hrd,htd->hrt", wide, keys, precision=highest)
     scores = jnp.where(visible, scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0.0, largest))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
-    safe = jnp.where(visible[:, None], values, 0.0)
-    out = jnp.einsum("ht,htv->hv", weights, safe, precision=highest)
-    return out / jnp.where(total == 0, 1.0, total), (largest + jnp.log(total))[:, 0]
+    out = jnp.einsum("hrt,htv->hrv", weights, values, precision=highest)
+    lse = (largest + jnp.log(total))[:, :, 0]
+    return jnp.swapaxes(out / jnp.where(total == 0, 1.0, total), 0, 1), lse.T
 
 
 def merge(

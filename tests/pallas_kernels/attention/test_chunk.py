@@ -40,6 +40,16 @@ def test_literal():
     np.testing.assert_allclose(np.asarray(lse)[:, 0], 1 + np.log([1, 2, 1, 3]), rtol=1e-6)
 
 
+def test_who_sees_nan_gets_nan_and_no_other():
+    """Tokens of two sequences in turn; the second token of the first one has a broken value."""
+    ones = jnp.ones((4, 1, 2))
+    values = jnp.asarray([[[2.0, 2.0]], [[5.0, 5.0]], [[jnp.nan, 1.0]], [[7.0, 7.0]]])
+    sequence, position = jnp.asarray([0, 1, 0, 1]), jnp.asarray([0, 0, 1, 1])
+    output, _ = chunk_attention(ones, ones, values, sequence, position, scale=1.0)
+    assert np.asarray(output)[[0, 1, 3], 0].tolist() == [[2, 2], [5, 5], [6, 6]]
+    assert np.isnan(output[2]).all()
+
+
 def test_merged_with_the_cache_it_is_attention_to_everything():
     """Five tokens are in the cache, four follow."""
     rng = np.random.default_rng(3)

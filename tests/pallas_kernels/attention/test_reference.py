@@ -4,7 +4,7 @@ import pytest
 
 from pallas_kernels.attention import reference
 from pallas_kernels.target import Target
-from tests.pallas_kernels.attention.suite import RotatedPartSuite, Sizes
+from tests.pallas_kernels.attention.suite import PADDING, RotatedPartSuite, Sizes
 
 
 class TestReference(RotatedPartSuite):
@@ -21,3 +21,20 @@ class TestReference(RotatedPartSuite):
         block of positions."""
         monkeypatch.setattr(reference, "GATHERED_BYTES", tokens * 128 * 32 * 4)
         self.check(self.case(sizes, [(9 * self.page_size + 3, 2), (130, 1), (1, 1), (3, 1)]))
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            Sizes(kv_heads=2, window=20),
+            Sizes(shared=True, cache="int8", window=40),
+            Sizes(q_heads=2, kv_heads=2, cache="fp8"),
+        ],
+    )
+    def test_tiles(self, sizes, monkeypatch):
+        """Tiles of four tokens: of one chunk, of two, of single tokens, of a chunk with padding,
+        and one that is not full. Chunks share their blocks, not in tiles with more of them."""
+        monkeypatch.setattr(reference, "TILE_TOKENS", 4)
+        monkeypatch.setattr(reference, "MOST_RUNS", 2)
+        page = self.page_size
+        chunks = [(9 * page + 3, 6), (130, 2), (3, 1), (page, 1), (7, 1), (1, 1), PADDING, (5, 5)]
+        self.check(self.case(sizes, chunks))
