@@ -9,7 +9,7 @@ concurrently: one computes while the messages of the other are in flight.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -51,225 +51,51 @@ class Seen(NamedTuple):
     most: float
 
 
-class _Waited:
-    """Statistics of the seconds that devices spent in one kind of collective so far."""
+class _Step:
+    """A lane's step in progress; `ready` has one entry per DP group."""
 
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-        self.least, self.most = float("inf"), 0.0
-
-
-class Setting(TypedDict, total=False):
-    """Arguments of a pipeline."""
-
-    layers: Required[int]
-    """Number of layers of the model."""
-    lanes: Required[int]
-    groups: Required[int]
-    """Lanes and DP groups of a domain."""
-    domains: int
-    """Attention meshes, served by one ffn mesh; 1 unless given."""
-    link: LinkMode
-    disturb: Disturb
-    """Adds noise to a stage."""
-    note: Note | None
-    """Called with every stage as a span, from the first device's start to the last one's end."""
+    def __init__(self, lane: int, number: int, times: StepTimes, begun: float, groups: int):
+        self.lane, self.number, self.times, self.begun = lane, number, times, begun
+        self.ready = np.full(groups, begun)
+        """Times at which the attention devices have their input, or have sent their output."""
+        self.on_ffn = 0.0
+        """Time at which the ffn role has its input, or its result."""
+        self.layer, self.attended = 0, False
+        """Overlapped only: the layer, and whether its rows go to the FFN next."""
 
 
 class _Pipeline:
-    """Common parts of all pipelines."""
+    """Common parts of all pipelines.
 
-    def __init__(self, **setting: Unpack[Setting]):
-        self._layers, self._groups = setting["layers"], setting["groups"]
-        self._domains = setting.get("domains", 1)
-        self._all_lanes = range(setting["lanes"] * self._domains)
-        self._link = setting.get("link", "duplex")
-        self._disturb = setting.get("disturb", undisturbed)
-        self._note = setting.get("note")
+    Args:
+      lanes, groups: lanes and DP groups of a domain.
+      domains: attention meshes, served by one ffn mesh.
+      disturb: adds noise to a stage.
+      note: called with every stage as a span, from the first device's start to the last one's end.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        lanes: int,
+        groups: int,
+        domains: int = 1,
+        link: LinkMode = "duplex",
+        disturb: Disturb = undisturbed,
+        note: Note | None = None,
+    ):
+        self._layers, self._groups, self._domains = layers, groups, domains
+        self._link, self._disturb, self._note = link, disturb, note
+        self._all_lanes = range(lanes * domains)
+        self._inside: dict[int, _Step] = {}
+        """Steps in progress by lane, the one that waited longest first."""
         self._busy = np.zeros(4)
 
     @property
     def busy(self) -> Busy:
         """Busy seconds so far; for collectives without the waiting."""
         return Busy(*map(float, self._busy))
-
-    def _tell(
-        self,
-        stage: AFDStage,
-        lane: int,
-        number: int,
-        layer: int,
-        at: np.ndarray | float,
-        end: np.ndarray | float,
-        side: int = 0,
-    ) -> None:
-        """Notes a stage, if anything listens."""
-        if self._note is not None:
-            begin, last = round(float(np.min(at)) * 1e9), round(float(np.max(end)) * 1e9)
-            self._note(Span(stage, lane, layer, number, begin, last, side, begin))
-
-
-class _Lane:
-    """The progress of a lane; arrays have one entry per DP group."""
-
-    def __init__(self, groups: int):
-        self.times: StepTimes
-        self.number = 0
-        self.ready = np.zeros(groups)
-        """Times at which the attention devices have their input, or have sent their output."""
-        self.on_ffn = 0.0
-        """Time at which the ffn role has its input, or its result."""
-
-
-class Disaggregated(_Pipeline):
-    """Attention and FFN on submeshes of their own."""
-
-    def __init__(self, **setting: Unpack[Setting]):
-        super().__init__(**setting)
-        groups, domains = self._groups, range(self._domains)
-        self._rotation = Rotation(self._layers, len(self._all_lanes))
-        self._lanes = [_Lane(groups) for _ in self._all_lanes]
-        self._attention_free = [np.zeros(groups) for _ in domains]
-        self._link_free = [[np.zeros(groups) for _ in domains] for _ in range(2)]
-        self._side_free = [0.0, 0.0]  # the ffn role's end of the link, by direction
-        self._ffn_free = 0.0
-
-    @property
-    def active(self) -> bool:
-        """Whether a lane is inside a step."""
-        return bool(self._rotation.active)
-
-    @property
-    def idle_lanes(self) -> list[int]:
-        """Lanes that could begin a step."""
-        inside = set(self._rotation.active)
-        return [lane for lane in self._all_lanes if lane not in inside]
-
-    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """Begins a step of a lane at `now`, the host's time."""
-        self._rotation.begin(lane)
-        state = self._lanes[lane]
-        state.times, state.number = times, number
-        state.ready = np.maximum(state.ready, now)
-
-    def advance(self, now: float) -> tuple[int, float]:
-        """Runs stages until a lane leaves: (lane, time when its last device had sampled).
-
-        Args:
-          now: the host's time, at which all these stages are enqueued.
-        """
-        runs: dict[str, Callable[[int, int, float], float]] = {
-            "attend": self._attend,
-            "dispatch": self._dispatch,
-            "ffn": self._ffn,
-            "combine": self._combine,
-            "leave": self._leave,
-        }
-        for turn in self._rotation.turns:
-            for stage in turn:
-                end = runs[stage.name](stage.lane, stage.layer, now)
-            if stage.name == "leave":
-                return stage.lane, end
-        raise AssertionError("the rotation has no end")
-
-    def _attend(self, index: int, layer: int, now: float) -> float:
-        lane, domain = self._lanes[index], index % self._domains
-        start = np.maximum(np.maximum(lane.ready, self._attention_free[domain]), now)
-        seconds = self._disturb("attend", lane.times.attend[layer])
-        return self._on_attention(lane, index, layer, start, seconds)
-
-    def _leave(self, index: int, layer: int, now: float) -> float:
-        lane, domain = self._lanes[index], index % self._domains
-        start = np.maximum(np.maximum(lane.ready, self._attention_free[domain]), now)
-        return self._on_attention(lane, index, layer, start, np.full_like(start, lane.times.leave))
-
-    def _on_attention(
-        self, lane: _Lane, index: int, layer: int, start: np.ndarray, seconds: np.ndarray
-    ) -> float:
-        end = start + seconds
-        self._attention_free[index % self._domains] = end
-        lane.ready = end
-        self._busy[0] += seconds.mean() / self._domains
-        return self._span("attend", index, layer, float(start.min()), float(end.max()))
-
-    def _dispatch(self, index: int, layer: int, now: float) -> float:
-        lane, domain = self._lanes[index], index % self._domains
-        free = self._link_free[0]
-        start = lane.ready if self._link == "sender" else np.maximum(lane.ready, free[domain])
-        seconds = self._disturb("dispatch", np.full_like(start, lane.times.dispatch[layer]))
-        end = start + seconds
-        self._taken(0, domain, end)
-        if self._link == "sender":
-            self._attention_free[domain] = end
-        # The ffn role receives one message at a time; it has arrived when its last part has.
-        side = self._side_free[0] + lane.times.dispatch[layer] if self._domains > 1 else 0.0
-        arrived = max(float(end.max()), side)
-        self._side_free[0] = arrived
-        lane.ready = end
-        lane.on_ffn = arrived
-        self._busy[2] += seconds.mean()
-        return self._span("dispatch", index, layer, float(start.min()), arrived)
-
-    def _ffn(self, index: int, layer: int, now: float) -> float:
-        lane = self._lanes[index]
-        start = max(lane.on_ffn, self._ffn_free, now)
-        seconds = float(self._disturb("ffn", np.array([lane.times.ffn[layer]]))[0])
-        self._ffn_free = lane.on_ffn = start + seconds
-        self._busy[1] += seconds
-        return self._span("ffn", index, layer, start, self._ffn_free)
-
-    def _combine(self, index: int, layer: int, now: float) -> float:
-        lane, domain = self._lanes[index], index % self._domains
-        free = self._link_free[1]
-        start = np.full_like(lane.ready, lane.on_ffn)
-        if self._link == "sender":
-            start = np.maximum(start, self._ffn_free)
-        else:
-            start = np.maximum(start, free[domain])
-        if self._domains > 1:
-            start = np.maximum(start, self._side_free[1])
-            self._side_free[1] = float(start.max()) + lane.times.combine[layer]
-        seconds = self._disturb("combine", np.full_like(start, lane.times.combine[layer]))
-        end = start + seconds
-        self._taken(1, domain, end)
-        if self._link == "sender":
-            self._ffn_free = float(end.max())
-        lane.ready = end
-        self._busy[3] += seconds.mean()
-        return self._span("combine", index, layer, float(start.min()), float(end.max()))
-
-    def _taken(self, direction: int, domain: int, end: np.ndarray) -> None:
-        for other in (0, 1) if self._link == "shared" else (direction,):
-            self._link_free[other][domain] = end
-
-    def _span(self, stage: AFDStage, lane: int, layer: int, start: float, end: float) -> float:
-        side = self._domains if stage in ("dispatch", "ffn") else lane % self._domains
-        self._tell(stage, lane, self._lanes[lane].number, layer, start, end, side)
-        return end
-
-
-class _Batch:
-    """The progress of a colocated batch."""
-
-    def __init__(self, lane: int, number: int, times: StepTimes, begun: float):
-        self.lane, self.number, self.times, self.begun = lane, number, times, begun
-        self.layer = 0
-        self.attended = False
-        """Whether attention of this layer is done, so that its rows go to the FFN next."""
-
-
-class Colocated(_Pipeline):
-    """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
-    that wait for the last device.
-
-    Experts are divided over the DP groups, and each disturbs its ffn stage by itself.
-    """
-
-    def __init__(self, **setting: Unpack[Setting]):
-        super().__init__(**(setting | {"domains": 1}))
-        self._free = np.zeros(self._groups)
-        self._inside: list[_Batch] = []
-        self._seen: dict[AFDStage, _Waited] = {"dispatch": _Waited(), "combine": _Waited()}
 
     @property
     def active(self) -> bool:
@@ -279,18 +105,137 @@ class Colocated(_Pipeline):
     @property
     def idle_lanes(self) -> list[int]:
         """Lanes that could begin a step."""
-        inside = {batch.lane for batch in self._inside}
-        return [lane for lane in self._all_lanes if lane not in inside]
+        return [lane for lane in self._all_lanes if lane not in self._inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """Adds a step of a lane."""
-        self._inside.append(_Batch(lane, number, times, now))
+        """Begins a step of a lane at `now`, the host's time."""
+        self._inside[lane] = _Step(lane, number, times, now, self._groups)
+
+    def _tell(
+        self,
+        stage: AFDStage,
+        step: _Step,
+        layer: int,
+        at: np.ndarray | float,
+        end: np.ndarray | float,
+        side: int = 0,
+    ) -> None:
+        """Notes a stage, if anything listens."""
+        if self._note is not None:
+            begin, last = round(float(np.min(at)) * 1e9), round(float(np.max(end)) * 1e9)
+            self._note(Span(stage, step.lane, layer, step.number, begin, last, side, begin))
+
+
+class Disaggregated(_Pipeline):
+    """Attention and FFN on submeshes of their own."""
+
+    def __init__(self, **setting: Any):
+        super().__init__(**setting)
+        self._rotation = Rotation(self._layers, len(self._all_lanes))
+        free = np.zeros((3, self._domains, self._groups))
+        self._attention_free, *self._link_free = free
+        self._side_free = [0.0, 0.0]  # the ffn role's end of the link, by direction
+        self._ffn_free = 0.0
+
+    def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
+        """Begins a step of a lane at `now`, the host's time."""
+        self._rotation.begin(lane)
+        super().begin(lane, number, now, times)
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs stages until a lane leaves: (lane, time when its last device had sampled).
+
+        Args:
+          now: the host's time, at which all these stages are enqueued.
+        """
+        runs: dict[str, Callable[[_Step, int, int, float], float]] = {
+            "attend": self._attend,
+            "dispatch": self._dispatch,
+            "ffn": self._ffn,
+            "combine": self._combine,
+            "leave": self._attend,
+        }
+        for turn in self._rotation.turns:
+            for stage in turn:
+                step, domain = self._inside[stage.lane], stage.lane % self._domains
+                end = runs[stage.name](step, stage.layer, domain, now)
+            if stage.name == "leave":
+                del self._inside[stage.lane]
+                return stage.lane, end
+        raise AssertionError("the rotation has no end")
+
+    def _attend(self, step: _Step, layer: int, domain: int, now: float) -> float:
+        """Runs attention; behind the last layer, head and sampling, which nothing disturbs."""
+        start = np.maximum(np.maximum(step.ready, self._attention_free[domain]), now)
+        if layer < self._layers:
+            seconds = self._disturb("attend", step.times.attend[layer])
+        else:
+            seconds = np.full_like(start, step.times.leave)
+        self._attention_free[domain] = step.ready = start + seconds
+        self._busy[0] += seconds.mean() / self._domains
+        self._tell("attend", step, layer, start, step.ready, domain)
+        return float(step.ready.max())
+
+    def _dispatch(self, step: _Step, layer: int, domain: int, now: float) -> float:
+        usual, start = step.times.dispatch[layer], step.ready
+        if self._link != "sender":
+            start = np.maximum(start, self._link_free[0][domain])
+        step.ready = end = self._crossed("dispatch", usual, start, domain)
+        if self._link == "sender":
+            self._attention_free[domain] = end
+        # The ffn role receives one message at a time; it has arrived when its last part has.
+        side = self._side_free[0] + usual if self._domains > 1 else 0.0
+        self._side_free[0] = step.on_ffn = max(float(end.max()), side)
+        self._tell("dispatch", step, layer, start, step.on_ffn, self._domains)
+        return step.on_ffn
+
+    def _ffn(self, step: _Step, layer: int, domain: int, now: float) -> float:
+        start = max(step.on_ffn, self._ffn_free, now)
+        seconds = float(self._disturb("ffn", np.array([step.times.ffn[layer]]))[0])
+        self._ffn_free = step.on_ffn = start + seconds
+        self._busy[1] += seconds
+        self._tell("ffn", step, layer, start, self._ffn_free, self._domains)
+        return self._ffn_free
+
+    def _combine(self, step: _Step, layer: int, domain: int, now: float) -> float:
+        usual = step.times.combine[layer]
+        free = self._ffn_free if self._link == "sender" else self._link_free[1][domain]
+        start = np.maximum(np.full(self._groups, step.on_ffn), free)
+        if self._domains > 1:
+            start = np.maximum(start, self._side_free[1])
+            self._side_free[1] = float(start.max()) + usual
+        step.ready = end = self._crossed("combine", usual, start, domain)
+        if self._link == "sender":
+            self._ffn_free = float(end.max())
+        self._tell("combine", step, layer, start, end, domain)
+        return float(end.max())
+
+    def _crossed(self, stage: AFDStage, usual: float, start: np.ndarray, domain: int) -> np.ndarray:
+        """When a message's parts have crossed; the link is taken until then."""
+        seconds, direction = self._disturb(stage, np.full_like(start, usual)), stage == "combine"
+        self._busy[2 + direction] += seconds.mean()
+        for each in (0, 1) if self._link == "shared" else (direction,):
+            self._link_free[each][domain] = start + seconds
+        return start + seconds
+
+
+class Colocated(_Pipeline):
+    """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
+    that wait for the last device.
+
+    Experts are divided over the DP groups, and each disturbs its ffn stage by itself.
+    """
+
+    def __init__(self, **setting: Any):
+        super().__init__(**(setting | {"domains": 1}))
+        self._free = np.zeros(self._groups)
+        self._seen: dict[AFDStage, tuple[float, int, float, float]] = {}
+        """Seconds that devices spent in a kind of collective: sum, number, least and most."""
 
     def advance(self, now: float) -> tuple[int, float]:
         """Runs the step that waited longest: (lane, time when its last device had sampled)."""
-        batch = self._inside.pop(0)
-        lane, number, times = batch.lane, batch.number, batch.times
-        first = np.maximum(self._free, now)
+        step = self._inside.pop(next(iter(self._inside)))
+        first, times = np.maximum(self._free, now), step.times
         attend, there, ffn, back = self._disturbed(times)
         # A collective ends for all devices at once, so each layer's two follow those before.
         lasting = np.stack([(attend + there).max(axis=1), (ffn + back).max(axis=1)], axis=1)
@@ -300,17 +245,13 @@ class Colocated(_Pipeline):
         attended, done = begun + attend, dispatched + ffn
         self._wait("dispatch", attended, dispatched)
         self._wait("combine", done, combined)
-        self._busy += (
-            attend.mean(axis=1).sum(),
-            ffn.mean(axis=1).sum(),
-            sum(times.dispatch),
-            sum(times.combine),
-        )
+        working = (each.mean(axis=1).sum() for each in (attend, ffn))
+        self._busy += (*working, sum(times.dispatch), sum(times.combine))
         for layer in range(self._layers if self._note else 0):
             at = begun[layer], attended[layer], dispatched[layer], done[layer], combined[layer]
             for stage, begin, end in zip(STAGES, at[:-1], at[1:], strict=True):
-                self._tell(stage, lane, number, layer, begin, end)
-        return lane, self._leave(lane, number, np.full_like(first, combined[-1]), times.leave)
+                self._tell(stage, step, layer, begin, end)
+        return step.lane, self._leave(step, np.full_like(first, combined[-1]))
 
     def _disturbed(self, times: StepTimes) -> np.ndarray:
         """Seconds with noise [stages, layers, groups], drawn in the order in which stages run."""
@@ -324,23 +265,24 @@ class Colocated(_Pipeline):
 
     def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
         """Records how long devices were in the collectives; times [layers, groups]."""
-        waited, seen = end - at, self._seen[stage]
-        seen.total += float(waited.sum())
-        seen.count += waited.size
-        seen.least = min(seen.least, float(waited.min()))
-        seen.most = max(seen.most, float(waited.max()))
+        waited = end - at
+        total, count, least, most = self._seen.get(stage, (0.0, 0, float("inf"), 0.0))
+        total, count = total + float(waited.sum()), count + waited.size
+        self._seen[stage] = (
+            total, count, min(least, float(waited.min())), max(most, float(waited.max()))
+        )  # fmt: skip
 
-    def _leave(self, lane: int, number: int, at: np.ndarray, seconds: float) -> float:
+    def _leave(self, step: _Step, at: np.ndarray) -> float:
         """Runs head and sampling; returns the time when the last device has sampled."""
-        self._free = at + seconds
-        self._busy[0] += seconds
-        self._tell("attend", lane, number, self._layers, at, self._free)
+        self._free = at + step.times.leave
+        self._busy[0] += step.times.leave
+        self._tell("attend", step, self._layers, at, self._free)
         return float(self._free.max())
 
     def seen(self, stage: AFDStage) -> Seen:
         """Durations of a collective over all layers, steps and devices."""
-        seen = self._seen[stage]
-        return Seen(seen.total / seen.count, seen.least, seen.most)
+        total, count, least, most = self._seen[stage]
+        return Seen(total / count, least, most)
 
 
 class Overlapped(Colocated):
@@ -352,8 +294,8 @@ class Overlapped(Colocated):
     def advance(self, now: float) -> tuple[int, float]:
         """Runs stages until a lane leaves: (lane, time when its last device had sampled)."""
         while True:
-            passing = next((batch for batch in self._inside if batch.attended), None)
-            attending = next((batch for batch in self._inside if not batch.attended), None)
+            passing = next((step for step in self._inside.values() if step.attended), None)
+            attending = next((step for step in self._inside.values() if not step.attended), None)
             if attending is not None:
                 self._free = np.maximum(self._free, attending.begun)
             self._phase(attending, passing)
@@ -364,49 +306,42 @@ class Overlapped(Colocated):
             passing.attended = False
             passing.layer += 1
             if passing.layer == self._layers:
-                self._inside.remove(passing)
-                lane, number = passing.lane, passing.number
-                return lane, self._leave(lane, number, self._free, passing.times.leave)
+                del self._inside[passing.lane]
+                return passing.lane, self._leave(passing, self._free)
 
-    def _phase(self, attending: _Batch | None, passing: _Batch | None) -> None:
+    def _phase(self, attending: _Step | None, passing: _Step | None) -> None:
         """Runs attention of one lane's layer while the other lane passes through the experts."""
         start = self._free
         attend, share = np.zeros_like(start), 1.0
         if attending is not None:
             attend = self._disturb("attend", attending.times.attend[attending.layer])
             self._busy[0] += attend.mean()
-        end = start + attend
+        self._free = end = start + attend
         if passing is not None:
-            lane, number, layer, times = passing.lane, passing.number, passing.layer, passing.times
+            layer, times = passing.layer, passing.times
             there, back = times.dispatch[layer], times.combine[layer]
             share = there / (there + back) if there + back else 1.0
-            arrived = self._exchange("dispatch", lane, number, layer, start, there)
+            arrived = self._exchange("dispatch", passing, start, there)
             at = np.maximum(arrived, start + share * attend)
             work = self._disturb("ffn", np.full_like(at, times.ffn[layer]))
             self._busy[1] += work.mean()
-            self._tell("ffn", lane, number, layer, at, at + work)
+            self._tell("ffn", passing, layer, at, at + work)
             at = at + work
             end = at + (1 - share) * attend
-            self._free = np.maximum(end, self._exchange("combine", lane, number, layer, at, back))
-        else:
-            self._free = end
+            self._free = np.maximum(end, self._exchange("combine", passing, at, back))
         if attending is not None:
-            self._tell("attend", attending.lane, attending.number, attending.layer, start, end)
+            self._tell("attend", attending, attending.layer, start, end)
 
-    def _exchange(
-        self, stage: AFDStage, lane: int, number: int, layer: int, at: np.ndarray, seconds: float
-    ) -> np.ndarray:
-        moving = self._disturb(stage, np.full_like(at, seconds))
+    def _exchange(self, stage: AFDStage, step: _Step, at: np.ndarray, usual: float) -> np.ndarray:
+        moving = self._disturb(stage, np.full_like(at, usual))
         end = np.full_like(at, (at + moving).max())
         self._wait(stage, at[None], end[None])
-        self._busy[2 if stage == "dispatch" else 3] += seconds
-        self._tell(stage, lane, number, layer, at, end)
+        self._busy[2 if stage == "dispatch" else 3] += usual
+        self._tell(stage, step, step.layer, at, end)
         return end
 
 
-def pipeline_of(
-    topology: Topology, times: StageTimes, **setting: Unpack[Setting]
-) -> Disaggregated | Colocated:
+def pipeline_of(topology: Topology, times: StageTimes, **setting: Any) -> Disaggregated | Colocated:
     """Makes the pipeline that runs the lanes of a deployment."""
     if topology.has("ffn"):
         return Disaggregated(**setting)
