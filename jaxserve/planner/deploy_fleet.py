@@ -51,7 +51,7 @@ class PrefillWorker(NamedTuple):
     @property
     def dollars(self) -> float:
         """Price in USD per hour."""
-        return self.hardware.price * self.layout.devices
+        return self.layout.dollars(self.hardware, self.hardware)
 
 
 class DecodeUnit(NamedTuple):
@@ -83,8 +83,7 @@ class DecodeUnit(NamedTuple):
     @property
     def dollars(self) -> float:
         """Price in USD per hour."""
-        a, f = self.hardware
-        return a.price * self.layout.attention_devices + f.price * self.layout.ffn_devices
+        return self.layout.dollars(*self.hardware)
 
     def taken(self, rate: float, output: float) -> float:
         """Sequences of a DP group and lane at `rate` requests a second of `output` tokens (Little's

@@ -79,6 +79,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Number of devices of both roles."""
         return self.attention_devices + self.ffn_devices
 
+    def dollars(self, attention: Hardware, ffn: Hardware) -> float:
+        """Price of the devices in USD per hour, on this hardware."""
+        return attention.price * self.attention_devices + ffn.price * self.ffn_devices
+
     @property
     def text(self) -> str:
         """Devices and sharding in a few words."""

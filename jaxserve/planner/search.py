@@ -22,7 +22,7 @@ from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.noise import Skew, mean_busiest
-from jaxserve.planner.stages import Calculator, FFNStage, StageTime
+from jaxserve.planner.stages import Calculator, StageTime
 
 STAGES = ("attend", "dispatch", "ffn", "combine")
 
@@ -137,15 +137,11 @@ class Searcher:
         self.memory = Memory(calculator, attention, ffn)
         self.attention, self.ffn = attention, ffn
         self.acceptance = acceptance
-        self._shape: Layout | None = None
-        self._stages: dict[tuple[AttentionLayers, FFNLayers, Pass], dict[str, StageTime]] = {}
-        self._layouts = Layouts(
-            calculator.model,
-            attention,
-            ffn,
-            skewed=skew is not None,
-            overlapped=calculator.assumed.overlapped,
-        )
+        self._stages = functools.lru_cache(512)(self._stages_of)
+        overlapped, skewed = calculator.assumed.overlapped, skew is not None
+        layouts = Layouts(calculator.model, attention, ffn, skewed=skewed, overlapped=overlapped)
+        self.layouts = layouts.of
+        """Yields the layouts that are tried for a target, whether or not they fit."""
 
     def search(self, target: Target) -> Found:
         """All layouts of up to `target.max_devices`."""
@@ -153,7 +149,7 @@ class Searcher:
         fastest: Plan | None = None
         short: tuple[Layout, str, float, float] | None = None
         for layout in self.layouts(target):
-            room = self.room(layout)
+            room = self.memory.room(layout)
             if room < 1:
                 shortage = self.memory.shortage(layout)
                 if short is None or shortage[1] - shortage[2] < short[2] - short[3]:
@@ -187,10 +183,6 @@ class Searcher:
     def _tpot(self, layout: Layout, batch: int) -> float:
         return self.evaluate(layout, batch).tpot
 
-    def layouts(self, target: Target) -> Iterator[Layout]:
-        """Everything that is tried, whether or not it fits."""
-        return self._layouts.of(target)
-
     def _busiest(self, layout: Layout) -> float | None:
         """Tokens of the busiest rank over the mean."""
         moe = self.calculator.model.moe
@@ -198,9 +190,10 @@ class Searcher:
             return None
         return mean_busiest(self.skew, layout.slots(moe.experts))
 
-    def room(self, layout: Layout) -> int:
-        """Sequences a DP group and lane that fit; 0: not even the weights, or not one."""
-        return self.memory.room(layout)
+    def _hardware(self, layout: Layout) -> tuple[Hardware, Hardware]:
+        """Hardware of attention and of the FFN, the same in a colocated layout."""
+        attention = self.attention[layout.attention]
+        return attention, self.ffn.get(layout.ffn, attention)
 
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """Predicts a layout with a batch; whether it fits is not asked."""
@@ -221,9 +214,6 @@ class Searcher:
         step += self._drafts_seconds(layout, batch)
         tokens_a_step = self.acceptance.tokens(layout.drafts)
         tpot = step / tokens_a_step
-        price = a.price * layout.attention_devices
-        if layout.topology.has("ffn"):
-            price += self.ffn[layout.ffn].price * layout.ffn_devices
         rate = layout.dp * layout.lanes * batch / tpot
         attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
         return Plan(
@@ -232,7 +222,7 @@ class Searcher:
             tpot=tpot,
             stages=stages,
             tokens_per_second=rate,
-            dollars=price / 3600 / rate * 1e6,
+            dollars=layout.dollars(*self._hardware(layout)) / 3600 / rate * 1e6,
             attention_bytes=attention_bytes,
             ffn_bytes=ffn_bytes,
             tokens_a_step=tokens_a_step,
@@ -270,7 +260,7 @@ class Searcher:
         program."""
         if layout.topology.has("colocated"):
             return 0.0
-        a, f = self.attention[layout.attention], self.ffn[layout.ffn]
+        a, f = self._hardware(layout)
         leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
         return max(
             self.calculator.host(a, layout.attention_devices) + leading,
@@ -280,49 +270,19 @@ class Searcher:
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
-        """The stages of one layer and lane, which do not depend on how many lanes there are: the
-        layouts that differ in that alone follow each other."""
-        shape = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
-        if shape != self._shape:
-            self._shape, self._stages = shape, {}
-        key = attention, ffn, tokens
-        if key not in self._stages:
-            self._stages[key] = self._stages_of(shape, attention, ffn, tokens)
-        return self._stages[key]
+        """The stages of one layer and lane, which do not depend on how many lanes there are."""
+        one = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
+        return self._stages(one, attention, ffn, tokens)
 
     def _stages_of(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
-        calculator, a = self.calculator, self.attention[layout.attention]
+        calculator, rows = self.calculator, tokens.batch * tokens.rows
+        on = a, _ = self._hardware(layout)
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
-        rows = tokens.batch * tokens.rows
-        if layout.topology.has("ffn"):
-            return {"attend": attend, **self._afd_stages(layout, rows, ffn)}
-        parts = self._ffn_parts(layout, ffn, a, layout.dp * rows)
-        return {
-            "attend": attend,
-            "dispatch": StageTime(parts.spread, "network"),
-            "ffn": parts.work,
-            "combine": StageTime(parts.gather, "network"),
-        }
-
-    def _afd_stages(self, layout: Layout, batch: int, group: FFNLayers) -> dict[str, StageTime]:
-        calculator = self.calculator
-        a, f = self.attention[layout.attention], self.ffn[layout.ffn]
-        tokens = layout.dp * batch
-        dispatch, combine = calculator.crossings(layout, a, f, batch)
-        return {
-            "dispatch": dispatch,
-            "ffn": self._ffn_parts(layout, group, f, tokens).stage(calculator.assumed.overlap),
-            "combine": combine,
-        }
-
-    def _ffn_parts(
-        self, layout: Layout, group: FFNLayers, hardware: Hardware, tokens: int
-    ) -> FFNStage:
-        busiest, redundant = self._busiest(layout), layout.redundant_slots
-        mesh = layout.ffn_mesh
-        return self.calculator.ffn(group, hardware, tokens, mesh, busiest, redundant)
+        busiest = self._busiest(layout)
+        moved = calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
+        return dict(zip(STAGES, (attend, *moved), strict=True))
 
 
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:

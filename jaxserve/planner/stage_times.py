@@ -24,9 +24,9 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import FFNLayers, Lightning
+from jaxserve.planner.models import Lightning
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.stages import Calculator, FFNStage
+from jaxserve.planner.stages import Calculator
 
 
 class Rows(NamedTuple):
@@ -49,6 +49,10 @@ class Rows(NamedTuple):
     pairs: np.ndarray | None = None
     """Pairs of a token of the step with a token that it attends to, without a window; None: as
     tokens and lengths imply."""
+
+    def sums(self, each: np.ndarray) -> np.ndarray:
+        """Sums of a number of each sequence, an entry a DP group."""
+        return np.bincount(self.group, each, self.groups)
 
 
 def even_rows(
@@ -126,7 +130,7 @@ class Rooflines:
 
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""
-        tokens = np.bincount(rows.group, rows.tokens, rows.groups)
+        tokens = rows.sums(rows.tokens)
         attend = [
             self._attend(index, rows, tokens)
             for index in range(len(self._attention.model.attention))
@@ -135,37 +139,24 @@ class Rooflines:
         enter = attend[first]
         if self._attention.measured is not NOTHING:
             enter = self._attend(first, rows, tokens, "enter")
-        total = round(tokens.sum())
-        busiest = None
-        if self._experts is not None:
-            busiest = [self._experts.busiest(layer, total) for layer in range(self.layers)]
-        ffn, spread, gather = [], [], []
+        total, fullest = round(tokens.sum()), round(tokens.max())
         # Layers of a kind take as long as each other, but for their busiest rank.
-        known: dict[tuple[int, float | None], FFNStage] = {}
+        known: dict[tuple[int, float | None], list[float]] = {}
+        stages = []
         for layer, (_, f) in enumerate(self._kinds):
-            group = self._ffn.model.ffn[f]
-            most = busiest[layer] if busiest and group.experts else None
-            if (f, most) not in known:
-                known[f, most] = self._ffn_parts(group, total, most, rows, round(tokens.max()))
-            parts = known[f, most]
-            if self._layout.topology.has("ffn"):
-                ffn.append(parts.stage(self._ffn.assumed.overlap).seconds)
-            else:
-                ffn.append(parts.work.seconds)
-                spread.append(parts.spread)
-                gather.append(parts.gather)
-        if self._layout.topology.has("ffn"):
-            there, back = self._ffn.crossings(
-                self._layout, self._on_attention, self._on_ffn, rows.padded
-            )
-            spread, gather = [there.seconds] * self.layers, [back.seconds] * self.layers
+            busiest = None if self._experts is None else self._experts.busiest(layer, total)
+            key = f, busiest if self._ffn.model.ffn[f].experts else None
+            if key not in known:
+                known[key] = self._exchanged(*key, total, fullest, rows)
+            stages.append(known[key])
+        dispatch, ffn, combine = (list(each) for each in zip(*stages, strict=True))
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
         if self._on_attention.pads:
             sampled = rows.sampled or sampled
         leave = self._attention.head(self._on_attention, sampled, self._layout.tp)
         layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
         host = self._attention.step_host(self._on_attention)
-        return StepTimes(layers, spread, ffn, gather, leave, host)
+        return StepTimes(layers, dispatch, ffn, combine, leave, host)
 
     def _attend(
         self,
@@ -198,24 +189,22 @@ class Rooflines:
             whole = self._attention.assumed.expanded
             read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
             more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))
-            expanded = Expanded(*(self._sums(rows, each) for each in more))
+            expanded = Expanded(*(rows.sums(each) for each in more))
         pairs = pairs * tile_padding(group, on, tp, rows.tokens)
-        load = Attending(tokens, self._sums(rows, read), self._sums(rows, pairs), expanded)
+        load = Attending(tokens, rows.sums(read), rows.sums(pairs), expanded)
         return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
 
-    def _sums(self, rows: Rows, each: np.ndarray) -> np.ndarray:
-        """Sums of a number of each sequence, an entry a DP group."""
-        return np.bincount(rows.group, each, rows.groups)
-
-    def _ffn_parts(
-        self, group: FFNLayers, tokens: int, busiest: float | None, rows: Rows, fullest: int
-    ) -> FFNStage:
-        """With what the fullest DP group sends, where its devices are those of the exchange."""
-        layout = self._layout
-        sent = 0 if layout.topology.has("ffn") else rows.groups * fullest
-        padded = rows.groups * rows.padded
-        mesh, more = layout.ffn_mesh, layout.redundant_slots
-        return self._ffn.ffn(group, self._on_ffn, tokens, mesh, busiest, more, padded, sent)
+    def _exchanged(
+        self, f: int, busiest: float | None, tokens: int, fullest: int, rows: Rows
+    ) -> list[float]:
+        """Seconds of a layer's dispatch, ffn and combine. Where the exchange is among devices of
+        attention, it waits for what the fullest DP group sends."""
+        layout, sizes = self._layout, {"padded": rows.groups * rows.padded}
+        if not layout.topology.has("ffn"):
+            sizes["sent"] = rows.groups * fullest
+        group, on = self._ffn.model.ffn[f], (self._on_attention, self._on_ffn)
+        made = self._ffn.exchanged(layout, on, group, tokens, rows.padded, busiest=busiest, **sizes)
+        return [each.seconds for each in made]
 
 
 def _blocks_reach(rows: Rows) -> int:

@@ -338,6 +338,31 @@ class Calculator(NamedTuple):
         there, back = self._collectives(group, hardware, sent or tokens, mesh, busiest or 1.0)
         return FFNStage(there, StageTime(seconds, bound), back)
 
+    def exchanged(
+        self,
+        layout: Layout,
+        on: tuple[Hardware, Hardware],
+        group: FFNLayers,
+        tokens: int,
+        rows: int,
+        *,
+        busiest: float | None,
+        **sizes: int,
+    ) -> tuple[StageTime, StageTime, StageTime]:
+        """Dispatch, ffn and combine of a layer. In a colocated layout ffn is the work alone.
+
+        Args:
+          on: hardware of attention and of the FFN.
+          tokens, busiest: as in `ffn`, like the names in `sizes`.
+          rows: of a DP group's message.
+        """
+        mesh, redundant = layout.ffn_mesh, layout.redundant_slots
+        parts = self.ffn(group, on[1], tokens, mesh, busiest, redundant, **sizes)
+        if layout.topology.has("ffn"):
+            there, back = self.crossings(layout, *on, rows)
+            return there, parts.stage(self.assumed.overlap), back
+        return StageTime(parts.spread, "network"), parts.work, StageTime(parts.gather, "network")
+
     def _imbalance(self, group: FFNLayers, ranks: int, rows: float) -> float:
         """Rows of the busiest rank over the mean of `rows`, if all experts are alike: its share of
         the experts, and chance or what is assumed."""
