@@ -20,9 +20,8 @@ from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import FleetSimulation
+from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
 from jaxserve.fleet.simulation_command import read_simulation
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.deploy import Asked, Deployment, Hosts, Part, Planned, Sizer
 from jaxserve.planner.deploy_demand import Demand, Spares

@@ -14,7 +14,7 @@ import functools
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,9 +27,10 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
+from jaxserve.planner.deploy_fleet import Handoff
+from jaxserve.planner.noise import Jitter, Lengths
 from jaxserve.planner.simulate import (
     FleetResult,
     Progress,
@@ -46,6 +47,70 @@ RUNNING, OWN = "running ", 2**29
 """Beginning of the ids of sequences that run at the start, and the first of their token ids."""
 LEAST_TOKENS = 8
 """Tokens after which a request that has not ended has a pace."""
+
+
+class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that arrive at the fleet.
+
+    Attributes:
+      rate: requests a second, at random (Poisson) or evenly spaced.
+      requests: number of requests.
+      warm_up: number of first requests that do not count.
+      cool_down: number of last requests that do not count, as they find an emptying fleet.
+      shared: tokens of a beginning that a prompt shares with others.
+      prefixes: number of such beginnings, all equally frequent.
+      hits: share of every prompt, beside `shared`, that is the beginning of a text common to all
+        prompts; every DP group that computes prompts has it at the start.
+      running: cache lengths, and tokens still to come, of sequences that decode at the start. With
+        them the simulation ends when the last request has its first token, since the fleet would go
+        on; without them it begins and ends empty.
+      percents: percentiles of TTFT and TPOT that are reported beside the usual ones.
+    """
+
+    lengths: Lengths
+    rate: float
+    requests: int
+    warm_up: int = 0
+    cool_down: int = 0
+    even: bool = False
+    shared: int = 0
+    prefixes: int = 1
+    hits: float = 0.0
+    running: tuple[tuple[int, int], ...] = ()
+    percents: tuple[float, float] = (95.0, 95.0)
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """Loss of a worker with all its state.
+
+    Attributes:
+      worker: "prefill 0", "domain 1", …
+      at: seconds after the start.
+      seconds: until the worker returns, with empty caches.
+    """
+
+    worker: str
+    at: float
+    seconds: float
+
+
+class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the fleet; fields have the meaning of those in `planner.simulate`.
+
+    Attributes:
+      request_seconds: added to every TTFT: HTTP, the router and its messages.
+      prefilled: whether prompts arrive with their KV entries although no worker computes them.
+      tokens_a_step: tokens that a sequence gains with each simulated token.
+    """
+
+    pages: Handoff = Handoff()
+    host_seconds: float = 0.0
+    jitter: Jitter = Jitter()
+    seed: int = 0
+    losses: tuple[Loss, ...] = ()
+    request_seconds: float = 0.0
+    prefilled: bool = False
+    tokens_a_step: float = 1.0
 
 
 class _Seen(msgspec.Struct):
@@ -104,25 +169,19 @@ class FleetSimulation:
         self._attempts: dict[str, str] = {}  # attempt → request id
         self._sent: dict[str, float] = {}  # attempt → when it went to its worker
         self._refused = 0
-        self._lookups: list[tuple[int, int]] = []  # tokens looked for and found, of lost workers
+        self._lookups = np.zeros(2)  # tokens looked for and found in lost prefill workers
         workers = deployment.prefill.workers if prefill is not None else 0
-        together = deployment.domains if deployment.topology.has("ffn") else 1
-        units = decode_workers(deployment)
         if workers and prefill is not None:
-            made = deployment_of(deployment, "prefill")
-            reserved = workers - deployment.prefill.long_workers
+            again = functools.partial(self._engine, deployment_of(deployment, "prefill"), prefill)
             for number in range(workers):
-                again = functools.partial(self._engine, made, prefill)
-                self._add(f"prefill {number}", "prefill", again, number >= reserved)
-        for number in range(units):
-            again = functools.partial(
-                self._engine,
-                deployment,
-                domain,
-                elsewhere=workers > 0 or conditions.prefilled,
-                domains=together,
-            )
-            self._add(f"domain {number}", "domain", again)
+                reserved = number >= workers - deployment.prefill.long_workers
+                self._workers[f"prefill {number}"] = _Worker("prefill", again(), again, reserved)
+        elsewhere = workers > 0 or conditions.prefilled
+        together = deployment.domains if deployment.topology.has("ffn") else 1
+        asked = {"elsewhere": elsewhere, "domains": together}
+        again = functools.partial(self._engine, deployment, domain, **asked)
+        for number in range(decode_workers(deployment)):
+            self._workers[f"domain {number}"] = _Worker("domain", again(), again, False)
         for loss in conditions.losses:
             if loss.worker not in self._workers:
                 known = ", ".join(self._workers)
@@ -158,12 +217,10 @@ class FleetSimulation:
 
     def _arrivals(self) -> list[float]:
         """Times of the requests, at exactly the rate on the mean."""
-        count, rate = self._traffic.requests, self._traffic.rate
-        gaps = np.ones(count)
-        if not self._traffic.even:
-            gaps = self._random.exponential(1.0, count)
-            gaps *= count / gaps.sum()
-        found: list[float] = np.cumsum(gaps / rate).tolist()
+        count, even = self._traffic.requests, self._traffic.even
+        gaps = np.ones(count) if even else self._random.exponential(1.0, count)
+        gaps *= count / gaps.sum()
+        found: list[float] = np.cumsum(gaps / self._traffic.rate).tolist()
         return found
 
     def _turn(self) -> bool:
@@ -180,32 +237,15 @@ class FleetSimulation:
             return False
         return True
 
-    def _engine(
-        self,
-        deployment: Deployment,
-        times: StageTimes,
-        *,
-        elsewhere: bool = False,
-        domains: int = 1,
-    ) -> SimulatedEngine:
+    def _engine(self, deployment: Deployment, times: StageTimes, **asked: Any) -> SimulatedEngine:
         return SimulatedEngine(
             deployment,
             times,
-            elsewhere=elsewhere,
             prefixes=self._traffic.shared > 0 or self._traffic.hits > 0,
-            domains=domains,
             host_seconds=self._conditions.host_seconds,
             disturb=disturbance(self._conditions.jitter, self._random),
+            **asked,
         )
-
-    def _add(
-        self,
-        name: str,
-        role: WorkerRole,
-        again: Callable[[], SimulatedEngine],
-        reserved: bool = False,
-    ) -> None:
-        self._workers[name] = _Worker(role, again(), again, reserved)
 
     def _lose(self, loss: Loss) -> None:
         """A worker and what it has are gone; what it still had to say is not heard."""
@@ -216,13 +256,12 @@ class FleetSimulation:
         self._at(self._now + loss.seconds, functools.partial(self._join, loss.worker, back))
 
     def _join(self, name: str, worker: _Worker) -> None:
-        role, engine, reserved = worker.role, worker.engine, worker.reserved
-        made, domains = engine.deployment, len(engine.schedulers)
-        limits = made.scheduler
+        made, limits = worker.engine.deployment, worker.engine.deployment.scheduler
+        groups = made.attention.dp * len(worker.engine.schedulers)
         facts = WorkerFacts(
-            role=role,
-            slots=limits.slots * made.lanes * made.attention.dp * domains,
-            groups=made.attention.dp * domains,
+            role=worker.role,
+            slots=limits.slots * made.lanes * groups,
+            groups=groups,
             pages=made.cache.pages,
             page_size=made.cache.page_size,
             max_length=limits.max_length,
@@ -230,7 +269,7 @@ class FleetSimulation:
             eos_token_ids=[],
             info={},
         )
-        self._act(self._coordinator.joined(name, facts, reserved))
+        self._act(self._coordinator.joined(name, facts, worker.reserved))
 
     def _at(self, at: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), happen))
@@ -333,13 +372,6 @@ class FleetSimulation:
         tokens = (len(request.tokens) - 1) // size * size
         return PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
 
-    def _found(self) -> float:
-        """The part of the prompts' tokens that prefill workers had."""
-        lookups = [*self._lookups]
-        for worker in self._workers.values():
-            lookups += _lookups(worker)
-        return sum(found for _, found in lookups) / max(1, sum(asked for asked, _ in lookups))
-
     def samples(self) -> tuple[list[float], list[float]]:
         """TTFT and TPOT of every request that counts, in seconds. Sequences that ran at the start,
         or run at the end, have a pace by the tokens that they got."""
@@ -378,6 +410,7 @@ class FleetSimulation:
             for each, percent in zip(samples, self._traffic.percents, strict=True)
         )
         busy: dict[str, list[float]] = {}
+        asked, found = self._lookups + sum(map(_lookups, self._workers.values()))
         for worker in self._workers.values():
             times, length = worker.engine.busy, max(self._now, 1e-12)
             own = times.attention
@@ -397,7 +430,7 @@ class FleetSimulation:
             tpot_asked=tpot_asked,
             waits={role: Times.of(found) for role, found in self.waits().items()},
             replays=self._coordinator.replays,
-            found=self._found(),
+            found=float(found / max(1, asked)),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},
         )
 
@@ -409,11 +442,7 @@ def decode_workers(deployment: Deployment) -> int:
     return 1 if deployment.topology.crosses_runtimes else max(1, len(deployment.fleet.domains))
 
 
-def _lookups(worker: _Worker) -> list[tuple[int, int]]:
+def _lookups(worker: _Worker) -> np.ndarray:
     """Tokens that were looked for and found in a prefill worker's prefix caches."""
-    if worker.role != "prefill":
-        return []
-    return [
-        (each.queue.prompt_tokens, each.queue.prompt_tokens_found)
-        for each in worker.engine.schedulers
-    ]
+    queues = [each.queue for each in worker.engine.schedulers if worker.role == "prefill"]
+    return np.sum([(q.prompt_tokens, q.prompt_tokens_found) for q in queues] or [(0, 0)], axis=0)

@@ -15,8 +15,13 @@ import msgspec
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import FleetSimulation, decode_workers
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
+from jaxserve.fleet.simulation import (
+    FleetConditions,
+    FleetSimulation,
+    FleetTraffic,
+    Loss,
+    decode_workers,
+)
 from jaxserve.observe import timeline_view
 from jaxserve.planner.deploy_demand import Demand
 from jaxserve.planner.deploy_fleet import Handoff
@@ -32,6 +37,7 @@ from jaxserve.planner.options import (
 )
 from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times, Traffic
+from jaxserve.planner.stage_times import expert_loads
 from jaxserve.planner.view import Part, Report, show, times_row
 
 PREFILL_ELSEWHERE = (
@@ -113,9 +119,9 @@ def _read_loads(
         if options.placed:
             raise ConfigError("--placed needs --skew: without, all experts are alike")
         return None, None
-    skew = read_skew(options.skew)
-    home = made.expert_loads(skew, seed=options.seed)
-    return home, made.expert_loads(skew, seed=options.seed, placed=True) if options.placed else None
+    asked = made.layout, made.ffn.model, read_skew(options.skew)
+    home = expert_loads(*asked, seed=options.seed)
+    return home, expert_loads(*asked, seed=options.seed, placed=True) if options.placed else None
 
 
 def _lengths(options: argparse.Namespace, made: Scenario) -> Lengths:

@@ -8,27 +8,27 @@ that costs more at least than the best one costs is not simulated. Where one uni
 prompts, too, meets the targets for less, that is the plan. No queue is approximated.
 """
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
+from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.advice import why_not
 from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Fleet, Handoff, Pace, PrefillWorker
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
-from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.search import Found, Plan, Searcher
 from jaxserve.planner.simulate import FleetResult
-from jaxserve.planner.stage_times import Rooflines
+from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
@@ -177,25 +177,14 @@ class Sizer:
     def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked, simulate: "Simulate"):
         self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
         self.asked, self._simulate = asked, simulate
-        self._requests: dict[Demand, Requests] = {}
-        self._loads: dict[object, ExpertLoads] = {}
+        self.model, self.context = searcher.calculator.model, searcher.calculator.context
+        self.requests = functools.cache(self._cut)
+        self._loads: dict[SlotSizes, ExpertLoads | None] = {}
         self._reasons: dict[str, str] = {}
 
-    @property
-    def context(self) -> int:
-        """Mean tokens of a running sequence, for which the search looked."""
-        return self._calculator.context
-
-    @property
-    def model(self) -> CostModel:
-        """The model to serve."""
-        return self._calculator.model
-
-    def requests(self, demand: Demand) -> Requests:
+    def _cut(self, demand: Demand) -> Requests:
         """Requests of a demand, as the deployment cuts them."""
-        if demand not in self._requests:
-            self._requests[demand] = demand.requests(self.asked.longest, self.asked.page)
-        return self._requests[demand]
+        return demand.requests(self.asked.longest, self.asked.page)
 
     def plan(self) -> Planned:
         """The cheapest deployment.
@@ -260,8 +249,8 @@ class Sizer:
         target."""
         asked, demand = self.asked, self.asked.demand
         name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
-        busy = Chunks(unit.layout, self.times(unit.layout, unit.hardware), CHUNKS[0])
-        prompts = demand.rate * busy.busy(self.requests(demand)) / unit.layout.dp
+        busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests(demand))
+        prompts = demand.rate * busy / unit.layout.dp
         self._reasons[name] = "one is too slow for these requests"
         if prompts + demand.rate / unit.capacity > MOST_BUSY:
             return None
@@ -370,15 +359,10 @@ class Sizer:
                 if not longest.fits(hardware, calculator.assumed.reserve):
                     continue
                 if chunk == CHUNKS[0] or chunk < 2 * mean.mean():
-                    yield self._worker(layout, chunk, hardware, int(0.9 * free / page))
-
-    def _worker(self, layout: Layout, chunk: int, hardware: Hardware, pages: int) -> PrefillWorker:
-        requests = self.requests(self.asked.demand)
-        chunks = Chunks(layout, self.times(layout, (hardware, hardware)), chunk)
-        prompt, found = requests.quantile(self.asked.ttft.percent / 100)
-        capacity = layout.dp / chunks.busy(requests)
-        alone = chunks.alone(prompt, found)
-        return PrefillWorker(layout, chunk, hardware, pages, capacity, alone)
+                    chunks, pages = self._chunks(layout, (hardware,) * 2, chunk), 0.9 * free / page
+                    capacity = layout.dp / chunks.busy(requests)
+                    alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
+                    yield PrefillWorker(layout, chunk, hardware, int(pages), capacity, alone)
 
     def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
         return _ceil(rate / (MOST_BUSY * worker.capacity))
@@ -449,15 +433,14 @@ class Sizer:
 
     def times(self, layout: Layout, hardware: tuple[Hardware, Hardware]) -> Rooflines:
         """Stage times of a layout, with its experts placed as the engine places them."""
-        calculator, moe, loads = self._calculator, self._calculator.model.moe, None
-        if self.searcher.skew is not None and moe is not None and layout.ep > 1:
-            sizes = layout.slots(moe.experts)
-            if sizes not in self._loads:
-                random = np.random.default_rng(0)
-                rows = self.searcher.skew.popularity(random, calculator.model.layers, moe.experts)
-                self._loads[sizes] = ExpertLoads(random, rows, sizes, top_k=moe.top_k, placed=True)
-            loads = self._loads[sizes]
-        return Rooflines(layout, calculator, calculator, hardware, loads)
+        calculator, moe = self._calculator, self.model.moe
+        sizes = layout.slots(moe.experts if moe else 0)
+        if sizes not in self._loads:
+            self._loads[sizes] = expert_loads(layout, self.model, self.searcher.skew, placed=True)
+        return Rooflines(layout, calculator, calculator, hardware, self._loads[sizes])
+
+    def _chunks(self, layout: Layout, hardware: tuple[Hardware, Hardware], chunk: int) -> Chunks:
+        return Chunks(layout, self.times(layout, hardware), chunk)
 
     def link(self, fleet: Fleet) -> Handoff:
         """The pages link, at the network of its slower end."""
@@ -501,7 +484,7 @@ class Sizer:
         unit = self.unit(made.plan, demand, most)
         if isinstance(unit, str):
             return None
-        chunks = Chunks(old.layout, self.times(old.layout, (old.hardware,) * 2), old.chunk)
+        chunks = self._chunks(old.layout, (old.hardware,) * 2, old.chunk)
         worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests(demand)))
         workers = self._least_workers(worker, demand.rate) if made.fleet.workers else 0
         fleet = Fleet(worker, workers, unit, 1, 1.0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import msgspec
-import numpy as np
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
@@ -21,7 +20,7 @@ from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.noise import ExpertLoads, Skew
+from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from jaxserve.storage.mirror import INT8_PRODUCTS
@@ -44,22 +43,6 @@ class Scenario(NamedTuple):
     ffn: Calculator
     roles: Roles
     stored: "Stored"
-
-    def expert_loads(
-        self, skew: Skew | None, *, seed: int = 0, placed: bool = False
-    ) -> ExpertLoads | None:
-        """How tokens fall on its ffn devices; None: evenly, or there is no more than one.
-
-        Args:
-          placed: as of `ExpertLoads`.
-        """
-        model, moe = self.ffn.model, self.ffn.model.moe
-        if skew is None or moe is None or self.layout.ep == 1:
-            return None
-        random = np.random.default_rng(seed)
-        popularity = skew.popularity(random, model.layers, moe.experts)
-        sizes = self.layout.slots(moe.experts)
-        return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
 
     def measured_by(self, measured: Calibration) -> "Scenario":
         """The same with other measurements."""

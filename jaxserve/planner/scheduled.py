@@ -9,12 +9,12 @@ them, it merges the two into one instruction without these suffixes.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.planner.estimate import Beside
-from pallas_kernels.hlo import hbm_bytes
+from pallas_kernels.hlo import INSTRUCTION, hbm_bytes
 from pallas_kernels.small_ops import COLLECTIVES, Instruction, Traffic, sum_up
 
 _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
@@ -28,9 +28,6 @@ _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
 _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
 """Instructions that a fusion may also have if it only moves data."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
-_INSTRUCTION = re.compile(
-    r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[\w-]+)\((?P<rest>.*)"
-)
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
 
 
@@ -64,9 +61,7 @@ def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) ->
     found = []
     for one in schedule:
         if one.op.endswith("-done"):
-            for operand in one.operands:
-                if operand in open_:
-                    found.append(open_.pop(operand))
+            found += [open_.pop(operand) for operand in one.operands if operand in open_]
         elif one.op.endswith("-start") and _COLLECTIVE.search(one.line):
             open_[one.name] = one, []
         elif open_ and not one.moved.exchanged:
@@ -130,15 +125,6 @@ class Copy(NamedTuple):
     bytes: int
 
 
-class _Instruction(NamedTuple):
-    computation: str
-    name: str
-    op: str
-    bytes: int
-    """0: it does not lie in HBM."""
-    called: str
-
-
 def copies(
     text: str, least: int, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
 ) -> list[Copy]:
@@ -150,34 +136,19 @@ def copies(
       least: bytes.
       apart: whether arrays of a shape do not count: activations may be as large as weights.
     """
-    found = list(_instructions(text, apart))
-    ops: dict[str, set[str]] = {}
-    for one in found:
-        ops.setdefault(one.computation, set()).add(one.op)
-    fused = {one.called for one in found if one.called}
-
-    def moves(one: _Instruction) -> bool:
-        within = ops.get(one.called, set())
-        return one.op in _MOVES or bool(within & _MOVES and within <= _MOVES | _BESIDE)
-
-    return [
-        Copy(one.name, one.bytes)
-        for one in found
-        if one.bytes >= least and one.computation not in fused and moves(one)
-    ]
-
-
-def _instructions(text: str, apart: Callable[[tuple[int, ...]], bool]) -> Iterator[_Instruction]:
-    computation = ""
+    computation, ops, found = "", defaultdict[str, set[str]](set), []
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
             computation = begins["name"]
-        elif match := _INSTRUCTION.match(line):
-            called = _CALLED.search(match["rest"]) if match["op"] == "fusion" else None
-            yield _Instruction(
-                computation,
-                match["name"],
-                match["op"],
-                hbm_bytes(match["type"], apart),
-                called[1] if called else "",
-            )
+        elif one := INSTRUCTION.match(line):
+            ops[computation].add(one["op"])
+            called = _CALLED.search(line) if one["op"] == "fusion" else None
+            found.append((computation, one, called[1] if called else ""))
+    fused = {called for _, _, called in found}
+    copied = []
+    for computation, one, called in found:
+        within, size = ops[called], hbm_bytes(one["type"], apart)
+        moves = one["op"] in _MOVES or (within & _MOVES and within <= _MOVES | _BESIDE)
+        if moves and size >= least and computation not in fused:
+            copied.append(Copy(one["name"], size))
+    return copied

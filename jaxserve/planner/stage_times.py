@@ -24,8 +24,8 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import Lightning
-from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.models import CostModel, Lightning
+from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stages import Calculator
 
 
@@ -205,6 +205,23 @@ class Rooflines:
         group, on = self._ffn.model.ffn[f], (self._on_attention, self._on_ffn)
         made = self._ffn.exchanged(layout, on, group, tokens, rows.padded, busiest=busiest, **sizes)
         return [each.seconds for each in made]
+
+
+def expert_loads(
+    layout: Layout, model: CostModel, skew: Skew | None, *, seed: int = 0, placed: bool = False
+) -> ExpertLoads | None:
+    """How tokens fall on the ffn devices of a layout; None: evenly, or there is no more than one.
+
+    Args:
+      placed: as in `ExpertLoads`.
+    """
+    moe = model.moe
+    if skew is None or moe is None or layout.ep == 1:
+        return None
+    random = np.random.default_rng(seed)
+    popularity = skew.popularity(random, model.layers, moe.experts)
+    sizes = layout.slots(moe.experts)
+    return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
 
 
 def _blocks_reach(rows: Rows) -> int:

@@ -7,8 +7,7 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import FleetSimulation
-from jaxserve.fleet.simulation_conditions import FleetConditions, FleetTraffic, Loss
+from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic, Loss
 from jaxserve.plan import main
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.noise import Lengths
