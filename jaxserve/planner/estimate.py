@@ -9,18 +9,20 @@ what is not known without a device: `cases`.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.config.formats import FormatName
+from jaxserve.config.topology import Role
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.measurements import Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
 """The shared expert's kernels. Each runs during one of the last collectives of `ffn_moe`."""
+ROLES: tuple[Role, Role] = ("attention", "ffn")
 STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
 """The stages that become measurements, each with its program."""
 
@@ -95,25 +97,24 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Calls of `sort_choices` in `ffn_moe`."""
     note: str = "estimate"
 
-    @property
-    def meshes(self) -> dict[str, tuple[int, int]]:
-        """Returns the mesh sizes of the roles."""
-        return {"attention": (self.dp, self.tp), "ffn": (self.ep, self.ffn_tp)}
-
-    def members(self, role: str) -> tuple[int, int]:
+    def members(self, role: Role) -> tuple[int, int]:
         """Returns the mesh of a role, of a single instance for ffn: collectives stay inside one."""
-        outer, inner = self.meshes[role]
-        return (outer // self.instances if role == "ffn" else outer), inner
+        return (self.ep // self.instances, self.ffn_tp) if role == "ffn" else (self.dp, self.tp)
 
     @property
     def layers(self) -> int:
-        """Returns the layers of the model."""
-        return sum(one.layers for name, one in self.programs.items() if name.startswith("ffn"))
+        """Layers of the model."""
+        return sum(one.layers for name, one in self.programs.items() if role_of(name) == "ffn")
 
     @property
     def devices(self) -> dict[str, int]:
-        """Returns the number of devices of each role."""
-        return {role: outer * inner for role, (outer, inner) in self.meshes.items()}
+        """Number of devices of each role."""
+        return {"attention": self.dp * self.tp, "ffn": self.ep * self.ffn_tp}
+
+
+def role_of(program: str) -> Role:
+    """Role that runs a program."""
+    return "ffn" if program.startswith("ffn") else "attention"
 
 
 class Bounds(NamedTuple):
@@ -204,19 +205,37 @@ def collective_seconds(name: str, size: int, outer: int, inner: int) -> float:
     return assumed("h200.collective") + seconds
 
 
-def stage_seconds(counts: Counts) -> dict[str, float]:
-    """Returns the seconds of every program, with the part of collectives that nothing hides."""
+class Stage(NamedTuple):
+    """Seconds of a program: its own work and collectives, what both share, and its kernels' seconds
+    beyond their bytes."""
+
+    work: float
+    collectives: float
+    hidden: float
+    kernels: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole stage, with the part of collectives that nothing hides."""
+        return self.work + self.collectives - self.hidden + self.kernels
+
+
+def stages(counts: Counts) -> dict[str, Stage]:
+    """Returns the seconds of every program."""
+    shared = [counts.kernels[name] for name in SHARED if name in counts.kernels]
     found = {}
     for name, one in counts.programs.items():
-        role = "ffn" if name.startswith("ffn") else "attention"
-        seconds = sum(program_seconds(one, *counts.members(role))) - _hidden(counts, name)
+        mesh, experts = counts.members(role_of(name)), name == "ffn_moe"
+        kernels, beyond = 0.0, shared if experts and one.beside else []
         if name.startswith(("attend", "enter")):
-            seconds += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
-        if name.endswith("_moe") and role == "ffn":
+            kernels = counts.cached / assumed("h200.memory") + counts.kernels["attend"]
+        if experts:
             # A launch of each sort is among the program's instructions.
             sorting = counts.sorts * max(0.0, assumed("h200.sort") - assumed("h200.node"))
-            seconds += counts.kernels["ffn"] + sum(_shared(counts)) + sorting
-        found[name] = seconds
+            kernels = counts.kernels["ffn"] + sum(shared) + sorting
+        found[name] = Stage(
+            *program_seconds(one, *mesh), hidden_seconds(one, *mesh, beyond), kernels
+        )
     return found
 
 
@@ -226,19 +245,16 @@ def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
     Args:
       process_devices: devices of a process instead of the counted number.
     """
-    seconds = stage_seconds(counts)
-    host = sum(host_parts(counts, process_devices).values())
+    found = stages(counts)
+    attention, ffn = (_mean(counts, role, lambda name: found[name].seconds) for role in ROLES)
     network = counts.instances * max(counts.message.values()) / assumed("h200.network")
-    return Bounds(
-        _mean(counts, seconds, ffn=False), _mean(counts, seconds, ffn=True), network, host
-    )
+    return Bounds(attention, ffn, network, sum(host_parts(counts, process_devices).values()))
 
 
-def _mean(counts: Counts, seconds: dict[str, float], *, ffn: bool) -> float:
-    """Returns the mean of a role's programs for a layer."""
-    programs = counts.programs
-    chosen = [name for name in programs if name.startswith("ffn") == ffn]
-    return sum(programs[name].layers * seconds[name] for name in chosen) / counts.layers
+def _mean(counts: Counts, role: Role, seconds: Callable[[str], float]) -> float:
+    """Returns the mean for a layer of the seconds of a role's programs."""
+    chosen = ((name, one) for name, one in counts.programs.items() if role_of(name) == role)
+    return sum(one.layers * seconds(name) for name, one in chosen) / counts.layers
 
 
 def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
@@ -253,26 +269,24 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
     Args:
       process_devices: devices of a process instead of the counted number.
     """
-    own = process_devices or counts.process_devices
-    call = assumed("host.call") + (own - 1) * assumed("host.call_device")
-    argument = assumed("host.argument") + (own - 1) * assumed("host.argument_device")
-    message = assumed("host.message") + (own - 1) * assumed("host.message_device")
+    own, programs = process_devices or counts.process_devices, counts.programs
+    call, argument, message = (
+        assumed(f"host.{name}") + (own - 1) * assumed(f"host.{name}_device")
+        for name in ("call", "argument", "message")
+    )
     devices, of_host = sum(counts.devices.values()), assumed("h200.host_devices")
     here = math.ceil(min(devices, of_host) / own) - 1
     hosts = min(math.ceil(devices / of_host) - 1, assumed("host.hosts_each"))
-    found = []
-    for ffn in (False, True):
-        of_programs = {
-            "call": dict.fromkeys(counts.programs, call),
-            "arguments": {name: one.arguments * argument for name, one in counts.programs.items()},
-            "launches": {
-                name: one.instructions * assumed("host.launch")
-                for name, one in counts.programs.items()
-            },
+    launch, found = assumed("host.launch"), []
+    for role in ROLES:
+        parts = {
+            "call": _mean(counts, role, lambda name: call),
+            "arguments": _mean(counts, role, lambda name: programs[name].arguments * argument),
+            "launches": _mean(counts, role, lambda name: programs[name].instructions * launch),
+            "message": counts.instances * message,
+            "driver": assumed("host.python"),
         }
-        parts = {name: _mean(counts, each, ffn=ffn) for name, each in of_programs.items()}
-        parts |= {"message": counts.instances * message, "driver": assumed("host.python")}
-        if below := (here if hosts else 0) if ffn else here + hosts:
+        if below := (here if hosts else 0) if role == "ffn" else here + hosts:
             plan = assumed("host.plan") + below * assumed("host.plan_below")
             parts["plans"] = plan / counts.layers
         found.append(parts)
@@ -345,36 +359,34 @@ def worst(counts: Counts) -> Case:
 def cases(counts: Counts) -> list[Case]:
     """Returns the figure with one adverse cost at a time."""
     charged = every_byte(counts)
-    single = ({name: value} for name, value in ADVERSE.items())
-    found = [case(_named(values), charged, values=values) for values in single]
+    found = [
+        case(_named({name: value}), charged, values={name: value})
+        for name, value in ADVERSE.items()
+    ]
     return [*found, case(SERIAL, charged, serial=True), case(_waits(), charged, waits=True)]
 
 
 SERIAL = "receives on the compute stream"
 _WORDS = {
-    "h200.node": "launches {}",
-    "h200.sort": "a sort of choices {}",
-    "h200.collective": "collectives {}",
-    "host.message": "{} of the host a message",
+    "h200.node": "launches {:g} µs",
+    "h200.sort": "a sort of choices {:g} µs",
+    "h200.collective": "collectives {:g} µs",
+    "host.message": "{:g} µs of the host a message",
 }
 
 
 def _named(values: Mapping[str, float]) -> str:
-    return ", ".join(_WORDS[name].format(_micro(value)) for name, value in values.items())
+    return ", ".join(_WORDS[name].format(value * 1e6) for name, value in values.items())
 
 
 def _waits() -> str:
-    return f"a message waits {_micro(assumed('h200.contention'))} for attention"
-
-
-def _micro(seconds: float) -> str:
-    return f"{seconds * 1e6:g} µs"
+    return f"a message waits {assumed('h200.contention') * 1e6:g} µs for attention"
 
 
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
     charged = every_byte(counts)
-    seconds, own = stage_seconds(charged), figure(counts)
+    seconds, own = stages(charged), figure(counts)
     result = [
         f"{_title(counts)}, read from compiled programs; nothing was measured.",
         f"{_speed(counts, own)}: {own.name}",
@@ -384,10 +396,11 @@ def lines(counts: Counts) -> list[str]:
         *(f"  {one.text(counts)}" for one in cases(counts)),
         f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'beside':>7}",
     ]
-    for name, one in counts.programs.items():
+    for name, stage in stages(counts).items():
+        one = counts.programs[name]
         result.append(
             f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
-            f"{seconds[name] * 1e6:>7.1f} {_hidden(counts, name) * 1e6:>7.1f}"
+            f"{seconds[name].seconds * 1e6:>7.1f} {stage.hidden * 1e6:>7.1f}"
         )
     result.append("µs of a lane's layer: " + _times(bounds(charged)._asdict()))
     for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
@@ -424,18 +437,6 @@ def _speed(counts: Counts, own: Case) -> str:
     )
 
 
-def _hidden(counts: Counts, name: str) -> float:
-    """Returns `hidden_seconds` of a program."""
-    one, role = counts.programs[name], "ffn" if name.startswith("ffn") else "attention"
-    beyond = _shared(counts) if name == "ffn_moe" and one.beside else []
-    return hidden_seconds(one, *counts.members(role), beyond)
-
-
-def _shared(counts: Counts) -> list[float]:
-    """Returns the seconds of the shared expert's own kernels beyond their bytes."""
-    return [counts.kernels[name] for name in SHARED if name in counts.kernels]
-
-
 def every_byte(counts: Counts) -> Counts:
     """Returns counts that charge everything: the bytes of collectives beside the links' time,
     nothing beside collectives, and all rows that buffers have room for."""
@@ -461,15 +462,13 @@ def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
             own = one.ep, one.ffn_tp, one.batch * one.dp
         return one.op, one.model, one.format, one.cache or one.format, own
 
-    measured: dict[tuple[object, ...], Measurement] = {}
-    for one in found:
-        if one.source == "measured":
-            measured.setdefault(load(one), one)
+    # Of several measurements of a load the first counts.
+    measured = {load(one): one for one in reversed([*found]) if one.source == "measured"}
     made, lines = bounds(every_byte(counts)), []
     for own in measurements(counts):
         if load(own) in measured:
             one, program = measured[load(own)], STAGES[own.op]
-            role = "ffn" if own.op == "ffn" else "attention"
+            role = role_of(program)
             more = (one.seconds - own.seconds) * counts.programs[program].layers / counts.layers
             made = made._replace(**{role: getattr(made, role) + more})
             lines.append(
@@ -484,26 +483,21 @@ def measurements(counts: Counts) -> list[Measurement]:
     """Returns the figure's stages without their collectives, for `--calibration`, labelled as
     estimates."""
     counts = every_byte(counts)
-    seconds, found = stage_seconds(counts), []
-    for op, name in STAGES.items():
-        if name in seconds:
-            role = "ffn" if op == "ffn" else "attention"
-            _, collectives = program_seconds(counts.programs[name], *counts.members(role))
-            found.append(
-                Measurement(
-                    device_kind="NVIDIA H200",
-                    op=op,
-                    model=counts.model,
-                    batch=counts.tokens // counts.dp,
-                    context=counts.context,
-                    format=counts.format,
-                    dispatch=counts.format,
-                    seconds=seconds[name] - collectives,
-                    dp=counts.dp,
-                    tp=counts.tp,
-                    ep=counts.ep,
-                    ffn_tp=counts.ffn_tp,
-                    source="estimate",
-                )
-            )
-    return found
+    found = stages(counts)
+    mesh = {name: getattr(counts, name) for name in ("dp", "tp", "ep", "ffn_tp")}
+    return [
+        Measurement(
+            device_kind="NVIDIA H200",
+            op=op,
+            model=counts.model,
+            batch=counts.tokens // counts.dp,
+            context=counts.context,
+            format=counts.format,
+            dispatch=counts.format,
+            seconds=found[name].seconds - found[name].collectives,
+            source="estimate",
+            **mesh,
+        )
+        for op, name in STAGES.items()
+        if name in found
+    ]

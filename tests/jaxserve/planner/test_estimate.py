@@ -61,15 +61,15 @@ def counts_with(**changes):
 
 def test_stages():
     """Launches of 1.7 µs, bytes at 4.3 TB/s, and what kernels take beyond them."""
-    found = estimate.stage_seconds(COUNTS)
-    assert found["attend_moe"] == pytest.approx(17e-6 + 1e-6 + 10e-6 + 10e-6)
-    assert found["ffn_moe"] == pytest.approx(34e-6 + 100e-6 + 10e-6 + 20e-6)
+    found = estimate.stages(COUNTS)
+    assert found["attend_moe"].seconds == pytest.approx(17e-6 + 1e-6 + 10e-6 + 10e-6)
+    assert found["ffn_moe"].seconds == pytest.approx(34e-6 + 100e-6 + 10e-6 + 20e-6)
 
 
 def test_bytes_that_take_no_time():
     """What collectives move, and rows of experts that are elsewhere."""
     counts = counts_with(exchanging=43_000_000, absent=86_000_000)
-    found = estimate.stage_seconds(counts)["ffn_moe"]
+    found = estimate.stages(counts)["ffn_moe"].seconds
     assert found == pytest.approx(34e-6 + 70e-6 + 10e-6 + 20e-6)
     assert estimate.bounds(estimate.every_byte(counts)) == estimate.bounds(COUNTS)
 
@@ -77,7 +77,7 @@ def test_bytes_that_take_no_time():
 def test_sorts_take_longer_than_a_launch():
     """11 µs each, of which the launch of 1.7 is among the program's."""
     counts = msgspec.structs.replace(COUNTS, sorts=2)
-    assert estimate.stage_seconds(counts)["ffn_moe"] == pytest.approx(164e-6 + 2 * 9.3e-6)
+    assert estimate.stages(counts)["ffn_moe"].seconds == pytest.approx(164e-6 + 2 * 9.3e-6)
 
 
 def test_the_figure_charges_everything_and_the_range_spans_what_is_unknown():
@@ -182,7 +182,7 @@ def test_kernels_beside_a_collective():
 def test_what_is_beside_is_in_the_stage():
     window = estimate.Beside("all-gather over tp", size=0, exchanging=0, instructions=2, bytes=4300)
     counts = counts_with(beside=[window])
-    found = estimate.stage_seconds(counts)["ffn_moe"]
+    found = estimate.stages(counts)["ffn_moe"].seconds
     assert found == pytest.approx(164e-6 - 2 * 1.7e-6 - 1e-9)
     assert estimate.bounds(estimate.every_byte(counts)) == estimate.bounds(COUNTS)
 
@@ -201,9 +201,9 @@ def test_the_shared_experts_kernels_are_beside_the_last_collectives():
     gate_and_up = 1.7e-6 + 13e-6 * 132 / 108
     windows = 10e-6 + gate_and_up + 10e-6
     expected = 34e-6 - 3 * 1.7e-6 + 100e-6 - 3e-6 + 20e-6 + windows
-    assert estimate.stage_seconds(counts)["ffn_moe"] == pytest.approx(expected)
+    assert estimate.stages(counts)["ffn_moe"].seconds == pytest.approx(expected)
     # With nothing hidden all of it is charged.
-    alone = estimate.stage_seconds(estimate.every_byte(counts))["ffn_moe"]
+    alone = estimate.stages(estimate.every_byte(counts))["ffn_moe"].seconds
     assert alone == pytest.approx(34e-6 + 100e-6 + 20e-6 + 15e-6 + 30e-6)
 
 
