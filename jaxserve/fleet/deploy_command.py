@@ -108,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
             file_simulated = _simulate(arguments, asked)
     prices = price_lines(hardware, options.price)
     title = f"{options.model}: {asked.text}"
-    show(options, deploy_report(Shown(title, sizer, planned, prices, file_simulated, command)))
+    shown = Shown(title, asked, sizer, planned, prices, file_simulated, command)
+    show(options, deploy_report(shown))
     return 0
 
 
@@ -308,4 +309,4 @@ def _simulate(arguments: list[str], asked: Asked) -> FleetResult:
     options = parser.parse_args(arguments[1:])
     deployment = load_deployment(options.config, options.set)
     percents = asked.ttft.percent, asked.tpot.percent
-    return read_simulation(options, deployment, percents).simulation.run()
+    return read_simulation(options, deployment, percents)[0].run()

@@ -149,7 +149,6 @@ class FleetSimulation:
         deployment: Deployment,
         traffic: FleetTraffic,
         conditions: FleetConditions,
-        *,
         domain: StageTimes,
         prefill: StageTimes | None = None,
     ):

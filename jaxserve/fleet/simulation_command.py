@@ -8,7 +8,7 @@ A deployment file with `prefill.workers`, or any file with `--requests`, is a fl
 import argparse
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -177,10 +177,9 @@ def _alone(options: argparse.Namespace) -> Report:
     tree: dict[str, Any] = {"scope": scope, **msgspec.to_builtins(parts)}
     tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
-    more = {}
+    more: dict[str, str] = {}
     if home is not None and placed is not None:
-        tree["experts"] = gain = _gain((home, placed), results)
-        more = _gain_rows(gain)
+        tree["experts"], more = _gain((home, placed), results)
     notes = [scope]
     if not result.steps:
         notes.append("nothing was counted: more --steps, or fewer of --warm-up")
@@ -205,61 +204,49 @@ def _told(**parts: msgspec.Struct) -> list[str]:
     return [f"{name}: {msgspec.json.encode(part).decode()}" for name, part in parts.items()]
 
 
-def _gain(loads: tuple[ExpertLoads, ExpertLoads], results: list[Result]) -> dict[str, Any]:
-    """Returns figures with experts at home, and where a rebalance puts them. `balance` is the mean
-    over the most tokens of an ffn device, `tpot` the mean."""
-    figures = {
-        "balance": [one.balance for one in loads],
-        "tokens_per_second": [one.tokens_per_second for one in results],
-        "tpot": [0.0 if one.tpot is None else one.tpot.mean for one in results],
-    }
-    return {
+def _gain(
+    loads: tuple[ExpertLoads, ExpertLoads], results: list[Result]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Figures with experts at home, and where a rebalance puts them, for programs and as rows.
+    `balance` is the mean over the most tokens of an ffn device, `tpot` the mean."""
+    balance = [one.balance for one in loads]
+    rate = [one.tokens_per_second for one in results]
+    tpot = [0.0 if one.tpot is None else one.tpot.mean for one in results]
+    figures = {"balance": balance, "tokens_per_second": rate, "tpot": tpot}
+    tree = {
         name: dict(zip(("at_home", "placed"), pair, strict=True)) for name, pair in figures.items()
     }
-
-
-def _gain_rows(gain: dict[str, Any]) -> dict[str, str]:
-    balance, rate, tpot = gain["balance"], gain["tokens_per_second"], gain["tpot"]
-    ratio = rate["placed"] / rate["at_home"] if rate["at_home"] else 0.0
-    return {
-        "balance of experts, at home": f"{balance['at_home']:.3f}",
-        "tokens/s, at home": f"{rate['at_home']:.0f}",
-        "TPOT ms, at home": f"{tpot['at_home'] * 1e3:.2f}",
-        "balance of experts, placed": f"{balance['placed']:.3f}",
-        "tokens/s, placed ÷ at home": f"{ratio:.3f}",
+    return tree, {
+        "balance of experts, at home": f"{balance[0]:.3f}",
+        "tokens/s, at home": f"{rate[0]:.0f}",
+        "TPOT ms, at home": f"{tpot[0] * 1e3:.2f}",
+        "balance of experts, placed": f"{balance[1]:.3f}",
+        "tokens/s, placed ÷ at home": f"{rate[1] / rate[0] if rate[0] else 0.0:.3f}",
     }
 
 
 # ------------------------------------------------------------------------------------- a fleet
 
 
-class Ready(NamedTuple):
-    """A prepared simulation that has not run."""
-
-    simulation: FleetSimulation
-    traffic: FleetTraffic
-    conditions: FleetConditions
-
-
 def _fleet(options: argparse.Namespace, deployment: Deployment) -> Report:
     """Simulates requests to a fleet."""
-    ready = read_simulation(options, deployment)
-    result = ready.simulation.run()
-    parts = {"traffic": ready.traffic, "conditions": ready.conditions, "result": result}
+    simulation, traffic, conditions = read_simulation(options, deployment)
+    result = simulation.run()
+    # The report leaves out the lengths of thousands of sequences.
+    inputs = {"traffic": msgspec.structs.replace(traffic, running=()), "conditions": conditions}
     workers = f"{deployment.prefill.workers}, {decode_workers(deployment)}"
-    told = _told(traffic=ready.traffic, conditions=ready.conditions)
     shown = [
         Part(rows=_rows(result, {"prefill workers, domains": workers})),
-        Part("What went in", lines=told, aside=True),
+        Part("What went in", lines=_told(**inputs), aside=True),
     ]
-    return Report("A fleet, simulated", shown, msgspec.to_builtins(parts))
+    return Report("A fleet, simulated", shown, msgspec.to_builtins(inputs | {"result": result}))
 
 
 def read_simulation(
     options: argparse.Namespace,
     deployment: Deployment,
     percents: tuple[float, float] = (95.0, 95.0),
-) -> Ready:
+) -> tuple[FleetSimulation, FleetTraffic, FleetConditions]:
     """Prepares the simulation that the options describe.
 
     Args:
@@ -315,15 +302,8 @@ def read_simulation(
     for one in workers:
         home, placed = _read_loads(options, one)
         times.append(one.rooflines(placed or home))
-    simulation = FleetSimulation(
-        deployment,
-        traffic,
-        conditions,
-        domain=times[0],
-        prefill=times[1] if len(times) > 1 else None,
-    )
-    # The report leaves out the lengths of thousands of sequences.
-    return Ready(simulation, msgspec.structs.replace(traffic, running=()), conditions)
+    simulation = FleetSimulation(deployment, traffic, conditions, *times)
+    return simulation, traffic, conditions
 
 
 def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:

@@ -30,26 +30,17 @@ class Shown(NamedTuple):
     """
 
     title: str
+    asked: Asked
     sizer: Sizer
     planned: Planned
     prices: list[str]
     of_file: FleetResult | None
     command: str
 
-    @property
-    def asked(self) -> Asked:
-        """The demand, its targets, and what may be rented."""
-        return self.sizer.asked
-
-    @property
-    def made(self) -> Deployment:
-        """The best deployment."""
-        return self.planned.best
-
 
 def deploy_report(shown: Shown) -> Report:
     """The plan with its latency, load, cost, sensitivity and alternatives."""
-    made, asked = shown.made, shown.asked
+    made, asked = shown.planned.best, shown.asked
     title = f"Decode alone: cost against TPOT, {shown.sizer.context:,} tokens"
     picture = front_svg(title, shown.planned.found, asked.target, made.plan)
     command = [f"in simulated time: {shown.command}"] if shown.command else []
@@ -93,7 +84,7 @@ def _role_rows(made: Deployment) -> list[list[str]]:
 
 def _latency_rows(shown: Shown) -> list[list[str]]:
     """TTFT and TPOT as sized, and as the written file's simulation gave them."""
-    asked, found, of_file = shown.asked, shown.made.prediction, shown.of_file
+    asked, found, of_file = shown.asked, shown.planned.best.prediction, shown.of_file
     rows = [["ms", *Times.__struct_fields__, "asked for", "there"]]
 
     def row(name: str, result: FleetResult | None) -> None:
@@ -114,7 +105,7 @@ def _latency_rows(shown: Shown) -> list[list[str]]:
 
 def _facts(shown: Shown) -> list[str]:
     """Load, hand-off, spares, and what it costs."""
-    made, demand, sizer = shown.made, shown.asked.demand, shown.sizer
+    made, demand, sizer = shown.planned.best, shown.asked.demand, shown.sizer
     found, fleet, link = made.prediction, made.fleet, made.link
     requests, layout = sizer.requests(demand), fleet.unit.layout
     millions = made.millions(requests)
@@ -175,8 +166,7 @@ def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
             yield f"{name} {sign}", replace(asked, demand=replace(demand, **more)), 1.0
     for sign, factor in factors.items():
         yield f"prices {sign}", asked, factor
-    for name in ("ttft", "tpot"):
-        level = getattr(asked, name)
+    for name, level in {"ttft": asked.ttft, "tpot": asked.tpot}.items():
         for sign, factor in factors.items():
             moved = replace(level, seconds=level.seconds * factor)
             yield f"{name.upper()} {sign}", replace(asked, **{name: moved}), 1.0
@@ -185,25 +175,19 @@ def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
 def _sensitivity(shown: Shown) -> list[dict[str, Any]]:
     """The fleet of the same kinds of workers and units that another demand, or targets a fifth
     tighter or looser, would take: seconds and USD by name; only the change, where none does."""
-    asked, found = shown.asked, []
+    asked, best, found = shown.asked, shown.planned.best, []
     for name, one, factor in [("as planned", asked, 1.0), *_variants(asked)]:
-        sizer = shown.sizer
-        made: Deployment | None = shown.made
-        row: dict[str, Any] = {"change": name}
-        if one != asked:
-            sizer = sizer.asking(one)
-            made = sizer.again(shown.made, one.demand)
+        sizer, row = shown.sizer.asking(one), dict[str, Any](change=name)
+        made = best if one == asked else sizer.again(best, one.demand)
         if made is not None:
-            millions = made.millions(sizer.requests(one.demand))
+            millions = made.millions(sizer.requests(one.demand)).items()
             row |= {
                 "ttft": made.prediction.ttft_asked,
                 "tpot": made.prediction.tpot_asked,
                 "workers": made.fleet.workers,
                 "units": made.fleet.units,
                 "dollars_a_month": made.month * factor,
-                "dollars_per_million_tokens": {
-                    side: usd * factor for side, usd in millions.items()
-                },
+                "dollars_per_million_tokens": {side: usd * factor for side, usd in millions},
             }
         found.append(row)
     return found
@@ -224,7 +208,7 @@ def _sensitivity_rows(asked: Asked, found: list[dict[str, Any]]) -> list[list[st
 
 def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
     """The plan for programs: seconds, bytes, USD."""
-    made, asked, fleet = shown.made, shown.asked, shown.made.fleet
+    made, asked, fleet = shown.planned.best, shown.asked, shown.planned.best.fleet
     return {
         "demand": asked.demand,
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},

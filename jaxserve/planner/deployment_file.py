@@ -6,6 +6,7 @@ refuse is written with fewer slots, or not at all.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from bisect import bisect_left
@@ -68,11 +69,11 @@ class PlanFile(NamedTuple):
         self.path.write_text(text, encoding="utf-8")
         try:
             deployment = load_deployment(self.path)
-            loaded = self._loaded(deployment)
-            check_capacity(loaded, deployment, memory_of(deployment), role_bytes)
+            parts = [deployment]
             if deployment.prefill.workers:
-                worker = deployment_of(deployment, "prefill")
-                check_capacity(loaded, worker, memory_of(worker), role_bytes)
+                parts.append(deployment_of(deployment, "prefill"))
+            for part in parts:
+                check_capacity(self._loaded(deployment), part, memory_of(part), role_bytes)
         except ConfigError:
             self.path.unlink()
             raise
@@ -227,11 +228,10 @@ def largest_written(
     """
 
     def taken(number: int) -> bool:
-        try:
+        with contextlib.suppress(ConfigError):
             write(number)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     numbers = [*range(most, 1, -max(1, int(part * most))), 1]
     if taken(most):

@@ -79,6 +79,15 @@ class Case(NamedTuple):
         """The cheapest mode; None: nothing meets the TPOT."""
         return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
 
+    @property
+    def text(self) -> str:
+        """The winner, its cost, and what AFD costs over colocation; "-" if nothing meets the
+        TPOT."""
+        if self.winner is None:
+            return "-"
+        text = f"{self.winner} {self.best[self.winner].dollars:.3f}"
+        return text if self.ratio is None else f"{text} x{self.ratio:.2f}"
+
 
 class Part(NamedTuple):
     """A model on a mix, which one process works out.
@@ -108,13 +117,12 @@ class Part(NamedTuple):
         for context in options.contexts:
             apart = read_searcher(options, attention, ffn, context, formats)
             together = Searcher(apart.calculator, both, both, apart.acceptance, apart.skew)
-            tried: list[tuple[Searcher, Sequence[PlannedMode]]]
-            tried = [(apart, ["afd"]), (together, ["ep", "tp"])]
             for tpot in options.tpots:
                 best: dict[PlannedMode, Plan] = {}
-                for searcher, modes in tried:
-                    for plan in searcher.search(read_target(options, tpot, modes)).plans:
-                        best.setdefault(plan.layout.mode, plan)
+                plans = apart.search(read_target(options, tpot, ["afd"])).plans
+                plans += together.search(read_target(options, tpot, ["ep", "tp"])).plans
+                for plan in plans:
+                    best.setdefault(plan.layout.mode, plan)
                 found.append(Case(self.model, self.mix, context, tpot, best))
         return found
 
@@ -128,34 +136,23 @@ def map_rows(found: Sequence[Case]) -> list[list[str]]:
     for case in found:
         places.setdefault((case.model, case.mix, case.context), {})[case.tpot] = case
     for (model, mix, context), row in places.items():
-        cells = [_cell(row[tpot]) for tpot in tpots]
+        cells = [row[tpot].text for tpot in tpots]
         rows.append([model, mix, f"{context // 1024}K", *cells])
     return rows
-
-
-def _cell(case: Case) -> str:
-    if case.winner is None:
-        return "-"
-    text = f"{case.winner} {case.best[case.winner].dollars:.3f}"
-    return text if case.ratio is None else f"{text} x{case.ratio:.2f}"
 
 
 def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
     """Cases of two kinds of hardware in which AFD on both costs less than every mode on either
     alone, and the part of that cost. Both kinds have to be in the map alone, too."""
-    alone: dict[tuple[str, int, float, str], float] = {}
-    for case in found:
-        if case.winner is not None:
-            place = case.model, case.context, case.tpot, case.mix
-            alone[place] = case.best[case.winner].dollars
+    alone = {case[:4]: case.best[case.winner].dollars for case in found if case.winner}
     pays = []
     for case in found:
         kinds = case.mix.split("+")
-        others = [alone.get((case.model, case.context, case.tpot, kind)) for kind in kinds]
-        best = min((cost for cost in others if cost is not None), default=None)
-        if len(kinds) == 2 and "afd" in case.best and best is not None:
+        places = [case._replace(mix=kind)[:4] for kind in kinds]
+        best = min((alone[place] for place in places if place in alone), default=0.0)
+        if len(kinds) == 2 and "afd" in case.best and case.best["afd"].dollars < best:
             pays.append((case, case.best["afd"].dollars / best))
-    return sorted((one for one in pays if one[1] < 1), key=lambda one: one[1])
+    return sorted(pays, key=lambda one: one[1])
 
 
 def map_summary(found: Sequence[Case]) -> list[str]:
@@ -216,9 +213,8 @@ def _evaluate(parts: Sequence[Part], jobs: int) -> list[Case]:
     found: list[Case] = []
     with contextlib.ExitStack() as stack:
         results: Iterator[list[Case]] = map(Part.cases, parts)
-        if min(jobs, len(parts)) > 1:
-            spawn = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(min(jobs, len(parts)), spawn)
+        if (jobs := min(jobs, len(parts))) > 1:
+            pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
             results = stack.enter_context(pool).map(Part.cases, parts)
         for part, own in zip(parts, results, strict=True):
             print(f"{part.model} on {part.mix}", file=sys.stderr)

@@ -48,12 +48,9 @@ def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
     Args:
       plans: cheapest first.
     """
-    seen: dict[tuple[str, str, int, int], Plan] = {}
-    for plan in plans:
-        layout = plan.layout
-        if layout.mode == mode:
-            key = layout.attention, layout.ffn, layout.attention_devices, layout.ffn_devices
-            seen.setdefault(key, plan)
+    seen: dict[tuple[object, ...], Plan] = {}
+    for one, plan in ((plan.layout, plan) for plan in plans if plan.layout.mode == mode):
+        seen.setdefault((one.attention, one.ffn, one.attention_devices, one.ffn_devices), plan)
     return list(seen.values())[:count]
 
 

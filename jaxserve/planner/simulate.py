@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -45,53 +45,6 @@ from jaxserve.roles.step_plan import StepPlan
 NEVER = float("inf")
 
 
-def make_scheduler(deployment: Deployment, *, elsewhere: bool, prefixes: bool = False) -> Scheduler:
-    """The scheduler of a domain.
-
-    Args:
-      elsewhere: a prompt's cache comes ready from a prefill worker: it is one step's work, whatever
-        its length.
-      prefixes: whether prompts begin alike, so that there is something to find in a prefix cache.
-    """
-    limits, cache = deployment.scheduler, deployment.cache
-    budget = limits.slots * limits.max_length if elsewhere else limits.token_budget
-    return Scheduler(
-        groups=deployment.attention.dp,
-        lanes=deployment.lanes,
-        slots=limits.slots,
-        pages=cache.pages,
-        page_size=cache.page_size,
-        max_length=limits.max_length,
-        token_budget=budget,
-        token_buckets=sorted({*([] if elsewhere else limits.token_buckets), budget}),
-        page_buckets=limits.page_buckets,
-        max_waiting=2**20,
-        prefill_tokens=0 if elsewhere else limits.prefill_tokens,
-        prefix_cache=prefixes and cache.prefix,
-    )
-
-
-def rows_of(deployment: Deployment, plan: StepPlan, *, elsewhere: bool) -> Rows:
-    """The sequences of a step, for its times; `elsewhere` as above."""
-    group, tokens = plan.rows // deployment.scheduler.slots, plan.token_counts
-    padded = plan.bucket.tokens
-    if elsewhere:
-        tokens = np.ones_like(tokens)
-        most = np.bincount(group).max()
-        sizes = deployment.scheduler.token_buckets
-        padded = next((size for size in sizes if size >= most), int(most))
-    sampled = min(padded, deployment.scheduler.slots)
-    reach = plan.bucket.pages * deployment.cache.page_size
-    return Rows(deployment.attention.dp, group, tokens, plan.kv_lengths, padded, reach, sampled)
-
-
-class News(NamedTuple):
-    """Outputs, and when the engine had them."""
-
-    at: float
-    outputs: StepOutputs
-
-
 class Constant:
     """Stage times of steps that take equally long, whatever the batch."""
 
@@ -111,8 +64,9 @@ class SimulatedEngine:
     """Called with nondecreasing times: `submit` no earlier than the last `turn` of any engine.
 
     Args:
-      elsewhere: whether prompts come with their KV entries.
-      prefixes: whether prompts begin alike.
+      elsewhere: whether prompts come with their KV entries, as from a prefill worker: a prompt is
+        one step's work, whatever its length.
+      prefixes: whether prompts begin alike, so that there is something to find in a prefix cache.
       domains: attention meshes on one ffn mesh.
       host_seconds: of the host at every step's end.
     """
@@ -144,10 +98,7 @@ class SimulatedEngine:
             disturb=disturb,
             note=note,
         )
-        self.schedulers = [
-            make_scheduler(deployment, elsewhere=elsewhere, prefixes=prefixes)
-            for _ in range(domains)
-        ]
+        self.schedulers = [self._scheduler(prefixes) for _ in range(domains)]
         self.now = 0.0
         self._loop = Loop(self.schedulers, lanes * domains, lambda: self.now)
         self._sampled = StepResult(np.zeros((groups, deployment.scheduler.slots), np.int32), {}, {})
@@ -156,6 +107,40 @@ class SimulatedEngine:
         self._numbers = itertools.count()
         self._idle = True
         self._steps = 0
+
+    def _scheduler(self, prefixes: bool) -> Scheduler:
+        limits, cache = self.deployment.scheduler, self.deployment.cache
+        budget, buckets, prefill = limits.token_budget, limits.token_buckets, limits.prefill_tokens
+        if self._elsewhere:
+            budget, buckets, prefill = limits.slots * limits.max_length, [], 0
+        return Scheduler(
+            groups=self.deployment.attention.dp,
+            lanes=self.deployment.lanes,
+            slots=limits.slots,
+            pages=cache.pages,
+            page_size=cache.page_size,
+            max_length=limits.max_length,
+            token_budget=budget,
+            token_buckets=sorted({*buckets, budget}),
+            page_buckets=limits.page_buckets,
+            max_waiting=2**20,
+            prefill_tokens=prefill,
+            prefix_cache=prefixes and cache.prefix,
+        )
+
+    def _rows(self, plan: StepPlan) -> Rows:
+        """The sequences of a step, for its times."""
+        limits, tokens, padded = self.deployment.scheduler, plan.token_counts, plan.bucket.tokens
+        group = plan.rows // limits.slots
+        if self._elsewhere:
+            tokens, most = np.ones_like(tokens), np.bincount(group).max()
+            padded = next((size for size in limits.token_buckets if size >= most), int(most))
+        sampled, reach = (
+            min(padded, limits.slots),
+            plan.bucket.pages * self.deployment.cache.page_size,
+        )
+        groups = self.deployment.attention.dp
+        return Rows(groups, group, tokens, plan.kv_lengths, padded, reach, sampled)
 
     @property
     def busy(self) -> Busy:
@@ -187,10 +172,11 @@ class SimulatedEngine:
         for scheduler in self.schedulers:
             scheduler.queue.prompt_tokens = scheduler.queue.prompt_tokens_found = 0
 
-    def turn(self) -> list[News]:
-        """Carries out one action of the loop, at `next_at`."""
+    def turn(self) -> list[tuple[float, StepOutputs]]:
+        """Carries out one action of the loop, at `next_at`; returns outputs, each with the time at
+        which the engine had them."""
         self.now, self._idle = self.next_at, False
-        news: list[News] = []
+        news = []
         while self._ends and self._ends[0] <= self.now:
             news.append(self._read())
         self._arrive()
@@ -218,16 +204,16 @@ class SimulatedEngine:
         return self._pipeline.idle_lanes
 
     def _begin(self, lane: int, plan: StepPlan) -> Rows:
-        rows = rows_of(self.deployment, plan, elsewhere=self._elsewhere)
+        rows = self._rows(plan)
         self._pipeline.begin(lane, self._steps, self.now, self._times.step(rows))
         self._steps += 1
         return rows
 
-    def _read(self) -> News:
+    def _read(self) -> tuple[float, StepOutputs]:
         """Waits for the oldest step in flight and takes its result."""
         lane, plan = self._loop.in_flight[0]
         self.now = max(self.now, self._ends.popleft())
-        return News(self.now, self._loop.complete(lane, plan, self._sampled))
+        return self.now, self._loop.complete(lane, plan, self._sampled)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,14 +358,12 @@ class Simulation(SimulatedEngine):
     ):
         self._traffic, self._conditions = traffic, conditions
         self._random = np.random.default_rng(conditions.seed)
-        self._domains = conditions.domains
-        self._lanes = deployment.lanes * self._domains
+        self._domains, self._lanes = conditions.domains, deployment.lanes * conditions.domains
         self._slots = deployment.attention.dp * deployment.scheduler.slots
         if deployment.topology.has("colocated") and self._domains > 1:
             raise ConfigError(f"{self._domains} domains in a colocated deployment")
-        self._spans: deque[Span] = deque(
-            maxlen=(4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
-        )
+        kept = (4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
+        self._spans: deque[Span] = deque(maxlen=kept)
         super().__init__(
             deployment,
             times,
@@ -394,18 +378,14 @@ class Simulation(SimulatedEngine):
         """Length → prompt: a list for each of many sequences would take most of the memory."""
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
-        self._count = 0
-        self._next_arrival = 0.0
-        self._read_steps = 0
+        self._count = self._read_steps = self._counted = 0
+        self._next_arrival = self._running = self._length = 0.0
         self._last = conditions.steps + 2
         """Steps of the lane that has the most of them."""
         self._uncounted = 2**62
         """Number of steps after which none counts."""
-        self._counted = 0
         self._ended: list[list[tuple[float, int]]] = [[] for _ in range(self._lanes)]
         """End and tokens of every counted step, by lane."""
-        self._running = 0.0
-        self._length = 0.0
         self._start: tuple[float, Busy] | None = None
         self._end: tuple[float, Busy] | None = None
 
@@ -469,8 +449,7 @@ class Simulation(SimulatedEngine):
             self._counted += 1
         return rows
 
-    def _read(self) -> News:
-        """Waits for the oldest step in flight and takes its result."""
+    def _read(self) -> tuple[float, StepOutputs]:
         (lane, _), end = self._loop.in_flight[0], self._ends[0]
         news = super()._read()
         self._read_steps += 1
@@ -478,8 +457,8 @@ class Simulation(SimulatedEngine):
             self._end = self._end or (self.now, self.busy)
             return news
         if self._start is not None:
-            self._ended[lane].append((end, len(news.outputs)))
-        for output in news.outputs:
+            self._ended[lane].append((end, len(news[1])))
+        for output in news[1]:
             self._deliver(output, end)
         if self._start is None and min(self._loop.issued) >= self._conditions.warm_up:
             self._start = self.now, self.busy
@@ -505,14 +484,14 @@ class Simulation(SimulatedEngine):
         start, before = self._start or (0.0, Busy(0, 0, 0, 0))
         end, after = self._end or (self.now, self.busy)
         seconds = max(end - start, 1e-12)
-        shares = [(b - a) / seconds for a, b in zip(before, after, strict=True)]
+        shares = {
+            f"{name}_busy": (getattr(after, name) - getattr(before, name)) / seconds
+            for name in Busy._fields
+        }
         seen = [*self._done, *self._requests.values()]
         factor = self._conditions.tokens_a_step
-        tpot = [
-            (r.last - r.first) / (r.tokens - 1) / factor
-            for r in seen
-            if r.tokens > 1 and r.first >= 0
-        ]
+        several = (r for r in seen if r.tokens > 1 and r.first >= 0)
+        tpot = [(r.last - r.first) / (r.tokens - 1) / factor for r in several]
         ttft = [r.first - r.arrival for r in seen if r.whole]
         a = self.deployment
         devices = self._domains * a.attention.devices
@@ -538,24 +517,17 @@ class Simulation(SimulatedEngine):
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=Times.of(tpot),
             ttft=Times.of(ttft),
-            attention_busy=shares[0],
-            ffn_busy=shares[1],
-            dispatch_busy=shares[2],
-            combine_busy=shares[3],
+            **shares,
             seen={s: colocated.seen(s) for s in ("dispatch", "combine")} if colocated else {},
         )
 
     def _kept_spans(self) -> list[Span]:
         """The last whole steps of every lane."""
-        numbers: dict[int, set[int]] = {}
+        steps: dict[int, set[int]] = {}
         for span in self._spans:
-            numbers.setdefault(span.lane, set()).add(span.step)
-        keep = {
-            (lane, step)
-            for lane, steps in numbers.items()
-            for step in sorted(steps)[-self._conditions.keep_steps :]
-        }
-        return [span for span in self._spans if (span.lane, span.step) in keep]
+            steps.setdefault(span.lane, set()).add(span.step)
+        last = {lane: sorted(own)[-self._conditions.keep_steps :] for lane, own in steps.items()}
+        return [span for span in self._spans if span.step in last[span.lane]]
 
 
 class Progress:
