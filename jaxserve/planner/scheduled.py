@@ -146,8 +146,8 @@ def copies(
             found.append((computation, one, called[1] if called else ""))
     fused = {called for _, _, called in found}
     copied = []
-    for inside, each, called in found:
-        within, size = ops[called], hbm_bytes(each["type"], apart)
+    for inside, each, uses in found:
+        within, size = ops[uses], hbm_bytes(each["type"], apart)
         moves = each["op"] in _MOVES or (within & _MOVES and within <= _MOVES | _BESIDE)
         if moves and size >= least and inside not in fused:
             copied.append(Copy(each["name"], size))
