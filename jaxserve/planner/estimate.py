@@ -205,7 +205,7 @@ def collective_seconds(name: str, size: int, outer: int, inner: int) -> float:
     return assumed("h200.collective") + seconds
 
 
-class Stage(NamedTuple):
+class ProgramSeconds(NamedTuple):
     """Seconds of a program: its own work and collectives, what both share, and its kernels' seconds
     beyond their bytes."""
 
@@ -220,7 +220,7 @@ class Stage(NamedTuple):
         return self.work + self.collectives - self.hidden + self.kernels
 
 
-def stages(counts: Counts) -> dict[str, Stage]:
+def stages(counts: Counts) -> dict[str, ProgramSeconds]:
     """Returns the seconds of every program."""
     shared = [counts.kernels[name] for name in SHARED if name in counts.kernels]
     found = {}
@@ -233,7 +233,7 @@ def stages(counts: Counts) -> dict[str, Stage]:
             # A launch of each sort is among the program's instructions.
             sorting = counts.sorts * max(0.0, assumed("h200.sort") - assumed("h200.node"))
             kernels = counts.kernels["ffn"] + sum(shared) + sorting
-        found[name] = Stage(
+        found[name] = ProgramSeconds(
             *program_seconds(one, *mesh), hidden_seconds(one, *mesh, beyond), kernels
         )
     return found
