@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.checkpoint.reading import aligned_empty, copy_across
-from jaxserve.checkpoint.regions import Ranges, scale_block
+from jaxserve.checkpoint.regions import Ranges, clipped, scale_block
 from jaxserve.checkpoint.source import Sources
 from jaxserve.errors import CheckpointError
 from jaxserve.mesh import sharded_zeros
@@ -44,8 +44,8 @@ class Leaf(NamedTuple):
     negative: padding. None: the same entries in the same order."""
     tile: int = 0
     """Output rows per tile of a matrix (or stack of matrices) that devices hold in tiles
-    (`InputMajor`); 0: not tiled. Shape and sharding are the checkpoint's; reading reorders. A shard
-    consists of whole tiles."""
+    (`InputMajor`); 0: not tiled. Shape and sharding are the checkpoint's; `make_array` reorders. A
+    shard consists of whole tiles."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -61,42 +61,8 @@ class Leaf(NamedTuple):
         return self._replace(sharding=NamedSharding(self.sharding.mesh, spec), layers=None)
 
     def empty(self, ranges: Ranges) -> np.ndarray:
-        """Uninitialised memory for a shard, in the order that devices hold it."""
-        sizes = tuple(stop - start for start, stop in ranges)
-        return aligned_empty(_tiled(sizes, self.tile), np.dtype(self.dtype))
-
-    def parts(self, ranges: Ranges, shard: np.ndarray) -> Iterator[tuple[Ranges, np.ndarray]]:
-        """Yields the parts of a shard (the shard itself, or its tiles): the range of each part, and
-        a view of its memory with the axes of the checkpoint's array."""
-        if not self.tile:
-            yield ranges, shard
-            return
-        *outer, (first, stop), columns = ranges
-        for number, start in enumerate(range(first, stop, self.tile)):
-            own = (*outer, (start, start + self.tile), columns)
-            yield own, np.swapaxes(shard[..., number, :, :], -1, -2)
-
-    def fill(self, ranges: Ranges, rows: np.ndarray, shard: np.ndarray) -> None:
-        """Copies a shard in the checkpoint's order (`rows`) into memory made by `empty`."""
-        first, parts = ranges[-2][0], self.parts(ranges, shard)
-        copy_across(
-            (part, rows[..., start - first : stop - first, :])
-            for (*_, (start, stop), _), part in parts
-        )
-
-    def tiled(self, ranges: Ranges, rows: np.ndarray) -> np.ndarray:
-        """Returns a copy of a shard in the order that devices hold it; see `fill`."""
-        shard = self.empty(ranges)
-        self.fill(ranges, rows, shard)
-        return shard
-
-    def held(self) -> "Leaf":
-        """The leaf with shape and sharding as devices hold it, tiles included."""
-        if not self.tile:
-            return self
-        spec = PartitionSpec(*self.sharding.spec, None)
-        sharding = NamedSharding(self.sharding.mesh, spec)
-        return self._replace(shape=_tiled(self.shape, self.tile), sharding=sharding, tile=0)
+        """Uninitialised memory for a part of the array, in the checkpoint's order."""
+        return aligned_empty([stop - start for start, stop in ranges], np.dtype(self.dtype))
 
 
 def wanted_leaves(
@@ -122,12 +88,26 @@ def wanted_leaves(
     return leaves
 
 
-def _tiled(shape: tuple[int, ...], tile: int) -> tuple[int, ...]:
-    """Shape of an array [*stack, d_out, d_in] when cut into tiles; unchanged if `tile` is 0."""
-    if not tile:
-        return shape
-    *stack, d_out, d_in = shape
-    return (*stack, d_out // tile, d_in, tile)
+class ReadableArray(Protocol):
+    """An array that is read in parts."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """Copies a part of the array, converted to the target's dtype.
+
+        Args:
+          ranges: (start, stop) of every axis; elements beyond the array's shape are not written.
+          target: an array with the sizes of the ranges.
+
+        Returns:
+          Stored bytes of the part that was read.
+
+        Raises:
+          CheckpointError: a file is missing or damaged.
+        """
+        ...
 
 
 class BlockReader(abc.ABC):
@@ -232,14 +212,70 @@ def make_array(
         device: tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         for device, index in leaf.sharding.addressable_devices_indices_map(shape).items()
     }
-    unique = list(dict.fromkeys(ranges.values()))
-    values = make(unique) if leaf.entries is None else _of_entries(leaf, unique, make, empty)
+
+    def made(parts: Sequence[Ranges]) -> list[np.ndarray]:
+        return make([*parts]) if leaf.entries is None else _of_entries(leaf, parts, make, empty)
+
+    unique, sharding = list(dict.fromkeys(ranges.values())), leaf.sharding
+    values = _in_tiles(leaf, unique, made) if leaf.tile else made(unique)
     parts = dict(zip(unique, values, strict=True))
     arrays = [jax.device_put(parts[own], device) for device, own in ranges.items()]
-    held = leaf.held()
-    array = jax.make_array_from_single_device_arrays(held.full_shape, held.sharding, arrays)
+    if leaf.tile:
+        shape = (*shape[:-2], shape[-2] // leaf.tile, shape[-1], leaf.tile)
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    array = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
     # Without waiting, shards of later leaves would pile up in host memory until copied.
     return jax.block_until_ready(array)
+
+
+def _in_tiles(
+    leaf: Leaf, parts: Sequence[Ranges], make: Callable[[list[Ranges]], list[np.ndarray]]
+) -> list[np.ndarray]:
+    """Values of the parts, cut into tiles and transposed. A stack is made layer by layer: the files
+    lie output by output, and one layer more than the result is in memory."""
+    shards = []
+    for part in parts:
+        *outer, rows, columns = (stop - start for start, stop in part)
+        shape = (*outer, rows // leaf.tile, columns, leaf.tile)
+        shards.append(aligned_empty(shape, np.dtype(leaf.dtype)))
+        layers = range(*part[0]) if leaf.layers is not None else (None,)
+        for place, layer in enumerate(layers):
+            own = part if layer is None else ((layer, layer + 1), *part[1:])
+            target = shards[-1] if layer is None else shards[-1][place : place + 1]
+            (values,) = make([own])
+            across = np.swapaxes(target, -1, -2)
+            copy_across(across, values.reshape(across.shape))
+    return shards
+
+
+def read_leaf(
+    arrays: Sequence[ReadableArray],
+    leaf: Leaf,
+    on_read: Callable[[int], None],
+    *,
+    empty: float = 0.0,
+) -> jax.Array:
+    """Reads a leaf from one array, or a stack from one array for each layer.
+
+    Args:
+      empty: value of padding.
+    """
+
+    def make(parts: list[Ranges]) -> list[np.ndarray]:
+        shards = []
+        for ranges in parts:
+            shard = leaf.empty(ranges)
+            inside, layers, used = ranges, [shard], arrays
+            if leaf.layers is not None:
+                inside, layers, used = ranges[1:], [*shard], arrays[slice(*ranges[0])]
+            for layer, array in zip(layers, used, strict=True):
+                if clipped(inside, array.shape) != inside:
+                    layer[...] = empty
+                on_read(array.read_into(inside, layer))
+            shards.append(shard)
+        return shards
+
+    return make_array(leaf, make, empty=empty)
 
 
 def _of_entries(

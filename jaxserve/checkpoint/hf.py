@@ -32,7 +32,7 @@ from jaxserve.checkpoint.expert_stacks import ExpertStack, join_stacks
 from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
-from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, aligned_empty, read_regions
+from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, read_regions
 from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
@@ -192,19 +192,11 @@ class HFCheckpoint(BlockReader):
           empty: see `make_array`.
         """
         of_blocks = [{} for _ in sources] if grids is None else grids
-        names = [name for source in sources for name in source.all_names]
-        # A tile of packed words would need one small read per input channel: read by rows instead.
-        by_rows = leaf.tile and not all(isinstance(tensors[name], Tensor) for name in names)
 
         def make(parts: list[Ranges]) -> list[np.ndarray]:
-            regions, read = [], leaf._replace(tile=0) if by_rows else leaf
-            targets = [read.empty(ranges) for ranges in parts]
+            regions, targets = [], [leaf.empty(ranges) for ranges in parts]
             for ranges, target in zip(parts, targets, strict=True):
-                own = [
-                    region
-                    for part, view in read.parts(ranges, target)
-                    for region in self._regions(sources, tensors, of_blocks, leaf, part, view)
-                ]
+                own = [*self._regions(sources, tensors, of_blocks, leaf, ranges, target)]
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = 0  # padding
                 regions += own
@@ -216,9 +208,7 @@ class HFCheckpoint(BlockReader):
                     read_packed(region, self.on_read)
             for target in targets if sources[0].plus else ():
                 target += sources[0].plus
-            if not by_rows:
-                return targets
-            return [leaf.tiled(*both) for both in zip(parts, targets, strict=True)]
+            return targets
 
         return make_array(leaf, make, empty=empty)
 
@@ -245,7 +235,7 @@ class HFCheckpoint(BlockReader):
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             targets = []
             for ranges in parts:
-                target = aligned_empty([stop - start for start, stop in ranges], leaf.dtype)
+                target = leaf.empty(ranges)
                 if leaf.layers is None:
                     scale_leaf(sources[0], grids[0], ranges, block, target)
                 else:

@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,13 +24,13 @@ from jaxserve.checkpoint.arrays import (
     Leaf,
     block_key,
     block_of,
-    make_array,
     make_leaves,
+    read_leaf,
 )
 from jaxserve.checkpoint.fingerprint import revision, weights_digest
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
-from jaxserve.checkpoint.regions import Ranges, leaf_shape
+from jaxserve.checkpoint.regions import Ranges, clipped, leaf_shape
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
 from jaxserve.checkpoint.store import StoreCheckpoint, matrix_of, open_checkpoint
 from jaxserve.config.deployment import Deployment
@@ -85,6 +86,24 @@ def open_weights(
         return storage()
     hello = weights_hello(deployment.model)
     return PeerCheckpoint(deployment.weights.peers, hello, token, names, storage)
+
+
+class _PeerArray(NamedTuple):
+    """An array that a running worker holds."""
+
+    peer: WeightsPeer
+    block: str
+    shape: Shape
+    """Without padding."""
+    name: str
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """See `arrays.ReadableArray`; raises PeerError."""
+        inside = clipped(ranges, self.shape)
+        if any(low >= high for low, high in inside):
+            return 0
+        place = tuple(slice(high - low) for low, high in inside)
+        return self.peer.read(self.block, self.name, inside, target[place])
 
 
 class PeerCheckpoint(BlockReader):
@@ -181,32 +200,9 @@ class PeerCheckpoint(BlockReader):
         leaf: Leaf,
         shapes: Sequence[Shape],
     ) -> jax.Array:
+        arrays = [_PeerArray(peer, *where, name) for where in zip(blocks, shapes, strict=True)]
         empty = 1.0 if name.endswith(".scales") else 0.0
-
-        def one(block: str, shape: Shape, ranges: Ranges, target: np.ndarray) -> None:
-            inside = tuple(
-                (low, min(high, n)) for (low, high), n in zip(ranges, shape, strict=True)
-            )
-            if inside != ranges:
-                target[...] = empty  # the padding
-            if all(low < high for low, high in inside):
-                place = tuple(slice(0, high - low) for low, high in inside)
-                self.on_read(peer.read(block, name, inside, target[place]))
-
-        def make(parts: list[Ranges]) -> list[np.ndarray]:
-            targets = []
-            for ranges in parts:
-                target = leaf.empty(ranges)
-                targets.append(target)
-                for own, view in leaf.parts(ranges, target):
-                    if leaf.layers is None:
-                        one(blocks[0], shapes[0], own, view)
-                        continue
-                    for place, index in enumerate(range(*own[0])):
-                        one(blocks[index], shapes[index], own[1:], view[place])
-            return targets
-
-        return make_array(leaf, make, empty=empty)
+        return read_leaf(arrays, leaf, self.on_read, empty=empty)
 
     @property
     def storage(self) -> Checkpoint:

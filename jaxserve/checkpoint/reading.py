@@ -5,13 +5,12 @@ JAX nor the meaning of a tensor.
 
 Files are read in windows; those of files in buckets (`storage/`) are larger. Each window fetches
 only the rows that devices of this process want, and small gaps between them. The rows are then
-converted and copied into the memory of the arrays, transposed if an array has its axes in another
-order.
+converted and copied into the memory of the arrays.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,16 +170,15 @@ def _read_window(
     on_read(sum(region.nbytes for region in window))
 
 
-def copy_across(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Transposes matrices in memory: copies the second of each pair (a matrix or stack) into the
-    first, whose memory is column-major."""
+def copy_across(target: np.ndarray, values: np.ndarray) -> None:
+    """Transposes matrices in memory: copies `values` (a matrix or stack) into a target whose memory
+    is column-major."""
     tasks = []
-    for target, values in pairs:
-        for place in np.ndindex(values.shape[:-2]):
-            step = max(_PIECE_BYTES // max(values[place][:1].nbytes, 1), 1)
-            for start in range(0, values.shape[-2], step):
-                rows = slice(start, start + step)
-                tasks.append((target[place][rows], values[place][rows]))
+    for place in np.ndindex(values.shape[:-2]):
+        step = max(_PIECE_BYTES // max(values[place][:1].nbytes, 1), 1)
+        for start in range(0, values.shape[-2], step):
+            rows = slice(start, start + step)
+            tasks.append((target[place][rows], values[place][rows]))
     for _ in _pool(LocalFile.threads).map(_copy_across, tasks):
         pass
 
@@ -204,10 +202,7 @@ def _fill(region: Region, rows: np.ndarray) -> None:
             values = _dequantised(values, piece.scales)
         if values.dtype != dtype:
             values = values.astype(dtype)
-        if target.strides[0] < target.strides[1]:
-            _copy_across((target, values))
-        else:
-            np.copyto(_bits(target), _bits(values))
+        np.copyto(_bits(target), _bits(values))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -81,7 +81,7 @@ def _parts(
     if source.stacked:
         low, high = ranges[0]
         for index in range(low, min(high, len(source.names))):
-            own = _clipped(ranges[1:], seen_shape(source, index))
+            own = clipped(ranges[1:], seen_shape(source, index))
             yield index, own, _corner(target[index - low], own, ranges[1:])
         return
     axis = max(len(ranges) - 2, 0)  # d_out
@@ -93,12 +93,13 @@ def _parts(
         if start < stop:
             here = (*ranges[:axis], (start, stop), *ranges[axis + 1 :])
             rows = slice(start + offset - low, stop + offset - low)
-            own = _clipped(here, shape)
+            own = clipped(here, shape)
             yield index, own, _corner(target[(slice(None),) * axis + (rows,)], own, here)
         offset += shape[axis]
 
 
-def _clipped(ranges: Ranges, shape: Shape) -> Ranges:
+def clipped(ranges: Ranges, shape: Shape) -> Ranges:
+    """The part of the ranges inside of a shape; stop may be below start."""
     return tuple((low, min(high, size)) for (low, high), size in zip(ranges, shape, strict=True))
 
 

@@ -7,29 +7,25 @@ are verified in the background of loading, unless the folder is in a bucket or e
 processes reads only a part. Then only `convert --verify` verifies them.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
     BlockReader,
     Leaf,
+    ReadableArray,
     block_key,
     block_of,
-    fill,
-    make_array,
     make_leaves,
     quantised_here,
+    read_leaf,
     refuse,
-    zeroed,
 )
 from jaxserve.checkpoint.fingerprint import begin, check_revision
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -41,50 +37,25 @@ from jaxserve.checkpoint.manifest import (
     blocks_of,
     read_manifest,
 )
-from jaxserve.checkpoint.reading import aligned_empty
-from jaxserve.checkpoint.regions import Ranges
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.stored_array import (
-    ReadableArray,
+    Dequantised,
+    Spread,
     StoredArray,
-    array_with_parts,
     check_array,
     open_array,
-    read_array,
+    with_parts,
 )
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.files import open_file, replaced, stamp
 from jaxserve.storage.mirror import local_folder, origin_of
-from pallas_kernels.input_major import in_tiles
-from pallas_kernels.quantize.api import QuantArray, dequantize_weight
 
 logger = logging.getLogger(__name__)
 
 _OPENED_AT_ONCE = 16
 """Arrays opened concurrently; opening may take a request to a bucket."""
-
-
-def _read(
-    arrays: Sequence[ReadableArray], leaf: Leaf, ranges: Ranges, on_read: Callable[[int], None]
-) -> np.ndarray:
-    """Reads `ranges` of an array, or of a stack with one array per layer."""
-    target = leaf.empty(ranges)
-    inside = ranges if leaf.layers is None else ranges[1:]
-    layers = [target] if leaf.layers is None else list(target)
-    # TensorStore transposes slowly: a tiled leaf is read into `across` first, layer by layer.
-    sizes = [stop - start for start, stop in inside]
-    across = aligned_empty(sizes, target.dtype) if leaf.tile else None
-    used = arrays[:1] if leaf.layers is None else arrays[slice(*ranges[0])]
-    for part, array in zip(layers, used, strict=True):
-        whole = part if across is None else across
-        if any(stop > size for (_, stop), size in zip(inside, array.shape, strict=True)):
-            whole[...] = 0  # the padding
-        on_read(array.read_into(inside, whole))
-        if across is not None:
-            leaf.fill(inside, across, part)
-    return target
 
 
 class StoreCheckpoint(BlockReader):
@@ -151,38 +122,13 @@ class StoreCheckpoint(BlockReader):
             if self._stamp(name) != self._stamps[name]:
                 raise replaced(f"{self._folder}: {name}")
 
-    def _plain(
-        self, blocks: Sequence[dict[str, ReadableArray]], name: str, leaf: Leaf
-    ) -> jax.Array:
-        """A leaf of floats; 8-bit matrices are dequantised, layer by layer."""
-        if name in blocks[0]:
-            return self._array([block[name] for block in blocks], leaf)
-        if leaf.layers is None:
-            return self._multiplied(blocks[0], name, leaf)
-        stack = zeroed(leaf.held())
-        for index, block in enumerate(blocks):
-            layer = self._multiplied(block, name, leaf.of_one_layer())
-            stack = jax.block_until_ready(fill(stack, layer, index))
-        return stack
-
-    def _multiplied(self, block: dict[str, ReadableArray], name: str, leaf: Leaf) -> jax.Array:
-        parts = [part for kind in QUANTISED_PARTS if (part := block.get(f"{name}.{kind}"))]
-        values, *grids = parts
-        sizes = block_of(values.shape, grids[0].shape)
-        *outer, d_out, d_in = leaf.shape
-        columns = -(-d_in // sizes[1]) if sizes[1] else 1
-        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-        grid = (*outer, -(-d_out // sizes[0]), columns)
-        whole = Leaf(grid, jnp.dtype(np.float32), everywhere, entries=leaf.entries)
-        multiply = _multiplier(leaf._replace(entries=None), sizes)
-        return multiply(
-            self._array([values], leaf.of(values.dtype)._replace(tile=0)),
-            *(self._array([part], whole.of(part.dtype)) for part in grids),
-        )
+    def _plain(self, blocks: Sequence[dict[str, StoredArray]], name: str, leaf: Leaf) -> jax.Array:
+        """A leaf of floats; quantised matrices are dequantised."""
+        return read_leaf([_floats_of(block, name) for block in blocks], leaf, self.on_read)
 
     def _quantised(
         self,
-        blocks: Sequence[dict[str, ReadableArray]],
+        blocks: Sequence[dict[str, StoredArray]],
         name: str,
         values: Leaf,
         scales: Leaf,
@@ -196,11 +142,10 @@ class StoreCheckpoint(BlockReader):
             of_scales = [block[f"{name}.scales"] for block in blocks]
             places = _scale_places(of_values[0], of_scales[0], values, scales)
             if places is not None and of_values[0].dtype == values.dtype:
-                stored = self._array(of_values, values)
-                made = [stored, self._scales(of_scales, scales, places)]
-                for leaf in zeros:
-                    of_zeros = [block[f"{name}.zeros"] for block in blocks]
-                    made.append(self._scales(of_zeros, leaf, places, empty=0))
+                made = [read_leaf(of_values, values, self.on_read)]
+                for kind, leaf, empty in [("scales", scales, 1), *(("zeros", z, 0) for z in zeros)]:
+                    spread = [Spread(block[f"{name}.{kind}"], *places) for block in blocks]
+                    made.append(read_leaf(spread, leaf, self.on_read, empty=empty))
                 return tuple(made)
         else:
             floats = blocks[0][name].dtype
@@ -211,56 +156,26 @@ class StoreCheckpoint(BlockReader):
             lambda some, leaf: self._plain(some, name, leaf),
         )
 
-    def _array(self, arrays: Sequence[ReadableArray], leaf: Leaf) -> jax.Array:
-        def make(parts: list[Ranges]) -> list[np.ndarray]:
-            return [_read(arrays, leaf, part, self.on_read) for part in parts]
 
-        return make_array(leaf, make)
-
-    def _scales(
-        self,
-        arrays: Sequence[ReadableArray],
-        leaf: Leaf,
-        places: tuple[np.ndarray, np.ndarray],
-        empty: float = 1.0,
-    ) -> jax.Array:
-        """Scales (or zero points) for blocks that are equal to the stored blocks or parts of them.
-
-        Args:
-          places: row and column indices of the stored scales, from `_scale_places`.
-          empty: value of padding.
-        """
-        rows, columns = places
-        grids = [read_array(array) for array in arrays]
-        self.on_read(sum(grid.nbytes for grid in grids))
-        full = np.stack(grids) if leaf.layers is not None else grids[0]
-        full = full[..., rows[:, None], columns]
-        padding = [(0, n - have) for n, have in zip(leaf.full_shape, full.shape, strict=True)]
-        if leaf.entries is not None:
-            padding[0 if leaf.layers is None else 1] = 0, 0
-        full = np.pad(full, padding, constant_values=empty)
-
-        def make(parts: list[Ranges]) -> list[np.ndarray]:
-            targets = []
-            for part in parts:
-                target = aligned_empty([b - a for a, b in part], full.dtype)
-                target[...] = full[tuple(slice(a, b) for a, b in part)]
-                targets.append(target)
-            return targets
-
-        return make_array(leaf, make, empty=empty)
-
-
-def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, ReadableArray]:
-    """The block's arrays by leaf; where the template appends pieces of another matrix as entries,
-    an `ArrayWithParts`."""
-    arrays: dict[str, ReadableArray] = dict(block)
+def _with_parts(block: dict[str, StoredArray], template: Template) -> dict[str, StoredArray]:
+    """The block's arrays by leaf, with pieces of other matrices where the template appends them."""
+    arrays = dict(block)
     for name, array in block.items():
         base = matrix_of(name)
         if part := template.parts.get(base):
             other = block[part.name + name.removeprefix(base)]
-            arrays[name] = array_with_parts(array, other, part.pieces, part.axis)
+            arrays[name] = with_parts(array, other, part.pieces, part.axis)
     return arrays
+
+
+def _floats_of(block: dict[str, StoredArray], name: str) -> ReadableArray:
+    """A block's matrix or vector as floats."""
+    if name in block:
+        return block[name]
+    values, *grids = (part for kind in QUANTISED_PARTS if (part := block.get(f"{name}.{kind}")))
+    sizes = zip(block_of(values.shape, grids[0].shape), values.shape[-2:], strict=True)
+    places = [np.arange(size) // (each or size) for each, size in sizes]
+    return Dequantised(values, *(Spread(grid, *places) for grid in grids))
 
 
 def matrix_of(leaf: str) -> str:
@@ -270,7 +185,7 @@ def matrix_of(leaf: str) -> str:
 
 
 def _scale_places(
-    values: ReadableArray, scales: ReadableArray, wanted: Leaf, wanted_scales: Leaf
+    values: StoredArray, scales: StoredArray, wanted: Leaf, wanted_scales: Leaf
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Row and column indices of the stored scales for the wanted blocks; None if a wanted block
     spans several stored blocks."""
@@ -289,17 +204,6 @@ def _scale_places(
             return None
         places.append(first // stored)
     return places[0], places[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _multiplier(leaf: Leaf, block: tuple[int, int]) -> Callable[..., jax.Array]:
-    """Returns a compiled function that dequantises values, scales and optional zero points."""
-
-    def multiply(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
-        made = dequantize_weight(QuantArray(values, scales, block, zeros), leaf.dtype)
-        return in_tiles(made, leaf.tile) if leaf.tile else made
-
-    return jax.jit(multiply, out_shardings=leaf.held().sharding)
 
 
 def open_blocks(

@@ -3,6 +3,7 @@
 Called by `store.py` and `conversion.py`. Knows neither JAX nor models.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import tensorstore
 
 from jaxserve.checkpoint.reading import aligned_empty
-from jaxserve.checkpoint.regions import Ranges
+from jaxserve.checkpoint.regions import Ranges, clipped
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
 from jaxserve.storage.files import LocalFile, array_store
@@ -46,19 +47,8 @@ class StoredArray(NamedTuple):
         return self.store.size * self.store.dtype.numpy_dtype.itemsize
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """Copies a part of the array, converted to the target's dtype.
-
-        Args:
-          ranges: (start, stop) of every axis; elements beyond the array's shape are not written.
-          target: an array with the sizes of the ranges.
-
-        Returns:
-          Stored bytes of the part that was read.
-
-        Raises:
-          CheckpointError: a file is missing or damaged.
-        """
-        spans = [(low, min(high, n)) for (low, high), n in zip(ranges, self.shape, strict=True)]
+        """See `arrays.ReadableArray`."""
+        spans = clipped(ranges, self.shape)
         if any(low >= high for low, high in spans):
             return 0
         part = self.store[tuple(slice(low, high) for low, high in spans)]
@@ -77,7 +67,7 @@ class StoredArray(NamedTuple):
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
         return part.size * self.dtype.itemsize
 
-    def _read_int4(self, spans: list[tuple[int, int]], target: np.ndarray) -> int:
+    def _read_int4(self, spans: Ranges, target: np.ndarray) -> int:
         """Reads and unpacks an INT4 part; `spans` lie within the array. Returns bytes read."""
         low, high = spans[-1]
         whole = [*spans[:-1], (low // 2, -(-high // 2))]
@@ -90,63 +80,85 @@ class StoredArray(NamedTuple):
         return read
 
 
-class ArrayWithParts(NamedTuple):
-    """An array with equal pieces of another array appended as entries of its first axis."""
+def with_parts(own: StoredArray, other: StoredArray, pieces: int, axis: int) -> StoredArray:
+    """An array with equal pieces of another array appended as entries of its first axis.
 
-    own: StoredArray
-    other: StoredArray
-    pieces: int
-    """Number of pieces that `other` is divided into."""
-    axis: int
-    """Axis of `other` along which it is divided."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.own.shape[0] + self.pieces, *self.own.shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.own.dtype
-
-    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """See `StoredArray.read_into`."""
-        read, first, sizes = self.own.read_into(ranges, target), self.own.shape[0], self.shape[1:]
-        inside = [(low, min(high, n)) for (low, high), n in zip(ranges[1:], sizes, strict=True)]
-        if any(low >= high for low, high in inside):
-            return read
-        corner = tuple(slice(high - low) for low, high in inside)
-        for part in range(self.pieces):
-            if ranges[0][0] <= first + part < ranges[0][1]:
-                where, start = list(inside), self._start(part)
-                where[self.axis] = inside[self.axis][0] + start, inside[self.axis][1] + start
-                entry = target[first + part - ranges[0][0]]
-                read += self.other.read_into(tuple(where), entry[corner])
-        return read
-
-    def _start(self, part: int) -> int:
-        """Start of a piece within `other`; 0 if `other` has one scale for the whole axis."""
-        return 0 if self.other.shape[self.axis] == 1 else part * self.shape[1 + self.axis]
-
-
-ReadableArray = StoredArray | ArrayWithParts
-
-
-def array_with_parts(
-    own: StoredArray, other: StoredArray, pieces: int, axis: int
-) -> ArrayWithParts:
-    """Builds an `ArrayWithParts`.
+    Args:
+      pieces: number of pieces that `other` is divided into.
+      axis: axis of `other` along which it is divided; one scale for a whole axis is repeated.
 
     Raises:
-      CheckpointError: the pieces of `other` do not have the shape of `own`'s entries.
+      CheckpointError: the pieces do not have the shape of `own`'s entries.
     """
-    joined = ArrayWithParts(own, other, pieces, axis)
-    size, whole = own.shape[1 + axis], other.shape[axis]
+    size, whole = own.store.shape[1 + axis], other.store.shape[axis]
     if whole != pieces * size and not whole == size == 1:
         raise CheckpointError(
             f"{other.path}: {whole} rows or scales along axis {axis} are not {pieces} x {size}, as "
             f"{own.path} has them"
         )
-    return joined
+    starts = [0 if whole == 1 else piece * size for piece in range(pieces)]
+    cuts = [other.store[(slice(None),) * axis + (slice(at, at + size),)] for at in starts]
+    stacked = tensorstore.stack([cut.translate_to[(0,) * cut.rank] for cut in cuts])
+    store = tensorstore.concat([own.store, stacked], axis=0)
+    return own._replace(store=store, int4=own.int4 and (store.shape[0], *own.int4[1:]))
+
+
+class Spread(NamedTuple):
+    """Rows and columns of an array, ascending and perhaps repeated: scales for smaller blocks than
+    those of the file."""
+
+    array: StoredArray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.array.shape[:-2], len(self.rows), len(self.columns)
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """See `StoredArray.read_into`."""
+        inside = clipped(ranges, self.shape)
+        if any(low >= high for low, high in inside):
+            return 0
+        rows, columns = self.rows[slice(*inside[-2])], self.columns[slice(*inside[-1])]
+        ends = (rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)
+        part = np.empty([b - a for a, b in (*inside[:-2], *ends)], target.dtype)
+        read = self.array.read_into((*inside[:-2], *ends), part)
+        place = tuple(slice(high - low) for low, high in inside)
+        target[place] = part[..., (rows - rows[0])[:, None], columns - columns[0]]
+        return read
+
+
+class Dequantised(NamedTuple):
+    """A quantised matrix, or a stack of them, as FP32: (values - zero points) times scales."""
+
+    values: StoredArray
+    scales: Spread
+    """With an entry for each value; so have the zero points."""
+    zeros: Spread | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """See `StoredArray.read_into`."""
+        inside = clipped(ranges, self.shape)
+        places = [*itertools.product(*(range(low, high) for low, high in inside[:-2]))]
+        read = 0
+        for place in places:
+            part = (*((entry, entry + 1) for entry in place), *inside[-2:])
+            numbers, factors = np.empty((2, *(high - low for low, high in part)), np.float32)
+            read += self.values.read_into(part, numbers)
+            if self.zeros is not None:
+                read += self.zeros.read_into(part, factors)
+                numbers -= factors
+            read += self.scales.read_into(part, factors)
+            numbers *= factors
+            rows, columns = numbers.shape[-2:]
+            at = tuple(entry - low for entry, (low, _) in zip(place, inside, strict=False))
+            target[at][:rows, :columns] = numbers.reshape(rows, columns)
+        return read
 
 
 def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
@@ -184,7 +196,7 @@ def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
     return array._replace(int4=int4)
 
 
-def read_array(array: ReadableArray) -> np.ndarray:
+def read_array(array: StoredArray) -> np.ndarray:
     """Reads the whole array.
 
     Raises:
@@ -193,7 +205,7 @@ def read_array(array: ReadableArray) -> np.ndarray:
     return _part(array, tuple((0, size) for size in array.shape))
 
 
-def _part(array: ReadableArray, ranges: Ranges) -> np.ndarray:
+def _part(array: StoredArray, ranges: Ranges) -> np.ndarray:
     target = aligned_empty([stop - start for start, stop in ranges], array.dtype)
     array.read_into(ranges, target)
     return target

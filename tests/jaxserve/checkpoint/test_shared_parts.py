@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.random_leaves import RandomLeaves
-from jaxserve.checkpoint.stored_array import StoredArray, array_with_parts
+from jaxserve.checkpoint.stored_array import StoredArray, with_parts
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight
 from tests.jaxserve import layouts
@@ -120,4 +120,4 @@ def test_scales_of_blocks_that_two_parts_share_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"shared_experts.*column 144: inside a block of 128"):
         slots_of(folder, layout)
     with pytest.raises(CheckpointError, match="3 rows or scales along axis 0 are not 2 x 2"):
-        array_with_parts(*map(stored, [(4, 2, 1), (3, 1)]), 2, 0)
+        with_parts(*map(stored, [(4, 2, 1), (3, 1)]), 2, 0)
