@@ -129,7 +129,7 @@ format: $(VENV)/.installed-all
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# `make test` has seeds 0 to 9, whose deployments share their compiled programs.
+# `make test` and `make nightly` have seeds 0 to 5, whose deployments share their compiled programs.
 fuzz: $(VENV)/.installed-all
 	FUZZ_DRAWS=$(DRAWS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load tests/jaxserve/test_fuzz.py
 

@@ -115,9 +115,9 @@ def matrix() -> list[Case]:
 
 
 SHOWN = Case("2A4F", 4, "alltoall", "device_put")
-"""The case that `make test` compares. Others are in other tests of `make test`: 1A1F in
-`engine/test_serving_options.py`, 3A2F and 1A2F by `ffn.tp` in `test_families_layouts.py`, 1A2F by
-`ffn.ep` over `ppermute` in `test_prediction_layouts.py`, and several processes."""
+"""The case that `make test` compares. Other tests of `make test` have 1A1F
+(`engine/test_serving_options.py`), 1A2F by `ffn.tp` (`test_families_layouts.py`), 3A2F in two
+processes (`test_layouts_processes.py`), `ppermute` (`test_fuzz.py`) and `pull` (`fleet/`)."""
 
 
 def write_model(folder: Path) -> Path:

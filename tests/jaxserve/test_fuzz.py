@@ -3,8 +3,8 @@
 Every answer is compared token for token, and by its log-probabilities, with the plain colocated
 engine's, which runs one request at a time. Afterwards no page, slot or lease may be left.
 
-`make test` runs six draws and `make fuzz DRAWS=60 SEED=10` any others. A draw is printed with its
-seed; `FUZZ_DRAW=DRAW` has the file run that draw alone, or what one has left of it.
+`make test` runs draw 3, `make nightly` five more, and `make fuzz DRAWS=60 SEED=10` any others. A
+draw is printed with its seed; `FUZZ_DRAW=DRAW` runs that draw alone, or what is left of it.
 """
 
 import itertools

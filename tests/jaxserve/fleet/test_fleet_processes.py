@@ -19,7 +19,7 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.ports import free_port
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import started
-from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS, Reference
+from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS
 from tests.jaxserve.waiting import until
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
@@ -46,18 +46,17 @@ def sharing() -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model, colocated_runtime):
+def texts(reference, colocated_runtime):
     """Greedy tokens of all prompts, drawn ones of prompt 1, and greedy ones of `sharing()`, which
     were generated one after the other."""
     with layouts.serving(colocated_runtime) as engine:
-        greedy = layouts.generate(engine)
         params = SamplingParams(max_tokens=60, ignore_eos=True, **SEEDED)
         drawn = layouts.ask(engine, PROMPTS[1], params).token_ids
         shared = [
             [layouts.generate(engine, [prompt], FEW)[0] for prompt in prompts]
             for prompts in sharing()
         ]
-    return Reference.of(tiny_model, greedy), drawn, shared
+    return reference, drawn, shared
 
 
 def with_tokenizer(tiny_model, folder):
@@ -170,8 +169,18 @@ def check_shared_prefixes(client, admin, expected):
         assert httpx.post(f"{admin}/reset_prefix_cache", json={}).json() == {"freed_pages": None}
 
 
-def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, reference, tmp_path):
-    greedy, drawn, shared = reference
+def test_a_prefill_worker_hands_over_to_a_domain(tiny_model, reference, tmp_path):
+    overrides = {"mode": "colocated", "domains": 1, "prefill.workers": 1}
+    with fleet(tiny_model, tmp_path, (1, 2), overrides) as (_, client):
+        assert layouts.differences(reference, generate(client)) == []
+        assert roles(client) == ["prefill", "domain"]
+        load = client.load()
+        assert load["workers"][0]["pages_tokens"] > 250
+        assert load["replays"] == 0
+
+
+def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, texts, tmp_path):
+    greedy, drawn, shared = texts
     # Pages of other sizes: `engine/test_hand_off.py`, and the nightly tests below.
     overrides = {"mode": "colocated", "domains": 2, "prefill.workers": 2}
     overrides |= {"server.admin_port": free_port()}
@@ -207,10 +216,10 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, re
 
 
 @pytest.mark.nightly
-def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, tmp_path):
+def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, texts, tmp_path):
     """The domain is killed in the middle of a stream and comes back late: until then the last
     prefill worker is one, on a page size and cache of its own before and after."""
-    greedy, drawn, _ = reference
+    greedy, drawn, _ = texts
     overrides = {
         "mode": "colocated",
         "prefill.workers": 2,
@@ -240,9 +249,9 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, reference, t
 
 
 @pytest.mark.nightly
-def test_workers_of_two_processes_each(tiny_model, reference, tmp_path):
+def test_workers_of_two_processes_each(tiny_model, texts, tmp_path):
     """Every process takes part in what is handed over, though the link ends in the first ones."""
-    greedy, drawn, _ = reference
+    greedy, drawn, _ = texts
     overrides = {"mode": "colocated", "attention": {"tp": 2}, "prefill.workers": 1}
     overrides |= {"prefill.attention": {"dp": 2, "tp": 1}}
     overrides |= {"prefill.cache": {"page_size": 16, "pages": 80}}
@@ -256,10 +265,10 @@ def test_workers_of_two_processes_each(tiny_model, reference, tmp_path):
 
 
 @pytest.mark.nightly
-def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, reference, tmp_path):
+def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts, tmp_path):
     """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
     the domains is killed in the middle of a stream."""
-    greedy, drawn, _ = reference
+    greedy, drawn, _ = texts
     overrides = {
         "mode": "afd",
         "lanes": 2,
