@@ -3,7 +3,7 @@
 Called by `plan search` and `plan deploy`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +25,10 @@ from jaxserve.planner.stages import Calculator
 def why_not(searcher: Searcher, target: Target, found: Found) -> str:
     """Explains which bound prevents the target, and lists single changes that would meet it."""
     if found.fastest is None:
-        lines = [_shortage(found, target, _mixed(searcher.attention, searcher.ffn))]
+        platforms = [
+            {one.platform for one in r.values()} for r in (searcher.attention, searcher.ffn)
+        ]
+        lines = [_shortage(found, target, mixed=platforms[0].isdisjoint(platforms[1]))]
     else:
         plan = found.fastest
         name, bound = plan.slowest
@@ -41,13 +44,8 @@ def why_not(searcher: Searcher, target: Target, found: Found) -> str:
     return "\n  ".join(lines)
 
 
-def _mixed(attention: Mapping[str, Hardware], ffn: Mapping[str, Hardware]) -> bool:
-    """Whether the roles have no platform in common."""
-    platforms = [{each.platform for each in role.values()} for role in (attention, ffn)]
-    return not platforms[0] & platforms[1]
-
-
-def _shortage(found: Found, target: Target, mixed: bool) -> str:
+def _shortage(found: Found, target: Target, *, mixed: bool) -> str:
+    """What is missing; `mixed`: the roles have no platform in common."""
     if found.short is None:
         text = f"there is no layout of up to {target.max_devices} devices"
         return f"{text} of one platform: GPUs and TPUs do not serve together" if mixed else text
@@ -108,56 +106,45 @@ def checks(
     attention: Hardware,
     ffn: Hardware,
     plan: Plan | None = None,
-) -> list[Check]:
-    """Checks the rules for a pair of hardware and, given a plan, for its batch.
+) -> Iterator[Check]:
+    """Yields the rules for a pair of hardware and, given a plan, for its batch.
 
     Args:
       tpot: time per output token in seconds; each of the three pipeline stages gets a third.
     """
     stage = tpot / 3
     layer = stage / model.layers
-    found = []
-    moe = model.moe
-    sparsity = moe.sparsity if moe else 1.0
+    sparsity = model.moe.sparsity if model.moe else 1.0
     fills = ffn_batch(ffn, sparsity)
-    if moe:
+    if model.moe:
         least = minimum_sparsity(ffn, model.d_model, model.layers, stage)
-        found.append(
-            Check(
-                "sparsity (§5.4)",
-                sparsity >= least,
-                f"experts' sparsity {sparsity:.3f}, least {least:.3f} for {ffn.name} at "
-                f"{tpot * 1e3:g} ms: {fills:.0f} tokens fill the FFN, the network carries "
-                f"{network_batch(ffn, model.d_model, model.layers, stage):.0f} a stage",
-            )
+        yield Check(
+            "sparsity (§5.4)",
+            sparsity >= least,
+            f"experts' sparsity {sparsity:.3f}, least {least:.3f} for {ffn.name} at "
+            f"{tpot * 1e3:g} ms: {fills:.0f} tokens fill the FFN, the network carries "
+            f"{network_batch(ffn, model.d_model, model.layers, stage):.0f} a stage",
         )
     if plan is not None:
         tokens = plan.layout.dp * plan.batch
-        found.append(
-            Check(
-                "FFN batch (§5.3)",
-                tokens >= fills,
-                f"{tokens} tokens a lane, {fills:.0f} make the FFN compute-bound on {ffn.name}",
-            )
+        yield Check(
+            "FFN batch (§5.3)",
+            tokens >= fills,
+            f"{tokens} tokens a lane, {fills:.0f} make the FFN compute-bound on {ffn.name}",
         )
     fit = attention_fit(model, attention, layer)
     sequences = fit.cached_tokens // context
-    found.append(
-        Check(
-            "attention in time (§6)",
-            sequences >= 1,
-            f"{attention.name} reads {fit.readable_bytes / 1e6:.0f} MB in {layer * 1e6:.0f} µs, of "
-            f"which {fit.linear_bytes / 1e6:.0f} MB are weights: {fit.cached_tokens:,} tokens of "
-            f"cache, {sequences} sequences of {context:,} a device and lane",
-        )
+    yield Check(
+        "attention in time (§6)",
+        sequences >= 1,
+        f"{attention.name} reads {fit.readable_bytes / 1e6:.0f} MB in {layer * 1e6:.0f} µs, of "
+        f"which {fit.linear_bytes / 1e6:.0f} MB are weights: {fit.cached_tokens:,} tokens of "
+        f"cache, {sequences} sequences of {context:,} a device and lane",
     )
     needed = ffn_fit(model, ffn, layer)
-    found.append(
-        Check(
-            "FFN in time (§6)",
-            needed.devices < 100,
-            f"{needed.weight_bytes / 1e9:.0f} GB of FFN weights at half of the bandwidth take "
-            f"{needed.hosts} hosts, {needed.devices} {ffn.name} (a hundred and more are trouble)",
-        )
+    yield Check(
+        "FFN in time (§6)",
+        needed.devices < 100,
+        f"{needed.weight_bytes / 1e9:.0f} GB of FFN weights at half of the bandwidth take "
+        f"{needed.hosts} hosts, {needed.devices} {ffn.name} (a hundred and more are trouble)",
     )
-    return found

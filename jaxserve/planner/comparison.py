@@ -186,6 +186,7 @@ def _measurement(
     seconds: float = 1.0,
 ) -> Measurement:
     layout, on_ffn = made.layout, stage in ("ffn", "combine")
+    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "ep", "ffn_tp")}
     formats = (made.ffn if on_ffn else made.attention).formats
     return Measurement(
         device_kind=made.roles.names[on_ffn],
@@ -198,10 +199,7 @@ def _measurement(
         seconds=seconds,
         dispatch=formats.dispatch,
         combine=formats.combine,
-        dp=layout.dp,
-        tp=layout.tp,
-        ep=layout.ep,
-        ffn_tp=layout.ffn_tp,
+        **sizes,
         rows=formats.rows,
         held=formats.held,
         layers=layers,
@@ -229,18 +227,10 @@ def verify(options: argparse.Namespace) -> None:
     rows = [["", "sequences", "tokens", "context", "bucket", "", "µs", "predicted", "error"]]
     for one in found:
         load = one.load
-        rows.append(
-            [
-                _name(made, one),
-                str(load.sequences),
-                str(load.tokens),
-                str(round(load.context / load.sequences)),
-                f"{load.bucket_tokens}x{load.bucket_pages}",
-                f"of {one.spans}",
-                *(f"{value * 1e6:.1f}" for value in (one.measured, one.predicted)),
-                f"{one.error:+.0%}" + ("" if one.within else " *"),
-            ]
-        )
+        sizes = load.sequences, load.tokens, round(load.context / load.sequences)
+        row = [_name(made, one), *map(str, sizes), f"{load.bucket_tokens}x{load.bucket_pages}"]
+        row += [f"of {one.spans}", f"{one.measured * 1e6:.1f}", f"{one.predicted * 1e6:.1f}"]
+        rows.append([*row, f"{one.error:+.0%}" + ("" if one.within else " *")])
     tree = [
         {**one._asdict(), "load": msgspec.to_builtins(one.load), "error": one.error}
         for one in found

@@ -6,6 +6,7 @@ the engine's templates, which need JAX, take a second a layout; both agree withi
 """
 
 import functools
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -124,13 +125,15 @@ class Memory:
 
     def fits(self, layout: Layout, batch: int) -> bool:
         """Whether `batch` sequences a DP group and lane fit."""
-        reserve = self._calculator.assumed.reserve
-        devices = self._attention[layout.attention], self._ffn.get(layout.ffn)
         return all(
-            part.fits(hardware, reserve)
-            for part, hardware in zip(self.held(layout, batch), devices, strict=False)
-            if hardware is not None
+            part.fits(hardware, self._calculator.assumed.reserve)
+            for part, hardware in zip(self.held(layout, batch), self._on(layout), strict=False)
         )
+
+    def _on(self, layout: Layout) -> tuple[Hardware, Hardware]:
+        """Hardware of attention and of the FFN, the same in a colocated layout."""
+        attention = self._attention[layout.attention]
+        return attention, self._ffn.get(layout.ffn, attention)
 
     def room(self, layout: Layout) -> int:
         """Sequences a DP group and lane that fit; 0: not even one."""
@@ -140,21 +143,17 @@ class Memory:
         most = int((there - weights) // one)
         if most < 1 or self.fits(layout, most):  # activations rarely need more than is kept free
             return max(0, most)
-        low, high = 0, most
-        while high - low > 1:  # what fits, and what does not
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(layout, middle) else (low, middle)
-        return low
+        return bisect_left(range(1, most), True, key=lambda n: not self.fits(layout, n))
 
     def shortage(self, layout: Layout) -> tuple[str, float, float]:
         """(role, bytes that one sequence takes there, available bytes) for the role that has too
         few, or for attention."""
         reserve = self._calculator.assumed.reserve
-        parts = self.held(layout, 1)
-        if layout.topology.has("ffn") and not parts[1].fits(self._ffn[layout.ffn], reserve):
-            name, part, hardware = "ffn", parts[1], self._ffn[layout.ffn]
-        else:
-            name, part, hardware = "attention", parts[0], self._attention[layout.attention]
+        names = ("attention", "ffn")
+        parts = zip(names, self.held(layout, 1), self._on(layout), strict=False)
+        attention, *ffn = parts
+        lacking = [one for one in ffn if not one[1].fits(one[2], reserve)]
+        name, part, hardware = lacking[0] if lacking else attention
         kept, there = part.weights + part.cache, hardware.memory * (1 - reserve)
         if kept > there:
             return name, kept, there
@@ -165,7 +164,7 @@ class Memory:
         calculator = self._drafting if layout.drafts else self._calculator
         entrance = calculator.entrance_bytes if layout.drafts else 0.0
         mesh, model = layout.ffn_mesh, calculator.model
-        hardware = self._ffn.get(layout.ffn) or self._attention[layout.attention]
+        _, hardware = self._on(layout)
         moving = 0.0
         if mesh.routed > 1 and model.moe is not None:
             expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor

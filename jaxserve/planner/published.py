@@ -10,7 +10,7 @@ import argparse
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -139,50 +139,41 @@ def tables(folder: Path = CONFIGS) -> list[Table]:
         "Table 7": lambda name: [minimum_sparsity(hardware[name], step3.d_model, step3.layers)],
         "Text": beside,
     }
-    return [_table(name, one, ours[name]) for name, one in paper.tables.items()]
-
-
-def _table(name: str, one: Printed, ours: Callable[[str], Sequence[float | None]]) -> Table:
-    rows = {}
-    for label, printed in one.rows.items():
-        cells = zip(one.columns, map(Cell, ours(label), printed.split()), strict=True)
-        rows[label] = {column: cell for column, cell in cells if cell.printed != "."}
-    return Table(name, one.title, one.columns, rows)
+    found = []
+    for name, one in paper.tables.items():
+        rows = {}
+        for label, printed in one.rows.items():
+            cells = zip(one.columns, map(Cell, ours[name](label), printed.split()), strict=True)
+            rows[label] = {column: cell for column, cell in cells if cell.printed != "."}
+        found.append(Table(name, one.title, one.columns, rows))
+    return found
 
 
 def agreement(found: Sequence[Table]) -> str:
     """Says how many numbers agree with the paper's, and which do not."""
-    cells = [
-        (f"{table.name}, {label}, {column}", cell)
-        for table in found
-        for label, row in table.rows.items()
-        for column, cell in row.items()
-    ]
-    wrong = [
-        f"  {place}: {cell.text}, the paper prints {cell.printed}"
-        for place, cell in cells
-        if not cell.agrees
-    ]
-    agree = f"{len(cells) - len(wrong)} of {len(cells)} printed numbers agree"
-    return "\n".join([f"{agree} to the printed digits", *wrong])
+    cells, wrong = 0, []
+    for table in found:
+        for label, row in table.rows.items():
+            cells += len(row)
+            wrong += [
+                f"  {table.name}, {label}, {column}: {cell.text}, the paper prints {cell.printed}"
+                for column, cell in row.items()
+                if not cell.agrees
+            ]
+    agree = f"{cells - len(wrong)} of {cells} printed numbers agree to the printed digits"
+    return "\n".join([agree, *wrong])
 
 
 def report(found: Sequence[Table]) -> Report:
     """Returns all tables, and how many numbers agree."""
-    parts = [table.part for table in found]
-    parts.append(Part(lines=[SCOPE, agreement(found)]))
-    tree: list[dict[str, Any]] = [
-        {
-            "scope": SCOPE,
-            "name": table.name,
-            "title": table.title,
-            "rows": {
-                label: {column: cell._asdict() for column, cell in row.items()}
-                for label, row in table.rows.items()
-            },
+    parts = [*(table.part for table in found), Part(lines=[SCOPE, agreement(found)])]
+    tree = []
+    for table in found:
+        rows = {
+            label: {column: cell._asdict() for column, cell in row.items()}
+            for label, row in table.rows.items()
         }
-        for table in found
-    ]
+        tree.append({"scope": SCOPE, "name": table.name, "title": table.title, "rows": rows})
     return Report("Step-3's tables, computed and printed", parts, tree)
 
 
@@ -233,19 +224,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def layout(self) -> Layout:
         """The devices in the planner's words."""
+        names = ("mode", "dp", "tp", "lanes", "drafts", "shared_ranks")
+        sizes = {name: getattr(self, name) for name in names}
         afd = topology_of(self.mode).has("ffn")
-        return Layout(
-            mode=self.mode,
-            attention=self.hardware,
-            ffn=self.hardware,
-            dp=self.dp,
-            tp=self.tp,
-            ep=self.ep if afd else self.dp,
-            ffn_tp=self.ffn_tp if afd else self.tp,
-            lanes=self.lanes,
-            drafts=self.drafts,
-            shared_ranks=self.shared_ranks,
-        )
+        ep, ffn_tp = (self.ep, self.ffn_tp) if afd else (self.dp, self.tp)
+        return Layout(attention=self.hardware, ffn=self.hardware, ep=ep, ffn_tp=ffn_tp, **sizes)
 
 
 class Compared(NamedTuple):

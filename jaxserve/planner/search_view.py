@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         layout = plans[0].layout
         roles = hardware[layout.attention], hardware[layout.ffn]
-        rules = checks(calculator.model, options.context, options.tpot, *roles, plans[0])
+        rules = list(checks(calculator.model, options.context, options.tpot, *roles, plans[0]))
         parts.append(Part(MODES[mode], _rows(plans), [rule.text for rule in rules]))
         tree["best"] += map(plan_tree, plans)
         tree["checks"][mode] = [rule._asdict() for rule in rules]

@@ -109,11 +109,8 @@ class Hops(NamedTuple):
           crossing_bytes: of dispatch and combine.
           attention_bytes, ffn_bytes: of the tp collectives of either role.
         """
-        return (
-            crossing_bytes * self.crossing
-            + attention_bytes * self.attention_group
-            + ffn_bytes * self.ffn_group
-        )
+        inside = attention_bytes * self.attention_group + ffn_bytes * self.ffn_group
+        return crossing_bytes * self.crossing + inside
 
     def __str__(self) -> str:
         return (
@@ -147,14 +144,9 @@ def count(
 
 def _longest(torus: Torus, groups: Sequence[Sequence[Place]]) -> int:
     """Returns the longest hop between neighbours of a group, its two ends included."""
-    return max(
-        (
-            len(list(torus.path(here, there)))
-            for group in groups
-            for here, there in itertools.pairwise([*group, group[0]])
-        ),
-        default=0,
-    )
+    rings = (itertools.pairwise([*group, group[0]]) for group in groups)
+    hops = (len(list(torus.path(*pair))) for ring in rings for pair in ring)
+    return max(hops, default=0)
 
 
 def _places(sizes: Place) -> Iterator[Place]:
@@ -219,31 +211,20 @@ def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "
     devices = torus.devices(hosts, kind.jax_devices)
     if deployment.runtime_domains != 1 or hosts == 1 or len(devices) != deployment.devices:
         return []
-    topology = f"{name} {there.topology}"
     fixed = deployment.attention.processes or deployment.ffn.processes
-    tried = [deployment] if fixed else [_divided(deployment, n) for n in (0, hosts)]
-    found = [
-        Choice(topology, *_counted(each, config, torus, devices, hosts))
-        for each in tried
-        if _fits(each, hosts)
-    ]
+    found = []
+    for made in [deployment] if fixed else [_divided(deployment, n) for n in (0, hosts)]:
+        shared = made.shares_processes(hosts)
+        if shared and (made.attention.devices % hosts or made.ffn.devices % hosts):
+            continue  # hosts have unequal parts of the roles
+        if shared or made.separate_splits(hosts):
+            hops = _hops(made, torus, devices)
+            weight = hops.weighed(*row_bytes(config, made))
+            found.append(Choice(f"{name} {there.topology}", made, shared, hops, weight))
     return sorted(found, key=lambda choice: choice.weight / (GAIN if choice.shared else 1))
 
 
-def _fits(deployment: Deployment, hosts: int) -> bool:
-    """Returns whether all hosts have equal parts of the roles."""
-    if deployment.shares_processes(hosts):
-        return not (deployment.attention.devices % hosts or deployment.ffn.devices % hosts)
-    return bool(deployment.separate_splits(hosts))
-
-
-def _counted(
-    deployment: Deployment,
-    config: ModelConfig,
-    torus: Torus,
-    devices: Sequence[SliceDevice],
-    hosts: int,
-) -> tuple[Deployment, bool, Hops, float]:
+def _hops(deployment: Deployment, torus: Torus, devices: Sequence[SliceDevice]) -> Hops:
     (attention,), ffn = role_groups(deployment, by_process(devices))
     groups = [[[device.coords for device in row] for row in rows] for rows in (attention, ffn)]
     a, f = (list(itertools.chain.from_iterable(rows)) for rows in groups)
@@ -252,15 +233,15 @@ def _counted(
         for leg in Route(len(a), len(f), deployment.ffn.instances).legs
         for piece, place in zip(leg.attention, leg.ffn, strict=True)
     ]
-    hops = count(torus, pairs, *groups)
-    weight = hops.weighed(*row_bytes(config, deployment))
-    return deployment, deployment.shares_processes(hosts), hops, weight
+    return count(torus, pairs, *groups)
 
 
 def _divided(deployment: Deployment, processes: int) -> Deployment:
-    attention = msgspec.structs.replace(deployment.attention, processes=processes)
-    ffn = msgspec.structs.replace(deployment.ffn, processes=processes)
-    return msgspec.structs.replace(deployment, attention=attention, ffn=ffn)
+    roles = {
+        role: msgspec.structs.replace(getattr(deployment, role), processes=processes)
+        for role in ("attention", "ffn")
+    }
+    return msgspec.structs.replace(deployment, **roles)
 
 
 def row_bytes(config: ModelConfig, deployment: Deployment) -> tuple[float, float, float]:

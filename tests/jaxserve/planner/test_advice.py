@@ -41,6 +41,6 @@ def test_models_on_hardware():
         *(("deepseek-v3", "h800"), ("deepseek-v3", "h20"), ("qwen3-32b", "h800")),
     ):
         hardware = load_hardware(name)
-        found = checks(load_model(model), 8192, 0.05, hardware, hardware)
+        found = list(checks(load_model(model), 8192, 0.05, hardware, hardware))
         lines += [f"{model} on {name}", *(rule.text for rule in found)]
     golden.check("planner/checks.txt", "\n".join(lines) + "\n")
