@@ -95,7 +95,6 @@ class Check(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Whether it holds, its name and its numbers."""
         return f"{'holds' if self.holds else 'FAILS'}  {self.name}: {self.numbers}"
 
 

@@ -59,7 +59,6 @@ class Topology(NamedTuple):
 
     @property
     def device_kind(self) -> str:
-        """The device kind, as JAX names it."""
         return str(self.devices[0].device_kind)
 
 
@@ -119,7 +118,6 @@ class RoleMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all kinds of memory."""
         kinds = self.weights, self.cache, self.padding, self.messages, self.temporaries, self.code
         return sum(kinds)
 

@@ -61,7 +61,6 @@ class Compared(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Whether the prediction is as good as asked."""
         return abs(self.error) <= WITHIN["step" if self.name == "step" else "stage"]
 
 
@@ -312,7 +311,6 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
 
 
 def _fit_rows(fits: Calibration) -> list[list[str]]:
-    """Returns a heading, and the fit of each stage."""
     rows = [["", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]]
     for key, one in fits.fits.items():
         name = f"{key.stage} {key.layers}, {key.model} on {key.hardware}"
@@ -323,7 +321,6 @@ def _fit_rows(fits: Calibration) -> list[list[str]]:
 
 
 def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) -> list[list[str]]:
-    """Returns a heading, and each measurement with its roofline and what its fit says."""
     rows = [["", "batch", "context", "padded", "roofline µs", "measured", "fit"]]
     for one in found:
         key, terms, roofline = expected(one, configs)

@@ -89,7 +89,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The demand and its targets in a few words."""
         demand = self.demand
         return (
             f"{demand.rate:g} requests a second, {demand.prompt:,} tokens in ({demand.hits:.1%} in "
@@ -128,7 +127,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> Plan:
-        """The search's plan of a decode unit."""
         return self.fleet.unit.plan
 
     @property
@@ -499,7 +497,6 @@ class Sizer:
         return found.ttft_asked <= asked.ttft.seconds and found.tpot_asked <= asked.tpot.seconds
 
     def asking(self, asked: Asked) -> "Sizer":
-        """The same for other targets."""
         return Sizer(self.searcher, self._hosts, asked, self._simulate)
 
     def with_slots(self, made: Deployment, slots: int) -> Deployment:

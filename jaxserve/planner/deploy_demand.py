@@ -112,7 +112,6 @@ class Level(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The target as it is typed."""
         shown = f"{self.seconds:g}s" if self.seconds >= 1 else f"{self.seconds * 1e3:g}ms"
         return f"p{self.percent:g}={shown}"
 
@@ -162,7 +161,6 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Describes failures and spares in one line."""
         if self.between:
             return (
                 f"a server fails every {self.between:g} h and is away for {self.repair:g} h; "

@@ -72,7 +72,6 @@ class DecodeUnit(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Layout of the plan."""
         return self.plan.layout
 
     @property
@@ -273,7 +272,6 @@ class Fleet(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Numbers of workers and units."""
         return f"{self.workers} prefill workers and {self.units} decode units"
 
     @property
@@ -352,7 +350,6 @@ class Slowed:
         self._times, self._factor, self._stride = times, factor * stride, stride
 
     def step(self, rows: Rows) -> StepTimes:
-        """The times of a step with these sequences."""
         if self._stride > 1:
             tokens = np.maximum(1, rows.tokens // self._stride)
             most = int(np.bincount(rows.group, tokens, rows.groups).max(initial=1))

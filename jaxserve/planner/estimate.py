@@ -103,12 +103,10 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
         return sum(one.layers for name, one in self.programs.items() if role_of(name) == "ffn")
 
     @property
     def devices(self) -> dict[str, int]:
-        """Number of devices of each role."""
         return {"attention": self.dp * self.tp, "ffn": self.ep * self.ffn_tp}
 
 

@@ -98,7 +98,6 @@ class TpuSlice(NamedTuple):
 
     @property
     def chips(self) -> int:
-        """Number of chips."""
         return self.hosts * self.chips_per_host
 
     @property

@@ -3,7 +3,8 @@
 Called by `search.py`, whose docstring has the three modes. It knows nothing of speed and of memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -76,7 +77,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """Number of devices of both roles."""
         return self.attention_devices + self.ffn_devices
 
     def dollars(self, attention: Hardware, ffn: Hardware) -> float:
@@ -145,9 +145,10 @@ class Layouts:
         for shape in self._shapes(target):
             for shared in self._shared(shape.ep, target):
                 cut = replace(shape, shared_ranks=shared)
-                for layout in (replace(cut, redundant_slots=n) for n in self._redundant(cut)):
+                moves = self._skewed and cut.ep > 1 and self._model.moe is not None
+                for redundant in REDUNDANT_SLOTS if moves else (0,):
                     for drafts in range(target.most_drafts + 1):
-                        yield replace(layout, drafts=drafts) if drafts else layout
+                        yield replace(cut, redundant_slots=redundant, drafts=drafts)
 
     def _shared(self, ep: int, target: Target) -> list[int]:
         """Numbers of ranks for the shared expert to try: none, and as many as leave every rank
@@ -162,46 +163,45 @@ class Layouts:
                 found.append(ranks)
         return found
 
-    def _redundant(self, layout: Layout) -> Sequence[int]:
-        moves = self._skewed and layout.ep > 1 and self._model.moe is not None
-        return REDUNDANT_SLOTS if moves else (0,)
-
     def _shapes(self, target: Target) -> Iterator[Layout]:
         if any(topology_of(mode).has("ffn") for mode in target.modes):
-            for a_name, a in self._attention.items():
-                for f_name, f in self._ffn.items():
-                    if a.platform != f.platform:
-                        continue  # a GPU and a TPU have not served a model together
-                    for a_devices in _device_counts(a, target.max_devices - 1):
-                        most = target.max_devices - a_devices
-                        if a_name != f_name:  # an ffn worker over `pull` is one process
-                            most = min(most, f.devices_per_host)
-                        for f_devices in _device_counts(f, most):
-                            if _rented(a, a_devices, f, f_devices, one_kind=a_name == f_name):
-                                yield from self._afd(a_name, f_name, a_devices, f_devices, target)
-        for name, hardware in self._attention.items():
-            if name in self._ffn:
-                for devices in _device_counts(hardware, target.max_devices):
-                    if hardware.slice_of(devices):
-                        yield from self._colocated(name, hardware, devices, target)
+            for (a_name, a), (f_name, f) in itertools.product(
+                self._attention.items(), self._ffn.items()
+            ):
+                if a.platform != f.platform:
+                    continue  # a GPU and a TPU have not served a model together
+                for a_devices in _device_counts(a, target.max_devices - 1):
+                    most = target.max_devices - a_devices
+                    if a_name != f_name:  # an ffn worker over `pull` is one process
+                        most = min(most, f.devices_per_host)
+                    for f_devices in _device_counts(f, most):
+                        if _rented(a, a_devices, f, f_devices, one_kind=a_name == f_name):
+                            yield from self._afd(a_name, f_name, a_devices, f_devices, target)
+        for name in (name for name in self._attention if name in self._ffn):
+            hardware = self._attention[name]
+            for devices in _device_counts(hardware, target.max_devices):
+                if hardware.slice_of(devices):
+                    yield from self._colocated(name, hardware, devices, target)
 
     def _afd(
         self, a_name: str, f_name: str, a_devices: int, f_devices: int, target: Target
     ) -> Iterator[Layout]:
-        for tp in self._attention_tp(self._attention[a_name], a_devices):
-            for ffn_tp in self._ffn_tp(self._ffn[f_name], f_devices, target):
-                for lanes in (1, 2, 3, 4):
-                    yield Layout(
-                        mode="afd",
-                        attention=a_name,
-                        ffn=f_name,
-                        dp=a_devices // tp,
-                        tp=tp,
-                        ep=f_devices // ffn_tp,
-                        ffn_tp=ffn_tp,
-                        lanes=lanes,
-                        transport="auto" if a_name == f_name else "pull",
-                    )
+        for tp, ffn_tp, lanes in itertools.product(
+            self._attention_tp(self._attention[a_name], a_devices),
+            self._ffn_tp(self._ffn[f_name], f_devices, target),
+            (1, 2, 3, 4),
+        ):
+            yield Layout(
+                mode="afd",
+                attention=a_name,
+                ffn=f_name,
+                dp=a_devices // tp,
+                tp=tp,
+                ep=f_devices // ffn_tp,
+                ffn_tp=ffn_tp,
+                lanes=lanes,
+                transport="auto" if a_name == f_name else "pull",
+            )
 
     def _colocated(
         self, name: str, hardware: Hardware, devices: int, target: Target
@@ -209,17 +209,9 @@ class Layouts:
         for tp in self._attention_tp(hardware, devices):
             mode: PlannedMode = "tp" if tp == devices else "ep"
             if mode in target.modes and self._shared(devices // tp, target):
+                sizes = {"dp": devices // tp, "tp": tp, "ep": devices // tp, "ffn_tp": tp}
                 for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
-                    yield Layout(
-                        mode=mode,
-                        attention=name,
-                        ffn=name,
-                        dp=devices // tp,
-                        tp=tp,
-                        ep=devices // tp,
-                        ffn_tp=tp,
-                        lanes=lanes,
-                    )
+                    yield Layout(mode=mode, attention=name, ffn=name, lanes=lanes, **sizes)
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """Lists the numbers of devices that query heads divide over within the fast link."""
@@ -228,12 +220,8 @@ class Layouts:
         return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
 
     def _ffn_tp(self, hardware: Hardware, devices: int, target: Target) -> list[int]:
-        host = min(devices, hardware.devices_per_host)
-        return [
-            tp
-            for tp in sorted({1, host})
-            if devices % tp == 0 and self._shared(devices // tp, target)
-        ]
+        both = sorted({1, min(devices, hardware.devices_per_host)})
+        return [tp for tp in both if devices % tp == 0 and self._shared(devices // tp, target)]
 
     def _divides(self, ep: int) -> bool:
         """Returns whether `ep` ranks have few more slots than experts."""

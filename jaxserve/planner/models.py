@@ -156,7 +156,6 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(group.layers for group in self.ffn)
 
     @property
@@ -230,7 +229,6 @@ def cost_model(config: ModelConfig) -> CostModel:
 
 
 def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
-    """The costs of one layer."""
     own = AttentionLayers(layers=1, spec=kind.attention, int8_products=kind.int8_products)
     ffn, router = kind.ffn, kind.ffn.router
     if router is None:

@@ -116,8 +116,10 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
     late = _late(spans)
     found = []
     for alike in sorted(times, key=lambda alike: alike[2:]):
-        ordinary = _ordinary(steps.get(alike, {})) or set(loads[alike])
-        step = _timed(steps.get(alike, {}).items(), ordinary)
+        ordered = sorted(own := steps.get(alike, {}), key=own.__getitem__)
+        cut = len(ordered) // 4
+        ordinary = set(ordered[cut : len(ordered) - cut] or loads[alike])
+        step = _timed(own.items(), ordinary)
         stages = {
             key: timed
             for key, values in sorted(times[alike].items())
@@ -128,7 +130,8 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
             # The host takes all of the time, which the lanes share.
             lanes = {lane for lane, _ in ordinary}
             stages["host", 0] = step._replace(seconds=step.seconds / len(lanes))
-        found.append(Observed(_typical(loads[alike].values()), stages, step))
+        by_context = sorted(loads[alike].values(), key=lambda load: load.context)
+        found.append(Observed(by_context[len(by_context) // 2], stages, step))
     if not any(one.stages for one in found):
         raise ConfigError("the trace has no stage that can be measured")
     return found
@@ -137,12 +140,6 @@ def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Obs
 def _alike(load: StepLoad) -> tuple[int, ...]:
     context = round(math.log(max(1.0, load.context / load.sequences), ALIKE))
     return load.bucket_tokens, load.bucket_pages, load.sequences, load.tokens, context
-
-
-def _typical(loads: Iterable[StepLoad]) -> StepLoad:
-    """The load of those of median context."""
-    ordered = sorted(loads, key=lambda load: load.context)
-    return ordered[len(ordered) // 2]
 
 
 def _steps(
@@ -157,13 +154,6 @@ def _steps(
                 found[alike][lane, step] = (end - before[0]) / 1e9
             before = end, alike
     return found
-
-
-def _ordinary(steps: Mapping[_LaneStep, float]) -> set[_LaneStep]:
-    """The steps of the middle half of durations."""
-    ordered = sorted(steps, key=steps.__getitem__)
-    cut = len(ordered) // 4
-    return set(ordered[cut : len(ordered) - cut])
 
 
 def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:

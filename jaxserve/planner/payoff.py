@@ -209,7 +209,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _evaluate(parts: Sequence[Part], jobs: int) -> list[Case]:
-    """The cases of all parts, in processes of their own if there are several."""
     found: list[Case] = []
     with contextlib.ExitStack() as stack:
         results: Iterator[list[Case]] = map(Part.cases, parts)

@@ -57,7 +57,6 @@ class Cell(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """True if both are equal to the printed digits."""
         return self.text == self.printed
 
 

@@ -45,7 +45,6 @@ class Scenario(NamedTuple):
     stored: "Stored"
 
     def measured_by(self, measured: Calibration) -> "Scenario":
-        """The same with other measurements."""
         return self._replace(
             attention=self.attention._replace(measured=measured),
             ffn=self.ffn._replace(measured=measured),

@@ -86,7 +86,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_device(self) -> float:
-        """Tokens a second and device."""
         return self.tokens_per_second / self.layout.devices
 
     @property

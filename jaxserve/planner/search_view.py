@@ -59,7 +59,6 @@ def _front(found: Found, mode: str) -> list[Plan]:
 
 
 def _rows(plans: Sequence[Plan]) -> list[list[str]]:
-    """A heading, and a row for each plan."""
     rows = [["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]]
     rows[0] += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
     for plan in plans:

@@ -56,7 +56,6 @@ class Constant:
         self._step = StepTimes([attend] * layers, zeros, zeros, zeros, 0.0)
 
     def step(self, rows: Rows) -> StepTimes:
-        """The same for all sequences."""
         return self._step
 
 
@@ -144,7 +143,6 @@ class SimulatedEngine:
 
     @property
     def busy(self) -> Busy:
-        """Busy seconds so far."""
         return self._pipeline.busy
 
     @property

@@ -129,7 +129,6 @@ class Rooflines:
             raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
 
     def step(self, rows: Rows) -> StepTimes:
-        """The times of a step with these sequences."""
         tokens = rows.sums(rows.tokens)
         attend = [
             self._attend(index, rows, tokens)

@@ -137,7 +137,9 @@ class Calculator(NamedTuple):
         layers, fixed = _place(self.model.attention, group), kernels[1][0]
         seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
         if tp > 1:
-            moving = self._sum_over(hardware, tp, load.tokens)
+            row = 2 * (tp - 1) / tp * self.model.d_model * number_bytes(self.formats.rows)
+            summed = load.tokens * row / gather_bandwidth(hardware, tp) / self.assumed.network
+            moving = self.latency(hardware, tp) + summed
             bound = "network" if bound and moving > seconds else bound
             seconds = seconds + moving
         return seconds, bound
@@ -192,11 +194,6 @@ class Calculator(NamedTuple):
             maps = 2 * head_parameters(group.spec) / tp * load.expanded.again
             kernels += [(size, maps, form), (size, 2 * width * load.expanded.pairs, form)]
         return kernels
-
-    def _sum_over(self, hardware: Hardware, tp: int, tokens: Any) -> Any:
-        """Seconds to sum the output's rows over the devices of a DP group."""
-        rows = 2 * (tp - 1) / tp * tokens * self.model.d_model * number_bytes(self.formats.rows)
-        return self.latency(hardware, tp) + self._over(rows, gather_bandwidth(hardware, tp))
 
     def latency(self, hardware: Hardware, devices: int) -> float:
         """Seconds of a collective over `devices` devices that moves no bytes."""
@@ -534,9 +531,6 @@ class Calculator(NamedTuple):
                 width += group.shared_d_ff / parts
             total += group.layers * 3 * self.model.d_model * width
         return total * self.formats.weight_bytes
-
-    def _over(self, size: Any, bandwidth: float) -> Any:
-        return size / bandwidth / self.assumed.network
 
 
 def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:

@@ -86,7 +86,6 @@ class _Axis:
         self.ticks = [index * step for index in range(count + 1)]
 
     def place(self, value: float) -> float:
-        """The pixel of a value."""
         if self._logarithmic:
             share = (math.log10(value) - self._low) / (self._high - self._low)
         else:

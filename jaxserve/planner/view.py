@@ -43,7 +43,6 @@ class Part(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The part for a terminal."""
         blocks = [self.heading, grid(self.rows) if self.rows else "", "\n".join(self.lines)]
         return "\n\n".join(filter(None, blocks))
 
@@ -71,7 +70,6 @@ class Report(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The report for a terminal."""
         return "\n\n".join(filter(None, (part.text for part in self.parts if not part.aside)))
 
     @property
