@@ -132,18 +132,17 @@ def quantise_ffn(
       enough: with fewer samples, an expert's weights are rounded to nearest.
     """
     everyone = list(units(block, routing))
-    rows = {expert: _rows(routing, expert) for _, expert in everyone}
-    counts = np.array([len(rows[expert]) for _, expert in everyone if expert is not None], int)
-    busiest = sorted(
-        (place for place in everyone if place[1] is not None),
-        key=lambda place: -len(rows[place[1]]),
-    )
+    seen = {
+        expert: normed if expert is None or routing is None else normed[routing.rows_of(expert)[0]]
+        for _, expert in everyone
+    }
+    experts = [place for place in everyone if place[1] is not None]
+    counts = np.array([len(seen[expert]) for _, expert in experts], int)
+    busiest = sorted(experts, key=lambda place: -len(seen[place[1]]))
     tried = [place for place in everyone if place[1] is None] + busiest[:TRIED_EXPERTS]
     columns = widest(unit(block, *place, part) for place in everyone for part in ("gate", "up"))
     readers = [
-        Reader(
-            unit(block, *place, part), normed[rows[place[1]]] if place[1] is not None else normed
-        )
+        Reader(unit(block, *place, part), seen[place[1]])
         for place in tried
         for part in ("gate", "up")
     ]
@@ -151,20 +150,13 @@ def quantise_ffn(
     divide(attention, "post_norm", found.scales)
     if "router.gate" in attention:
         multiply(attention, "router.gate", found.scales)
-    divided = normed / found.scales
     made: dict[str, np.ndarray] = {}
     for name, expert in everyone:
-        own = divided if expert is None else divided[rows[expert]]
+        own = seen.pop(expert) / found.scales
         parts = _quantise_unit(block, name, expert, found.scales, own, enough, target)
         for part, matrix in parts.items():
             _put(made, f"{name}.{part}", matrix, block[f"{name}.{part}"].shape, expert)
     return FFNResult(made, found.strength, counts)
-
-
-def _rows(routing: RoutedRows | None, expert: int | None) -> np.ndarray:
-    if expert is None or routing is None:
-        return np.arange(0)
-    return routing.rows_of(expert)[0]
 
 
 def _quantise_unit(
@@ -181,20 +173,15 @@ def _quantise_unit(
     gate, up, down = (unit(block, name, expert, part) for part in ("gate", "up", "down"))
     gate, up = gate * scales, up * scales
     if len(rows) < enough:
-        return {
-            part: rounded(matrix, target)
-            for part, matrix in (("gate", gate), ("up", up), ("down", down))
-        }
+        parts = {"gate": gate, "up": up, "down": down}
+        return {part: rounded(matrix, target) for part, matrix in parts.items()}
     hidden = gated(rows, gate, up)
     reader = Reader(down, hidden)
     own = smoothed(np.abs(hidden).max(axis=0), widest([down]), [reader], target=target)
     up, down = up / own.scales[:, None], down * own.scales
     both = gptq(np.concatenate([gate, up]), Hessian(rows), target)
-    middle = len(gate)
-    first, second = (
-        IntMatrix(both.values[half], both.scales[half])
-        for half in (slice(middle), slice(middle, None))
-    )
+    halves = slice(len(gate)), slice(len(gate), None)
+    first, second = (IntMatrix(both.values[half], both.scales[half]) for half in halves)
     # The input that down will see, including the rounding errors of gate and up.
     hidden = gated(rows, first.floats, second.floats)
     return {"gate": first, "up": second, "down": gptq(down, Hessian(hidden), target)}

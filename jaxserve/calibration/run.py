@@ -212,24 +212,17 @@ class Calibrator:
         """Computes the input of a prediction module's layer from the rows after the layer before it
         (`model.prediction.Prediction`). A sequence's last row has no next token and is dropped."""
         config = self._config
-        first = layer == config.layers
         own = self._source.floats(f"layers.{layer}.prediction")
-        norm = (
-            self._head_norm
-            if first
-            else self._source.floats(f"layers.{layer - 1}.prediction")["norm"]
-        )
+        norm = self._head_norm
+        if layer > config.layers:
+            norm = self._source.floats(f"layers.{layer - 1}.prediction")["norm"]
         step = layer - config.layers + 1
         hidden = self._normed(norm, rows[:, :-1])
         following = token_ids[:, step : step + hidden.shape[1]]
         embedded = self._embedding[following].astype(np.float32)
-        joined = np.concatenate(
-            [
-                self._normed(own["token_norm"], embedded),
-                self._normed(own["hidden_norm"], hidden),
-            ],
-            axis=-1,
-        )
+        both = {"token_norm": embedded, "hidden_norm": hidden}
+        normed = [self._normed(own[name], each) for name, each in both.items()]
+        joined = np.concatenate(normed, axis=-1)
         return joined @ np.asarray(own["projection"], np.float32).T
 
     def _normed(self, norm: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -226,17 +226,17 @@ class Sizer:
         """
         fleet: Fleet | None = None
         for unit in units:
-            least, name = self._least_decode(unit), f"decode: {unit.layout.text}"
-            self._reasons[name] = f"at least {least:,.2f} USD an hour"
+            least, reason = self._least_decode(unit), ""
             if fleet is not None and least >= fleet.decode_dollars:
-                continue
-            sized = self._decoding(Fleet(workers[0], 1, unit, 1, 1.0), self.asked.demand)
-            if sized is None:
-                self._reasons[name] = f"no number of units meets {self.asked.tpot.text}"
-                continue
-            self._reasons[name] = f"{sized.units}, {sized.decode_dollars:,.2f} USD an hour"
-            if fleet is None or sized.decode_dollars < fleet.decode_dollars:
-                fleet = sized
+                reason = f"at least {least:,.2f} USD an hour"
+            elif sized := self._sized(
+                "decode", Fleet(workers[0], 1, unit, 1, 1.0), round(least / unit.dollars)
+            ):
+                reason = f"{sized.units}, {sized.decode_dollars:,.2f} USD an hour"
+                if fleet is None or sized.decode_dollars < fleet.decode_dollars:
+                    fleet = sized
+            told = reason or f"no number of units meets {self.asked.tpot.text}"
+            self._reasons[f"decode: {unit.layout.text}"] = told
         if fleet is None:
             told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
             raise ConfigError(f"no deployment meets it: {told}")
@@ -322,15 +322,24 @@ class Sizer:
         """USD an hour of the fewest units that could do."""
         return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
-    def _decoding(self, fleet: Fleet, demand: Demand) -> Fleet | None:
-        """The fleet with the fewest units that meets the TPOT; None: no number of units does."""
+    def _sized(self, part: Part, fleet: Fleet, least: int) -> Fleet | None:
+        """The fleet with the fewest decode units, or prefill workers, that meets the target of this
+        part; None: no number of them does."""
+        asked, demand = self.asked, self.asked.demand
 
-        def meets(units: int) -> bool:
-            found = self._simulate(self, "decode", self._with_units(fleet, units, demand), demand)
-            return found.tpot_asked <= self.asked.tpot.seconds
+        def made(number: int) -> Fleet:
+            if part == "prefill":
+                return fleet._replace(workers=number)
+            return self._with_units(fleet, number, demand)
 
-        units = _fewest(meets, _ceil(demand.rate / fleet.unit.capacity))
-        return None if units is None else self._with_units(fleet, units, demand)
+        def meets(number: int) -> bool:
+            found = self._simulate(self, part, made(number), demand)
+            if part == "prefill":
+                return found.ttft_asked <= asked.ttft.seconds
+            return found.tpot_asked <= asked.tpot.seconds
+
+        number = _fewest(meets, least)
+        return None if number is None else made(number)
 
     # ------------------------------------------------------------------------ prefill workers
 
@@ -382,7 +391,9 @@ class Sizer:
                 reason = f"at least {least:,.2f} USD an hour"
             else:
                 left -= 1
-                made = self._sized(fleet._replace(worker=worker))
+                asked = self._least_workers(worker, self.asked.demand.rate)
+                sized = self._sized("prefill", fleet._replace(worker=worker), asked)
+                made = self._whole(sized, self.asked.demand) if sized else None
                 reason = "no number of workers meets the TTFT"
                 if made is not None:
                     dollars = made.fleet.prefill_dollars
@@ -392,18 +403,6 @@ class Sizer:
                 text = f"prefill: {worker.layout.text}, chunks of {worker.chunk}"
                 self._reasons[text] = reason
         return best
-
-    def _sized(self, fleet: Fleet) -> Deployment | None:
-        """The deployment with the fewest such prefill workers within the TTFT; None: no number of
-        them is."""
-        asked, demand = self.asked, self.asked.demand
-
-        def meets(workers: int) -> bool:
-            found = self._simulate(self, "prefill", fleet._replace(workers=workers), demand)
-            return found.ttft_asked <= asked.ttft.seconds
-
-        workers = _fewest(meets, self._least_workers(fleet.worker, demand.rate))
-        return None if workers is None else self._whole(fleet._replace(workers=workers), demand)
 
     def _whole(self, fleet: Fleet, demand: Demand) -> Deployment | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both

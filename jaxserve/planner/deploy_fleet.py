@@ -6,6 +6,7 @@ a prompt of its own, and all groups step together, because the experts are divid
 decode unit decodes by itself: an attention and an ffn role together, or a colocated worker.
 """
 
+import functools
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
@@ -101,13 +102,7 @@ class Pace:
     def __init__(self, searcher: Searcher, layout: Layout, times: Rooflines, requests: Requests):
         self._searcher, self._layout, self._times = searcher, layout, times
         self._requests = requests
-        self._known: dict[int, float] = {}
-
-    def seconds(self, batch: int) -> float:
-        """Seconds with `batch` sequences a DP group and lane."""
-        if batch not in self._known:
-            self._known[batch] = self._cycle(batch) * self.drafts(batch)
-        return self._known[batch]
+        self.seconds = functools.cache(self._seconds)
 
     def drafts(self, batch: int) -> float:
         """Seconds a token with the layout's drafts over seconds a token without."""
@@ -117,7 +112,8 @@ class Pace:
         evaluate = self._searcher.evaluate
         return evaluate(self._layout, batch).tpot / evaluate(plain, batch).tpot
 
-    def _cycle(self, batch: int) -> float:
+    def _seconds(self, batch: int) -> float:
+        """Seconds with `batch` sequences a DP group and lane."""
         layout, count = self._layout, self._layout.dp * batch
         length, _ = self._requests.running(count * layout.lanes)
         group = np.repeat(np.arange(layout.dp), batch)
@@ -129,7 +125,7 @@ class Pace:
         cycle = cycle_seconds(layout, steps * STEPS, self._times)
         # The hosts of a role enqueue every layer of every lane.
         host = self._searcher.host_seconds(layout)
-        return max(cycle, self._times.layers * layout.lanes * host)
+        return max(cycle, self._times.layers * layout.lanes * host) * self.drafts(batch)
 
     def largest(self, room: int, tpot: float) -> int:
         """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
@@ -156,13 +152,11 @@ def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> 
     ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
     for number, step in enumerate(steps[:lanes]):
         pipeline.begin(number, number, 0.0, step)
-    for number in range(lanes, len(steps)):
+    for number in range(lanes, len(steps) + lanes):
         lane, end = pipeline.advance(0.0)
         ends[lane].append(end)
-        pipeline.begin(lane, number, 0.0, steps[number])
-    for _ in range(lanes):
-        lane, end = pipeline.advance(0.0)
-        ends[lane].append(end)
+        if number < len(steps):
+            pipeline.begin(lane, number, 0.0, steps[number])
     # The first steps fill the pipeline, and the last of every lane run in an emptying one.
     cycles = [(one[-2] - one[0]) / (len(one) - 2) for one in ends.values()]
     return float(np.mean(cycles))

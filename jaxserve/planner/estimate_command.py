@@ -95,18 +95,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         if one.counted and one.name.partition("_")[0] in PROGRAMS:
             programs[one.name] = one.counted
     chosen = aot.ffn_rows(config, deployment, size).chosen
-    return _counts(options, deployment, config, size, programs, chosen)
-
-
-def _counts(
-    options: argparse.Namespace,
-    deployment: Deployment,
-    config: ModelConfig,
-    bucket: Bucket,
-    programs: dict[str, estimate.ProgramCounts],
-    chosen: float,
-) -> estimate.Counts:
-    context = options.context
+    context, tokens = options.context, size.tokens
     attention, ffn = deployment.attention, deployment.ffn
     message = deployment_row_bytes(config, deployment)
     model = load_model(str(deployment.model), options.configs)
@@ -117,14 +106,14 @@ def _counts(
         combine=deployment.link.combine,
     )
     calculator = Calculator(model, context, formats, Assumptions())
-    cached = calculator.cache_row(model.attention[0], attention.tp) * bucket.tokens * context
+    cached = calculator.cache_row(model.attention[0], attention.tp) * tokens * context
     return estimate.Counts(
         config=Path(options.config).stem,
         model=Path(deployment.model).name,
         format=formats.weights,
         topology=options.topology,
         context=context,
-        tokens=bucket.tokens * attention.dp,
+        tokens=tokens * attention.dp,
         dp=attention.dp,
         tp=attention.tp,
         ep=ffn.ep,
@@ -132,16 +121,16 @@ def _counts(
         process_devices=1,
         lanes=deployment.lanes,
         kernels={
-            "attend": _beyond_bytes(options.attention_kernel, bucket.tokens * context),
+            "attend": _beyond_bytes(options.attention_kernel, tokens * context),
             "ffn": _beyond_bytes(
-                options.ffn_kernel or _experts_case(config, deployment, bucket), chosen
+                options.ffn_kernel or _experts_case(config, deployment, size), chosen
             ),
         }
-        | _shared_kernels(config, deployment, bucket),
+        | _shared_kernels(config, deployment, size),
         cached=int(cached),
         message={
-            "dispatch": bucket.tokens * message.packed,
-            "combine": bucket.tokens * message.result,
+            "dispatch": tokens * message.packed,
+            "combine": tokens * message.result,
         },
         programs=programs,
         instances=ffn.instances,

@@ -175,11 +175,8 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
 
 def most_layers(model: CostModel, stage: MeasuredStage) -> int:
     """Which group of equal layers is the largest; 0 where a stage's are all alike."""
-    sizes = [0]
-    if stage in ("attend", "enter"):
-        sizes = [group.layers for group in model.attention]
-    elif stage == "ffn":
-        sizes = [group.layers for group in model.ffn]
+    groups = {"attend": model.attention, "enter": model.attention, "ffn": model.ffn}
+    sizes = [group.layers for group in groups.get(stage, ())] or [0]
     return sizes.index(max(sizes))
 
 
