@@ -32,8 +32,9 @@ from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
-SIMULATED = 4
-"""Layouts of a role that are simulated at most."""
+SIMULATED, NONE_FITS = 4, -12
+"""Layouts of prefill workers that are simulated at most, and what may be left of that number, below
+0, while none meets the target."""
 KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
 MOST_BUSY = 0.85
@@ -350,7 +351,7 @@ class Sizer:
         modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
         layouts = Layouts(calculator.model, hosts, hosts, skewed=self.searcher.skew is not None)
-        memory, mean = Memory(calculator, hosts, hosts), requests.prompt - requests.found
+        memory = Memory(calculator, hosts, hosts)
         for layout in layouts.of(target):
             if asked.prefill_devices not in (0, layout.devices) or layout.shared_ranks:
                 continue
@@ -365,11 +366,10 @@ class Sizer:
                 longest = held._replace(cache=held.cache * asked.longest / self.context)
                 if not longest.fits(hardware, calculator.assumed.reserve):
                     continue
-                if chunk == CHUNKS[0] or chunk < 2 * mean.mean():
-                    chunks, pages = self._chunks(layout, (hardware,) * 2, chunk), 0.9 * free / page
-                    capacity = layout.dp / chunks.busy(requests)
-                    alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
-                    yield PrefillWorker(layout, chunk, hardware, int(pages), capacity, alone)
+                chunks, pages = self._chunks(layout, (hardware,) * 2, chunk), 0.9 * free / page
+                capacity = layout.dp / chunks.busy(requests)
+                alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
+                yield PrefillWorker(layout, chunk, hardware, int(pages), capacity, alone)
 
     def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
         return _ceil(rate / (MOST_BUSY * worker.capacity))
@@ -387,7 +387,9 @@ class Sizer:
             least = self._least_prefill(worker)[0]
             if worker.alone > self.asked.ttft.seconds:
                 reason = f"a prompt by itself takes {worker.alone:.2g} s"
-            elif left == 0 or (best is not None and least >= best.fleet.prefill_dollars):
+            elif left <= (NONE_FITS if best is None else 0) or (
+                best is not None and least >= best.fleet.prefill_dollars
+            ):
                 reason = f"at least {least:,.2f} USD an hour"
             else:
                 left -= 1
