@@ -1,5 +1,7 @@
 """Layouts, calculators, searches and stage times, made from what a test of the planner is about."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxserve.config.topology import PlannedMode
@@ -12,6 +14,20 @@ from jaxserve.planner.stage_times import Rows, StepTimes
 from jaxserve.planner.stages import Calculator
 
 H100, H800 = load_hardware("h100"), load_hardware("h800")
+
+
+class Compared(NamedTuple):
+    """One published figure beside ours."""
+
+    system: str
+    quantity: str
+    published: float
+    ours: float
+
+    @property
+    def error(self) -> float:
+        """(ours − published) / published."""
+        return self.ours / self.published - 1
 
 
 def layout(mode: PlannedMode, hardware: str = "h800", **sizes: int) -> Layout:

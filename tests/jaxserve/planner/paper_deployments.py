@@ -1,8 +1,7 @@
 """Whole deployments that others published, beside what `plan deploy` would make of them.
 
 The docstring of every comparison says which inputs are published, and which were read back from the
-published results, so that they prove nothing. `python -m tests.jaxserve.planner.paper_deployments`
-prints the comparison, `test_paper_deployments.py` holds it.
+published results, so that they prove nothing. `test_paper_deployments.py` holds the comparison.
 """
 
 import msgspec
@@ -18,8 +17,7 @@ from jaxserve.planner.search import Searcher
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
-from tests.jaxserve.planner.making import layout
-from tests.jaxserve.planner.published import Compared, show
+from tests.jaxserve.planner.making import Compared, layout
 
 PAGE = 64
 POSITIONS = 163840
@@ -103,16 +101,11 @@ def xdeepserve() -> list[Compared]:
             unit = layout("ep", "910c", dp=128)
             pace = _pace(sizer, unit, DIE, requests)
             at = f"{hits:.0%} hits{form}"
-            alone = min(
-                _alone(chunks, requests)
-                for chunks in _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
-            )
+            tried = _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
+            alone = min(_alone(chunks, requests) for chunks in tried)
             first = requests.prompt.mean() * sizer.searcher.calculator.handed_over
             first = float(first) / (32 * DIE.network) + 2.5 * pace.seconds(1)
-            most = max(
-                PREFILL_WORKERS * 8 / chunks.busy(requests)
-                for chunks in _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
-            )
+            most = max(PREFILL_WORKERS * 8 / chunks.busy(requests) for chunks in tried)
             plan = sizer.searcher.evaluate(unit, 1)
             decode = DecodeUnit(plan, 256, (DIE, DIE), pace, 0.0)
             taken = decode.taken(most / ACCEPTED, float(requests.output.mean()))
@@ -161,7 +154,3 @@ def _sizer(
 
 def _nothing(*_: object) -> FleetResult:
     raise AssertionError("no fleet is simulated here")
-
-
-if __name__ == "__main__":
-    show(deepseek, xdeepserve)

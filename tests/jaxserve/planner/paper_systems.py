@@ -1,14 +1,15 @@
 """Simulates systems that papers measured, and says how far off the simulator is.
 
 The docstring of every comparison says which inputs are the paper's, and which are calibrated
-(fitted to something that the paper measured). `python -m tests.jaxserve.planner.paper_systems
-[--json]` prints the comparison, and `test_paper_systems.py` holds it.
+(fitted to something that the paper measured). `python -m tests.jaxserve.planner.paper_systems`
+prints the comparison, and `test_paper_systems.py` holds it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.planner.hardware import load_hardware
@@ -18,37 +19,16 @@ from jaxserve.planner.options import PAPER
 from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import StageTimes
-from tests.jaxserve.planner.making import Given
-from tests.jaxserve.planner.published import Compared, show
+from jaxserve.planner.view import json_text
+from tests import golden
+from tests.jaxserve.planner.making import Compared, Given
+
+STEP3 = yaml.safe_load(golden.text("planner/step3_systems.yaml"))
+"""Cases of Step-3 §7.3: attention and FFN instances of 8 GPUs, sequences a GPU and lane, and
+tokens/s/GPU: table 8, and for the upcycled model 50 ms, which the paper takes for granted."""
 
 
-class _Step3(NamedTuple):
-    """A case of Step-3 §7.3: attention and FFN instances of 8 GPUs."""
-
-    name: str
-    attention: int
-    ffn: int
-    batch: int
-    """Sequences a GPU and lane."""
-    context: int
-    cache: str
-    measured: float
-    """Tokens/s/GPU: table 8, and for the upcycled model 50 ms, which the paper takes for
-    granted."""
-    forward: bool = False
-    """Whether an FFN instance gets only the rows that it needs."""
-
-
-STEP3 = (
-    _Step3("2A2F, 4K, FP8", 2, 2, 128, 4096, "fp8", 4039),
-    _Step3("3A2F, 4K, BF16 attention", 3, 2, 84, 4096, "bfloat16", 3321),
-    _Step3("4A2F, 8K, FP8", 4, 2, 64, 8192, "fp8", 2643),
-    _Step3("3A4F, upcycled to 600 B", 3, 4, 128, 4096, "fp8", 3291),
-    _Step3("3A4F, upcycled, needed rows alone", 3, 4, 128, 4096, "fp8", 3291, forward=True),
-)
-
-
-def step3(cases: Sequence[_Step3] = STEP3) -> list[Compared]:
+def step3(cases: Sequence[dict[str, Any]] = STEP3) -> list[Compared]:
     """Step-3 (arXiv 2507.19427), table 8 and §7.3.
 
     The paper's: model, GPUs (it says "Hopper", H800 is ours), 3 lanes and their batches, contexts,
@@ -59,10 +39,10 @@ def step3(cases: Sequence[_Step3] = STEP3) -> list[Compared]:
     found = []
     for case in cases:
         model = load_model("step3")
-        if "upcycled" in case.name:
+        if "upcycled" in case["name"]:
             model = upcycled(model)
         rate = _afd_on_h800(model, case).tokens_per_device
-        found.append(Compared(f"Step-3 {case.name}", "tokens/s/GPU", case.measured, rate))
+        found.append(Compared(f"Step-3 {case['name']}", "tokens/s/GPU", case["measured"], rate))
     return found
 
 
@@ -75,20 +55,20 @@ def upcycled(model: CostModel) -> CostModel:
     return msgspec.structs.replace(model, ffn=ffn)
 
 
-def _afd_on_h800(model: CostModel, case: _Step3) -> Result:
-    context = case.context
+def _afd_on_h800(model: CostModel, case: dict[str, Any]) -> Result:
+    context = case["context"]
     deployment = _deployment(
         lanes=3,
-        attention={"dp": 8 * case.attention, "weights": "fp8"},
-        ffn={"ep": case.ffn, "tp": 8, "weights": "fp8"},
+        attention={"dp": 8 * case["attention"], "weights": "fp8"},
+        ffn={"ep": case["ffn"], "tp": 8, "weights": "fp8"},
         link={"dispatch": "fp8", "route": "broadcast"},
-        slots=case.batch,
+        slots=case["batch"],
         longest=context + 128,
-        cache=case.cache,
+        cache=case["cache"],
     )
     h800 = load_hardware("h800")
     roles = Roles(h800, h800, ("h800", "h800"))
-    assumed = msgspec.structs.replace(PAPER, forward=case.forward)
+    assumed = msgspec.structs.replace(PAPER, forward=case.get("forward", False))
     made = scenario(deployment, model, Stored(), roles, context, assumed)
     fp8 = [
         part._replace(formats=msgspec.structs.replace(part.formats, compute="fp8"))
@@ -220,4 +200,5 @@ def _run(
 
 
 if __name__ == "__main__":
-    show(step3, _xdeepserve_afd, xdeepserve_colocated)
+    found = [*step3(), *_xdeepserve_afd(), *xdeepserve_colocated()]
+    print(json_text([one._asdict() for one in found]))

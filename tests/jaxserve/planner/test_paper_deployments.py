@@ -5,8 +5,8 @@ What was read back must agree, and is called so; the others move with the roofli
 
 import pytest
 
+from tests.jaxserve.planner.making import Compared
 from tests.jaxserve.planner.paper_deployments import deepseek, xdeepserve
-from tests.jaxserve.planner.published import Compared
 
 
 @pytest.fixture(scope="module")

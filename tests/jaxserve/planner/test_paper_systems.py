@@ -9,10 +9,10 @@ import yaml
 
 from jaxserve.planner.models import load_model
 from tests import golden
+from tests.jaxserve.planner.making import Compared
 from tests.jaxserve.planner.paper_systems import STEP3, step3, upcycled, xdeepserve_colocated
-from tests.jaxserve.planner.published import Compared
 
-ROWS = yaml.safe_load((golden.FOLDER / "planner" / "paper_errors.yaml").read_text())
+ROWS = yaml.safe_load(golden.text("planner/paper_errors.yaml"))
 ERRORS = {(system, quantity): error for system, quantity, error in ROWS}
 
 
@@ -29,7 +29,7 @@ def test_one_disaggregated_and_one_colocated():
 @pytest.mark.nightly
 def test_all_systems():
     """Runs the command, in a process of its own: checked annotations would take minutes."""
-    command = [sys.executable, "-m", "tests.jaxserve.planner.paper_systems", "--json"]
+    command = [sys.executable, "-m", "tests.jaxserve.planner.paper_systems"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = [Compared(**one) for one in json.loads(done.stdout)]
     assert {(one.system, one.quantity) for one in found} == set(ERRORS)
