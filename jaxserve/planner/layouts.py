@@ -3,6 +3,7 @@
 Called by `search.py`, whose docstring has the three modes. It knows nothing of speed and of memory.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 
@@ -209,9 +210,11 @@ class Layouts:
         for tp in self._attention_tp(hardware, devices):
             mode: PlannedMode = "tp" if tp == devices else "ep"
             if mode in target.modes and self._shared(devices // tp, target):
-                sizes = {"dp": devices // tp, "tp": tp, "ep": devices // tp, "ffn_tp": tp}
+                made = functools.partial(
+                    Layout, mode=mode, attention=name, ffn=name, dp=devices // tp
+                )
                 for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
-                    yield Layout(mode=mode, attention=name, ffn=name, lanes=lanes, **sizes)
+                    yield made(tp=tp, ep=devices // tp, ffn_tp=tp, lanes=lanes)
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """Lists the numbers of devices that query heads divide over within the fast link."""

@@ -30,7 +30,7 @@ from jaxserve.planner.hardware import (
     read_json,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel, load_model
+from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers, load_model
 from jaxserve.planner.stage_times import Rooflines, even_rows
 from jaxserve.planner.stages import Calculator
 
@@ -175,6 +175,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
 
 def most_layers(model: CostModel, stage: MeasuredStage) -> int:
     """Which group of equal layers is the largest; 0 where a stage's are all alike."""
+    groups: dict[str, Sequence[AttentionLayers | FFNLayers]]
     groups = {"attend": model.attention, "enter": model.attention, "ffn": model.ffn}
     sizes = [group.layers for group in groups.get(stage, ())] or [0]
     return sizes.index(max(sizes))
