@@ -110,6 +110,22 @@ class ReadableArray(Protocol):
         ...
 
 
+class InMemory(NamedTuple):
+    """A small array that was read whole."""
+
+    values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """See `ReadableArray`; reads nothing more."""
+        part = self.values[tuple(slice(low, high) for low, high in ranges)]
+        target[tuple(map(slice, part.shape))] = part
+        return 0
+
+
 class BlockReader(abc.ABC):
     """Source of the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`.
 

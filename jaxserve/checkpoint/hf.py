@@ -21,11 +21,13 @@ import numpy as np
 
 from jaxserve.checkpoint.arrays import (
     BlockReader,
+    InMemory,
     Leaf,
     block_of,
     make_array,
     make_leaves,
     quantised_here,
+    read_leaf,
     refuse,
 )
 from jaxserve.checkpoint.expert_stacks import ExpertStack, join_stacks
@@ -33,7 +35,7 @@ from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, read_regions
-from jaxserve.checkpoint.regions import Ranges, scale_leaf, source_regions
+from jaxserve.checkpoint.regions import Ranges, block_scales, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
 from jaxserve.errors import CheckpointError
@@ -106,75 +108,39 @@ class HFCheckpoint(BlockReader):
         block = block_of(values.shape, scales.shape)
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
         kinds = {tensor.kind for tensor in tensors.values()}
-        reshaped = any(source.reshapes for source in sources)
-        if values.dtype == jnp.int4:
-            if stored := self._int4(sources, tensors, block[1], values, scales, *zeros):
-                return stored
-        elif kinds == {FP8} and block != (1, 0) and not reshaped:
-            kept = self._array(sources, values, self._tensors)
-            return kept, self._scales(sources, scales, block)
-        elif block == (1, 0) and (tables := self._channels(sources, values.dtype)):
-            of_values, of_scales = tables
-            columns = [
-                s._replace(shapes=tuple((shape[0], 1) for shape in s.shapes)) for s in sources
-            ]
-            kept = self._array(sources, values, of_values)
-            return kept, self._array(columns, scales, of_scales, empty=1.0)
+        if values.dtype == jnp.int4 or block == (1, 0):
+            if kept := self._kept(sources, tensors, block[1], values, scales, *zeros):
+                return kept
+        elif kinds == {FP8} and not any(source.reshapes for source in sources):
+            grids = [InMemory(block_scales(s, self._grids(s), block)) for s in sources]
+            of_scales = read_leaf(grids, scales, self.on_read, empty=1.0)
+            return self._array(sources, values, self._tensors), of_scales
         # All other kinds of numbers would lose bits in BF16.
         floats = jnp.bfloat16 if kinds == {"BF16"} else jnp.float32
         return quantised_here((values, scales, *zeros), floats, sources, self._plain)
 
-    def _int4(
-        self,
-        sources: Sequence[Source],
-        tensors: Tensors,
-        group: int,
-        values: Leaf,
-        scales: Leaf,
-        *zeros: Leaf,
+    def _kept(
+        self, sources: Sequence[Source], tensors: Tensors, group: int, *leaves: Leaf
     ) -> tuple[jax.Array, ...]:
-        """The leaves of a matrix that the files store in INT4; empty if they do not."""
-        packed = {n: t for n, t in tensors.items() if isinstance(t, PackedTensor)}
-        kept = {n: t for n, t in packed.items() if t.packing.is_int4(t.shape[1], group)}
-        if not kept:
-            return ()
+        """Values, scales and perhaps zero points of a matrix that the files store as the leaves are
+        wanted; empty if they do not."""
+        dtype = np.dtype(leaves[0].dtype)
+        packed = {n: tensor for n, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
+        kept = {n: parts for n, tensor in packed.items() if (parts := tensor.kept(dtype, group))}
         if len(kept) < len(tensors) or any(source.view or source.more for source in sources):
-            raise CheckpointError(
-                f"{next(iter(kept.values())).path}: {next(iter(tensors))} and others are one "
-                "matrix here, and not all in INT4, or ffn.shared_ranks divides them: set "
-                "ffn.weights, or convert the folder first (python -m jaxserve.convert)"
-            )
-        codes: Tensors = {name: tensor.part("codes", group) for name, tensor in kept.items()}
-        of_scales: Tensors = {name: tensor.part("scales", group) for name, tensor in kept.items()}
-        grids = [
-            source._replace(shapes=tuple(of_scales[name].shape for name in source.names))
-            for source in sources
-        ]
-        leaves = (
-            self._array(sources, values, codes),
-            self._array(grids, scales, of_scales, empty=1.0),
-        )
-        of_zeros: Tensors = {name: tensor.part("zeros", group) for name, tensor in kept.items()}
-        return (*leaves, *(self._array(grids, leaf, of_zeros) for leaf in zeros))
-
-    def _channels(
-        self, sources: Sequence[Source], dtype: jnp.dtype
-    ) -> tuple[Tensors, Tensors] | None:
-        """Value tensors and scale tensors by matrix name; None unless the files store all of these
-        matrices in `dtype` with one scale per output channel."""
-        of_values: Tensors = {}
-        of_scales: Tensors = {}
-        for source in sources:
-            for name in source.all_names:
-                tensor = self._tensors[name]
-                scales = tensor.channel_scales if isinstance(tensor, PackedTensor) else None
-                if scales is None or source.view or source.more:
-                    return None
-                assert isinstance(tensor, PackedTensor)
-                of_values[name], of_scales[name] = tensor.values, scales
-        kind = "I8" if dtype == jnp.int8 else FP8
-        same = all(tensor.kind == kind for tensor in of_values.values())
-        return (of_values, of_scales) if same else None
+            if kept and dtype == jnp.int4:
+                raise CheckpointError(
+                    f"{next(iter(packed.values())).path}: {next(iter(tensors))} and others are one "
+                    "matrix here, and not all in INT4, or ffn.shared_ranks divides them: set "
+                    "ffn.weights, or convert the folder first (python -m jaxserve.convert)"
+                )
+            return ()
+        made = []
+        for place, leaf in enumerate(leaves):
+            read: Tensors = {name: parts[place] for name, parts in kept.items()}
+            seen = [s._replace(shapes=tuple(read[n].shape for n in s.names)) for s in sources]
+            made.append(self._array(seen, leaf, read, empty=float(place == 1)))
+        return tuple(made)
 
     def _array(
         self,
@@ -189,7 +155,7 @@ class HFCheckpoint(BlockReader):
         Args:
           tensors: by the names in the sources.
           grids: for each source, the scales of its FP8 blocks; None: no dequantisation.
-          empty: see `make_array`.
+          empty: value of padding.
         """
         of_blocks = [{} for _ in sources] if grids is None else grids
 
@@ -198,7 +164,7 @@ class HFCheckpoint(BlockReader):
             for ranges, target in zip(parts, targets, strict=True):
                 own = [*self._regions(sources, tensors, of_blocks, leaf, ranges, target)]
                 if sum(region.rows * region.columns for region in own) < target.size:
-                    target[...] = 0  # padding
+                    target[...] = empty
                 regions += own
             read_regions([r for r in regions if isinstance(r.tensor, Tensor)], self.on_read)
             for region in regions:
@@ -228,23 +194,6 @@ class HFCheckpoint(BlockReader):
             yield from source_regions(
                 sources[index], tensors, grids[index], ranges[1:], target[place]
             )
-
-    def _scales(self, sources: Sequence[Source], leaf: Leaf, block: tuple[int, int]) -> jax.Array:
-        grids = [self._grids(source) for source in sources]
-
-        def make(parts: list[Ranges]) -> list[np.ndarray]:
-            targets = []
-            for ranges in parts:
-                target = leaf.empty(ranges)
-                if leaf.layers is None:
-                    scale_leaf(sources[0], grids[0], ranges, block, target)
-                else:
-                    for place, index in enumerate(range(*ranges[0])):
-                        scale_leaf(sources[index], grids[index], ranges[1:], block, target[place])
-                targets.append(target)
-            return targets
-
-        return make_array(leaf, make, empty=1.0)
 
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
         """FP32 scales of the source's FP8 tensors, by tensor name; read whole because small."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.reading import Region, read_regions
@@ -86,30 +87,25 @@ class PackedTensor(NamedTuple):
     group: int = 0
     """Columns per delivered scale or zero point; divides the group size of the packing."""
 
-    def part(self, seen: Literal["codes", "scales", "zeros"], group: int) -> "PackedTensor":
-        """Selects the part of an INT4 matrix that is read: the codes (-8..7), or the scales or zero
-        points with one for every `group` columns (0: one per row)."""
-        if seen == "codes":
-            return self._replace(seen=seen)
-        rows, columns = self.shape
-        grid = rows, -(-columns // group) if group else 1
-        return self._replace(seen=seen, group=group or self.packing.group, shape=grid)
+    def kept(self, dtype: np.dtype, group: int) -> "tuple[Tensor | PackedTensor, ...]":
+        """Values, scales and, for INT4, zero points of the matrix as devices keep it; empty if it
+        is stored in another format.
+
+        Args:
+          group: columns that share a scale in INT4; 0: all.
+        """
+        (d_out, d_in), packing = self.shape, self.packing
+        grid = self._replace(seen="scales", shape=(d_out, -(-d_in // group) if group else 1))
+        if dtype == ml_dtypes.int4 and packing.is_int4(d_in, group):
+            grid = grid._replace(group=group or packing.group)
+            return self._replace(seen="codes"), grid, grid._replace(seen="zeros")
+        kept = packing.layout == "scaled" and self.values.dtype == dtype
+        return (self.values, grid) if kept else ()
 
     @property
     def values(self) -> Tensor:
         """The 8-bit values; only for the layout `scaled`."""
         return self.parts["weight"]
-
-    @property
-    def channel_scales(self) -> "Tensor | PackedTensor | None":
-        """Scales [d_out, 1] of the layout `scaled`; a single stored scale is repeated. None for
-        other layouts."""
-        if self.packing.layout != "scaled":
-            return None
-        scales, grid = self.parts["weight_scale"], (self.shape[0], 1)
-        if self.one_scale:
-            return self._replace(seen="scales", shape=grid)
-        return scales._replace(shape=grid)
 
     @property
     def one_scale(self) -> bool:

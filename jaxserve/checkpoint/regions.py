@@ -41,17 +41,10 @@ def source_regions(
     for index, own, part in _parts(source, ranges, target):
         name = source.names[index]
         yield from _rectangles(source, tensors[name], grids.get(name), own, part)
-    for entry, more in _further(source, ranges):
-        yield from source_regions(more, tensors, grids, ranges[1:], target[entry])
-
-
-def _further(source: Source, ranges: Ranges) -> Iterator[tuple[int, Source]]:
-    """Yields the sources of `Source.more` whose entries lie in the ranges, each with its position
-    in the shard."""
     low, high = ranges[0]
     for index, more in enumerate(source.more, source.entries):
         if low <= index < high:
-            yield index - low, more
+            yield from source_regions(more, tensors, grids, ranges[1:], target[index - low])
 
 
 def seen_shape(source: Source, index: int) -> Shape:
@@ -157,27 +150,18 @@ def _scales(
     return BlockScales(grid.reshape(-1, *grid.shape[-2:])[plane], row, column)
 
 
-def scale_leaf(
-    source: Source, grids: Grids, ranges: Ranges, block: tuple[int, int], target: np.ndarray
-) -> None:
-    """Fills one shard of the scales that belong to FP8 values kept unchanged.
-
-    Entry (o, i) is the file's scale of the element (o·block_out, i·block_in); 1 in the padding.
+def block_scales(source: Source, grids: Grids, block: tuple[int, int]) -> np.ndarray:
+    """Scales of a leaf whose FP8 values are kept unchanged, [..., d_out / block_out, d_in /
+    block_in]. Entry (o, i) is the file's scale of the element (o·block_out, i·block_in).
 
     Args:
-      ranges: the shard of the scales [..., d_out / block_out, d_in / block_in].
       block: (block_out, block_in) of the leaf, both divisors of 128.
 
     Raises:
       CheckpointError: concatenated tensors, or parts of one, would share a block.
     """
-    target[...] = 1.0
     block_out, block_in = block
-    offset = 0
-    for entry, more in _further(source, ranges):
-        scale_leaf(more, grids, ranges[1:], block, target[entry])
-    view = source.view
-    first = [0, 0]
+    view, first = source.view, [0, 0]
     if view is not None:
         first[view.axis - len(view.shape)] = view.start
     if first[0] % block_out or first[1] % block_in:
@@ -185,30 +169,20 @@ def scale_leaf(
             f"{source.names} from row {first[0]} and column {first[1]}: inside a block of "
             f"{block_out} x {block_in}"
         )
+    parts, offset = [], 0
     for index, name in enumerate(source.names):
-        *_, d_out, d_in = seen_shape(source, index)
-        if offset % block_out:
+        if offset % block_out and not source.stacked:
             raise CheckpointError(
                 f"{name} starts at row {offset} of {source.names}, inside a block of {block_out}"
             )
-        start = 0 if source.stacked else offset // block_out
-        rows = (first[0] + np.arange(-(-d_out // block_out)) * block_out) // SCALE_BLOCK
-        columns = (first[1] + np.arange(-(-d_in // block_in)) * block_in) // SCALE_BLOCK
-        full = grids[name][..., rows[:, None], columns]
-        if source.stacked:
-            full, here = full[None], ((index, index + 1), *((0, n) for n in full.shape))
-        else:
-            *outer, height, width = full.shape
-            here = (*((0, n) for n in outer), (start, start + height), (0, width))
-            offset += d_out
-        both = [
-            (max(a, low), min(b, high)) for (a, b), (low, high) in zip(here, ranges, strict=True)
-        ]
-        if any(a >= b for a, b in both):
-            continue
-        put = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(both, ranges, strict=True))
-        get = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, here, strict=True))
-        target[put] = full[get]
+        *_, d_out, d_in = seen_shape(source, index)
+        offset += d_out
+        rows = (first[0] + np.arange(0, d_out, block_out)) // SCALE_BLOCK
+        columns = (first[1] + np.arange(0, d_in, block_in)) // SCALE_BLOCK
+        parts.append(grids[name][..., rows[:, None], columns])
+    scales = np.stack(parts) if source.stacked else np.concatenate(parts, axis=-2)
+    further = [block_scales(more, grids, block)[None] for more in source.more]
+    return np.concatenate([scales, *further])
 
 
 def scale_block(d: int, count: int) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.reading import read_regions
-from jaxserve.checkpoint.regions import scale_block, scale_leaf, source_regions
+from jaxserve.checkpoint.regions import block_scales, scale_block, source_regions
 from jaxserve.checkpoint.source import Source, View
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
@@ -109,30 +109,19 @@ def test_scales_of_blocks(source, block):
     expected = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
     *outer, d_out, d_in = values.shape
     shape = (*outer, -(-d_out // block[0]), -(-d_in // block[1]))
-    ranges = tuple((0, size) for size in shape)
     grids = {name: pair[1] for name, pair in pairs.items()}
-    scales = np.full(shape, np.nan, np.float32)
-    scale_leaf(source, grids, ranges, block, scales)
+    scales = block_scales(source, grids, block)
+    assert scales.shape == shape
     spread = scales.repeat(block[0], -2).repeat(block[1], -1)[..., :d_out, :d_in]
     np.testing.assert_array_equal(values.astype(np.float32) * spread, expected)
-    # A device's part, and padding around it.
-    for axis in range(len(shape)):
-        half = tuple((n // 2, n) if a == axis else (0, n) for a, n in enumerate(shape))
-        part = np.zeros([stop - start for start, stop in half], np.float32)
-        scale_leaf(source, grids, half, block, part)
-        np.testing.assert_array_equal(part, scales[tuple(slice(*r) for r in half)])
-    padded = np.zeros([size + 1 for size in shape], np.float32)
-    scale_leaf(source, grids, tuple((0, size + 1) for size in shape), block, padded)
-    np.testing.assert_array_equal(padded[tuple(slice(0, size) for size in shape)], scales)
-    assert (padded[..., -1] == 1).all()
 
 
 def test_side_by_side_inside_a_block():
     source = Source(("a", "b"), ((96, 200), (64, 200)))
     grids = {"a": np.ones((1, 2), np.float32), "b": np.ones((1, 2), np.float32)}
     with pytest.raises(CheckpointError, match=r"b starts at row 96 .* inside a block of 64"):
-        scale_leaf(source, grids, ((0, 3), (0, 2)), (64, 128), np.zeros((3, 2), np.float32))
-    scale_leaf(source, grids, ((0, 5), (0, 2)), (32, 128), np.zeros((5, 2), np.float32))
+        block_scales(source, grids, (64, 128))
+    assert block_scales(source, grids, (32, 128)).shape == (5, 2)
 
 
 @pytest.mark.parametrize(
