@@ -6,7 +6,6 @@ tokens tokenizer.json. Called by the engine (end ids) and by `server` (tokenizer
 Knows nothing of tokenizers' libraries.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,12 +77,14 @@ def collect_special_tokens(folder: Path, problems: list[str]) -> SpecialTokens:
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else {}
     added = _added_tokens(names, problems)
-    spelt = _Spellings(folder, added)
+    spelt = {token.content: token_id for token_id, token in added.items()}
     ids: dict[str, list[int]] = {}
     for kind in ("bos", "eos", "pad"):
         ids[kind] = list(_numbered(kind, (generation, config, text), problems))
         token = texts.get(f"{kind}_token")
-        token_id = None if token is None else spelt.find(token)
+        if token is not None and token not in spelt:  # read only if needed: it is large
+            spelt = _file_ids(folder / "tokenizer.json") | spelt
+        token_id = spelt.get(token or "")
         if token_id is not None:
             ids[kind].insert(0, token_id)
         elif token is not None and kind != "pad":  # pad is often named, never added
@@ -167,40 +168,25 @@ class _FileToken(AddedToken, frozen=True, kw_only=True):
     id: int
 
 
+class _FileModel(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+    """Token → id, or Unigram's tokens and scores, by id."""
+
+
 class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that is needed here; the rest is skipped."""
 
     added_tokens: list[_FileToken] = []
+    model: _FileModel | None = None
 
 
-class _Spellings:
-    """Spelling → id, from the smallest file that contains it."""
-
-    def __init__(self, folder: Path, added: Mapping[int, AddedToken]):
-        self._path = folder / "tokenizer.json"
-        self._ids = {token.content: token_id for token_id, token in added.items()}
-        self._read = 0
-
-    def find(self, token: str) -> int | None:
-        """The token's id; None if tokenizer.json cannot be read or lacks it."""
-        for read in (self._read_added, self._read_vocabulary)[self._read :]:
-            if token in self._ids:
-                break
-            self._read += 1
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # its reader reports it
-                self._ids = {**read(self._path.read_bytes()), **self._ids}
-        return self._ids.get(token)
-
-    @staticmethod
-    def _read_added(data: bytes) -> dict[str, int]:
-        file = msgspec.json.decode(data, type=_TokenizerFile)
-        return {token.content: token.id for token in file.added_tokens}
-
-    @staticmethod
-    def _read_vocabulary(data: bytes) -> dict[str, int]:
-        """The model's own tokens: `{token: id}`, or Unigram's `[[token, score], ...]`."""
-        model = msgspec.json.decode(data).get("model") or {}
-        vocab = model.get("vocab") or {}
-        if isinstance(vocab, list):
-            return {token: token_id for token_id, (token, _) in enumerate(vocab)}
-        return vocab
+def _file_ids(path: Path) -> dict[str, int]:
+    """Spelling → id of all tokens of a tokenizer.json; empty if it cannot be read."""
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    except (OSError, msgspec.MsgspecError):  # its reader reports it
+        return {}
+    vocab = file.model.vocab if file.model else {}
+    if isinstance(vocab, list):
+        vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
+    return vocab | {token.content: token.id for token in file.added_tokens}

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.text.structured import quoted
+from jaxserve.text.tokenizer import unfinished
 
 Types = Mapping[str, Mapping[str, Any]]
 """Function → its parameters' schemas, by name."""
@@ -33,12 +34,6 @@ class CallPart(msgspec.Struct, frozen=True):
     name: str = ""
     id: str = ""
     arguments: str = ""
-
-
-def unfinished(mark: str, text: str) -> int:
-    """The number of characters at the end of a text that may begin a mark."""
-    longest = min(len(mark) - 1, len(text))
-    return next(n for n in range(longest, -1, -1) if mark.startswith(text[len(text) - n :]))
 
 
 class CallReader:

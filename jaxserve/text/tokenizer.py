@@ -224,14 +224,11 @@ class StopMatcher:
     """Cuts a stream of text at the first stop string, holding back what may become one.
 
     The first is the one that is complete first; of several that end together, the longest. So the
-    result does not depend on how the text was split into chunks. One Knuth-Morris-Pratt automaton
-    per string: amortised constant work per character and string.
+    result does not depend on how the text was split into chunks.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_function(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each stop that the text ends with
+        self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -241,21 +238,12 @@ class StopMatcher:
           the text that can be released, and the stop string that was found, if any; after that,
           `push` must not be called again.
         """
-        if not self._stops:
-            return text, None
-        for index, character in enumerate(text):
-            for number, stop in enumerate(self._stops):
-                matched, failure = self._matched[number], self._failures[number]
-                while matched and stop[matched] != character:
-                    matched = failure[matched - 1]
-                matched += stop[matched] == character
-                if matched == len(stop):
-                    seen = self._held + text[: index + 1]
-                    self._held = ""
-                    return seen[: len(seen) - len(stop)], stop
-                self._matched[number] = matched
-        seen = self._held + text
-        safe = len(seen) - max(self._matched)
+        seen, self._held = self._held + text, ""
+        starts = [(seen.find(stop), stop) for stop in self._stops]
+        if found := [(at + len(stop), at, stop) for at, stop in starts if at >= 0]:
+            _, start, stop = min(found)
+            return seen[:start], stop
+        safe = len(seen) - max((unfinished(stop, seen) for stop in self._stops), default=0)
         self._held = seen[safe:]
         return seen[:safe], None
 
@@ -265,13 +253,7 @@ class StopMatcher:
         return rest
 
 
-def _failure_function(pattern: str) -> list[int]:
-    """For every prefix of `pattern`, the length of its longest proper border (KMP)."""
-    failure = [0] * len(pattern)
-    matched = 0
-    for index in range(1, len(pattern)):
-        while matched and pattern[matched] != pattern[index]:
-            matched = failure[matched - 1]
-        matched += pattern[matched] == pattern[index]
-        failure[index] = matched
-    return failure
+def unfinished(mark: str, text: str) -> int:
+    """The number of characters at the end of a text that may begin a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next(n for n in range(longest, -1, -1) if mark.startswith(text[len(text) - n :]))
