@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from jaxserve.engine.admission import FetchOrder
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
-from jaxserve.engine.interface import FETCHED, PagesLoad, summed
+from jaxserve.engine.interface import FETCHED, summed
 from jaxserve.engine.loop import DropFetch, ExportPages, FetchPages, FetchPolicy, ImportPages, Loop
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.stepper import HandOffs, OnHeld, PageAction, Post
 from jaxserve.errors import EngineFailedError, InvalidRequestError
-from jaxserve.link.pages.ends import ExportError, FetchJob, Piece
+from jaxserve.link.pages.ends import FetchJob, PagesError, Piece
 from jaxserve.link.pages.frames import Fetch, pages_digest
-from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
+from jaxserve.link.pages.source import NOTHING_HELD, PagesLoad, PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
@@ -91,9 +93,8 @@ class LinkedHandOffs(HandOffs):
     def load(self) -> PagesLoad | None:
         """Counters of this engine's ends of the link; from any thread."""
         if self.prefill is not None and self._loop.holds is not None:
-            exported = self.prefill.server.counters
-            given = ("transfers", "bytes", "failures", "queued", "registered_bytes")
-            return PagesLoad(**summed([exported], given), expired=self._loop.holds.expired)
+            expired = self._loop.holds.expired
+            return msgspec.structs.replace(self.prefill.server.counters, expired=expired)
         if not self.domains:
             return None
         fetched = [end.client.counters for end in self.domains]
@@ -173,16 +174,16 @@ class LinkedHandOffs(HandOffs):
                 assert self._loop.holds is not None
                 hold = self._loop.holds.of_hand_off(fetch.hand_off)
                 if hold is None:
-                    raise ExportError("the lease is unknown here, or is over")
+                    raise PagesError("the lease is unknown here, or is over")
                 if hold.digest != fetch.digest:
-                    raise ExportError(
+                    raise PagesError(
                         f"digest {fetch.digest} was asked for, {hold.digest} is held", mismatch=True
                     )
                 job = Export(fetch, reply)
                 self._loop.export(fetch.hand_off, fetch.start, fetch.stop, job)
-            except (ExportError, ValueError) as error:
+            except (PagesError, ValueError) as error:
                 mismatch = getattr(error, "mismatch", True)
-                reply.set_exception(ExportError(str(error), mismatch=mismatch))
+                reply.set_exception(PagesError(str(error), mismatch=mismatch))
             return []
 
         self._post(ask)
@@ -241,7 +242,7 @@ class LinkedHandOffs(HandOffs):
                 try:
                     reply.set_result(self.prefill.access.read(run, tokens, fetch.size))
                 except ValueError as error:
-                    reply.set_exception(ExportError(str(error), mismatch=True))
+                    reply.set_exception(PagesError(str(error), mismatch=True))
 
     def close(self) -> None:
         """Ends the links."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
+from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.view import PipelineView
 
 COUNTERS = (
@@ -30,32 +31,6 @@ FETCHED = ("transfers", "bytes", "failures", "corrupt", "queued", "wait_seconds"
 def summed(loads: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
     """The sums of figures over several loads, by name."""
     return {name: sum(getattr(load, name) for load in loads) for name in names}
-
-
-class PagesLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's end of the pages link, since its start.
-
-    Attributes:
-      transfers: hand-offs that came, or were taken, whole.
-      bytes: of these hand-offs.
-      failures: hand-offs that did not come, or could not be given.
-      corrupt: on a domain, pieces whose checksum was wrong, and which were fetched again.
-      queued: hand-offs that have not ended; now.
-      wait_seconds: on a domain, from the order of a hand-off to its last piece, summed.
-      expired: on a prefill worker, leases that ran out.
-      registered_bytes: on a prefill worker, of pieces that wait to be pulled; now.
-      timed_out: on a domain, address of each prefill worker that it leaves alone for a while → why.
-    """
-
-    transfers: int = 0
-    bytes: int = 0
-    failures: int = 0
-    corrupt: int = 0
-    queued: int = 0
-    wait_seconds: float = 0.0
-    expired: int = 0
-    registered_bytes: int = 0
-    timed_out: dict[str, str] = {}
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

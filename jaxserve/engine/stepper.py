@@ -22,7 +22,6 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxserve.clock import AwakeClock
-from jaxserve.engine.interface import PagesLoad
 from jaxserve.engine.loop import (
     Await,
     DropFetch,
@@ -37,7 +36,7 @@ from jaxserve.engine.outputs import StepOutputs, StepResult, step_result
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver, IdleCollection
 from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError, StepLostError
-from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.observe.probe import Measured
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action, ReadPages, WritePages

@@ -11,17 +11,17 @@ for a while (`Breaker`). `server.py` is the other end. Knows nothing of requests
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.bulk import CorruptBulk, HostBuffers
-from jaxserve.link.pages.connection import FetchError, Landing, PagesConnection
-from jaxserve.link.pages.ends import FetchCounters, FetchedPiece, FetchJob
+from jaxserve.link.pages.connection import Landing, PagesConnection
+from jaxserve.link.pages.ends import FetchedPiece, FetchJob, PagesError
 from jaxserve.link.pages.frames import Release, Renew
-from jaxserve.link.pages.source import PagesSource
+from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
 
@@ -100,7 +100,7 @@ class PagesClient:
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._jobs: dict[Hashable, FetchJob] = {}
-        self._transfers = self._bytes = self._failures = self._corrupt = 0
+        self._counts = Counter[str]()
         self._wait_seconds = 0.0
         self._closed = False
 
@@ -143,17 +143,13 @@ class PagesClient:
             job.cancelled = True
 
     @property
-    def counters(self) -> FetchCounters:
-        """Counters since the client was opened. May be read from any thread."""
+    def counters(self) -> PagesLoad:
+        """Work since the client was opened. May be read from any thread."""
         with self._lock:
-            return FetchCounters(
-                transfers=self._transfers,
-                bytes=self._bytes,
-                failures=self._failures,
-                corrupt=self._corrupt,
+            return PagesLoad(
+                **self._counts,
                 queued=len(self._jobs),
                 wait_seconds=self._wait_seconds,
-                connections=sum(peer.connections for peer in self._peers.values()),
                 timed_out={
                     where: each.breaker.why
                     for where, each in self._peers.items()
@@ -186,12 +182,12 @@ class PagesClient:
     def arrived(self, size: int) -> None:
         """Counts a piece that has arrived."""
         with self._lock:
-            self._bytes += size
+            self._counts["bytes"] += size
 
     def corrupt(self, address: str, error: CorruptBulk) -> None:
         """Counts a piece whose checksum is wrong."""
         with self._lock:
-            self._corrupt += 1
+            self._counts["corrupt"] += 1
         logger.warning("pages of %s: %s", address, error)
 
     def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
@@ -199,10 +195,10 @@ class PagesClient:
         with self._lock:
             wanted = self._jobs.pop(job.key, None) is job
             if wanted and failure is None:
-                self._transfers += 1
+                self._counts["transfers"] += 1
                 self._wait_seconds += time.monotonic() - job.queued
             elif wanted:
-                self._failures += 1
+                self._counts["failures"] += 1
         if wanted and failure is not None:
             logger.warning("pages of %s: %s", job.source.address, failure[0])
             job.on_failure(*failure)
@@ -240,11 +236,6 @@ class _Peer:
         with self._changed:
             used = self._queue or self._kept or self._streams
             return bool(used) or time.monotonic() - self._last < IDLE_SECONDS
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections."""
-        return len(self._connections)
 
     def keep(self, hand_off: str) -> None:
         """Renews a lease from now on."""
@@ -346,7 +337,7 @@ class _Peer:
             return connection
         try:
             if self._closing:
-                raise FetchError("the pages link was closed")
+                raise PagesError("the pages link was closed")
             if connection is None or connection.failure is not None:
                 self._drop(connection)
                 connection = None
@@ -356,7 +347,7 @@ class _Peer:
                 self._serve(connection, job)
                 self.breaker.worked()
                 self._client.ended(job, None)
-        except (FetchError, Refusal, AuthenticationError, ConfigError) as error:
+        except (PagesError, Refusal, AuthenticationError, ConfigError) as error:
             self._failed(job, str(error), getattr(error, "mismatch", False))
         except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
             if isinstance(error, CorruptBulk):

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
+from jaxserve.link.pages.ends import PagesError
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines, dial
@@ -29,19 +30,6 @@ logger = logging.getLogger(__name__)
 ASKED_AHEAD = 4
 """Most pieces asked for or not yet written. While one crosses, the prefill worker reads the next
 one and the domain writes the one before."""
-
-
-class FetchError(Exception):
-    """A fetch failed for another reason than its connection.
-
-    Args:
-      text: the reason.
-      mismatch: whether other tokens are held than those wanted.
-    """
-
-    def __init__(self, text: str, *, mismatch: bool = False):
-        super().__init__(text)
-        self.mismatch = mismatch
 
 
 class Landing(Protocol):
@@ -154,7 +142,7 @@ class PagesConnection(Session):
           given_up: returns whether the caller has given up the fetch.
 
         Raises:
-          FetchError: the other end does not hold the range, or cannot send it.
+          PagesError: the other end does not hold the range, or cannot send it.
           CorruptBulk: the checksum of a piece is wrong; the piece was not given to the caller.
           OSError, RuntimeError: the connection was lost.
         """
@@ -165,7 +153,7 @@ class PagesConnection(Session):
             )
         digest = pages_digest(token_ids, self._model, self.cache_format)
         if digest != source.digest or len(token_ids) != source.tokens:
-            raise FetchError(
+            raise PagesError(
                 f"digest {source.digest} of {source.tokens} held tokens is not that of the "
                 f"prompt's first {len(token_ids)}, {digest}",
                 mismatch=True,
@@ -232,7 +220,7 @@ class PagesConnection(Session):
             if given != number:
                 continue
             if isinstance(content, frames.Failed):
-                raise FetchError(content.text, mismatch=content.mismatch)
+                raise PagesError(content.text, mismatch=content.mismatch)
             return content
         raise OSError(self.failure)
 

@@ -1,4 +1,4 @@
-"""Data that passes between an engine and its end of a pages link: orders, pieces and counters.
+"""Data that passes between an engine and its end of a pages link: orders and pieces.
 
 An engine is handed the end of a prefill worker (`server.py`) or of a domain (`client.py`).
 """
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import msgspec
 
 from jaxserve.link.pages.source import PagesSource
 
@@ -17,8 +16,8 @@ Piece = Sequence[jax.Array]
 """The wire arrays of a piece, each on one device."""
 
 
-class ExportError(Exception):
-    """Held pages cannot be handed out.
+class PagesError(Exception):
+    """Held pages cannot be handed out, or fetched, for another reason than the connection.
 
     Args:
       text: the reason.
@@ -28,26 +27,6 @@ class ExportError(Exception):
     def __init__(self, text: str, *, mismatch: bool = False):
         super().__init__(text)
         self.mismatch = mismatch
-
-
-class ExportCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a pages server since its start, and its work in hand.
-
-    Attributes:
-      transfers: pieces that were sent.
-      bytes: bytes of sent pieces, padding included.
-      failures: pieces that were refused or lost.
-      queued: pieces that wait for the engine or for room, or are being sent.
-      registered_bytes: bytes of pieces that are being read or sent.
-      connections: open connections.
-    """
-
-    transfers: int = 0
-    bytes: int = 0
-    failures: int = 0
-    queued: int = 0
-    registered_bytes: int = 0
-    connections: int = 0
 
 
 class FetchedPiece(NamedTuple):
@@ -87,27 +66,3 @@ class FetchJob:
     cancelled: bool = False
     attempts: int = 0
     queued: float = field(default_factory=time.monotonic)
-
-
-class FetchCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a pages client since it was opened, and its work in hand.
-
-    Attributes:
-      transfers: fetches that came whole.
-      bytes: bytes that arrived, padding included.
-      failures: fetches that did not come whole, without cancelled ones.
-      corrupt: pieces whose checksum was wrong.
-      queued: fetches that have not ended.
-      wait_seconds: from the order to the last piece, summed over `transfers`.
-      connections: open connections.
-      timed_out: Address of each prefill worker that is left alone for a while → the timeout.
-    """
-
-    transfers: int = 0
-    bytes: int = 0
-    failures: int = 0
-    corrupt: int = 0
-    queued: int = 0
-    wait_seconds: float = 0.0
-    connections: int = 0
-    timed_out: dict[str, str] = {}

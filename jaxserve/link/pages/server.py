@@ -12,7 +12,7 @@ import logging
 import queue
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import ClassVar, NamedTuple, Protocol
@@ -20,7 +20,8 @@ from typing import ClassVar, NamedTuple, Protocol
 from jaxserve.clock import AwakeClock
 from jaxserve.link.bulk import send_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.ends import ExportCounters, ExportError, Piece
+from jaxserve.link.pages.ends import PagesError, Piece
+from jaxserve.link.pages.source import PagesLoad
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
     LONGEST_TICK_SECONDS,
@@ -47,7 +48,7 @@ class Holder(Protocol):
     """Holder of the pages: the engine. Any thread may call it; no call waits."""
 
     def export(self, fetch: frames.Fetch, reply: "Future[Piece]") -> None:
-        """Reads a piece. The future gets it, perhaps still being computed, or an ExportError."""
+        """Reads a piece. The future gets it, perhaps still being computed, or an PagesError."""
         ...
 
     def renew(self, hand_offs: Sequence[str]) -> None:
@@ -97,8 +98,7 @@ class PagesServer:
         self._listens, self._token = address, token
         self._token_bytes = token_bytes
         self._counting = threading.Lock()
-        self._transfers = self._bytes = self._failures = 0
-        self._queued = 0
+        self._counts = Counter[str]()
         serve, seconds = lambda channel: _Puller(self, channel).live(), deadlines.handshake
         self._listener = Listener("pages", token, serve, most=MOST_CONNECTIONS, seconds=seconds)
 
@@ -108,30 +108,19 @@ class PagesServer:
         return self.address
 
     @property
-    def counters(self) -> ExportCounters:
-        """Counters since the start. May be read from any thread."""
-        return ExportCounters(
-            transfers=self._transfers,
-            bytes=self._bytes,
-            failures=self._failures,
-            queued=self._queued,
-            registered_bytes=self.room.taken,
-            connections=self._listener.count,
-        )
+    def counters(self) -> PagesLoad:
+        """Work since the start, without leases. May be read from any thread."""
+        with self._counting:
+            return PagesLoad(**self._counts, registered_bytes=self.room.taken, timed_out={})
 
     def piece_bytes(self, tokens: int) -> int:
         """Bytes of a piece with this number of tokens."""
         return self._token_bytes * tokens
 
-    def count(
-        self, *, transfers: int = 0, size: int = 0, failures: int = 0, queued: int = 0
-    ) -> None:
-        """Adds to the counters."""
+    def count(self, **more: int) -> None:
+        """Adds to the counters of these names."""
         with self._counting:
-            self._transfers += transfers
-            self._bytes += size
-            self._failures += failures
-            self._queued += queued
+            self._counts.update(more)
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
@@ -222,14 +211,14 @@ class _Puller(ServedSession[frames.Fetch]):
             return None
         if fetch.epoch != server.epoch:
             text = "the lease is of an earlier life of this prefill worker"
-            reply.set_exception(ExportError(text))
+            reply.set_exception(PagesError(text))
         elif self.failure is not None:
-            reply.set_exception(ExportError(self.failure))
+            reply.set_exception(PagesError(self.failure))
         else:
             try:
                 server.holder.export(fetch, reply)
             except Exception as error:  # reported like an error of the read; frees the room
-                reply.set_exception(ExportError(f"{type(error).__name__}: {error}"))
+                reply.set_exception(PagesError(f"{type(error).__name__}: {error}"))
         return _Reading(fetch, size, reply)
 
     def _finish(self, reading: "_Reading") -> None:
@@ -243,8 +232,8 @@ class _Puller(ServedSession[frames.Fetch]):
                 piece,
                 checked=self._server.checksums,
             )
-            self._server.count(transfers=1, size=sent)
-        except ExportError as error:
+            self._server.count(transfers=1, bytes=sent)
+        except PagesError as error:
             self._server.count(failures=1)
             with contextlib.suppress(OSError):
                 self.send(frames.Failed(number, str(error), error.mismatch))
@@ -258,14 +247,14 @@ class _Puller(ServedSession[frames.Fetch]):
             self._server.count(queued=-1)
 
     def _read_piece(self, reading: "_Reading") -> Piece:
-        """Waits for the engine to read a piece; raises ExportError if it does not in time."""
+        """Waits for the engine to read a piece; raises PagesError if it does not in time."""
         clock = AwakeClock(LONGEST_TICK_SECONDS)
         while True:
             try:
                 return reading.reply.result(TICK_SECONDS)
             except TimeoutError:
                 if self.failure is not None or clock.tick() > self._server.deadlines.answer:
-                    raise ExportError("the engine did not answer") from None
+                    raise PagesError("the engine did not answer") from None
 
 
 class _Reading(NamedTuple):

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.interface import DomainLoad, EngineLoad, PagesLoad, WorkerLoad
+from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server import metrics as module

@@ -232,7 +232,7 @@ class TestCorruption:
             assert link.counters.corrupt == 1
             assert (link.counters.transfers, link.counters.failures) == (1, 0)
             assert "tokens 16 to 32 are corrupt: checksum" in caplog.text
-            until(lambda: server.counters.connections == 1)
+            until(lambda: server._listener.count == 1)
 
     def test_without_checksums_nothing_is_compared(self, monkeypatch):
         def nobody(*_):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.link.pages.ends import ExportError, Piece
+from jaxserve.link.pages.ends import PagesError, Piece
 from jaxserve.link.pages.frames import Fetch, pages_digest
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.pages.source import PagesSource
@@ -37,7 +37,7 @@ class ToyHolder:
 
     def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
         if fetch.hand_off == "gone":
-            reply.set_exception(ExportError("it is over"))
+            reply.set_exception(PagesError("it is over"))
             return
 
         def answer() -> None:
