@@ -90,14 +90,13 @@ class Follower:
         self._inbox: queue.SimpleQueue[control.Boundary | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[control.Collect | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._all_joined = threading.Event()
         self._warm_up_begun = threading.Event()
         self._received_failure = threading.Event()
         self._verdict = threading.Event()
         """Set when this process has failed or leaves."""
-        self._closed = False
-        """True once this process is leaving: from then on the stream may end."""
+        self._closed = threading.Event()
+        """Set once this process is leaving: from then on the stream may end."""
         self._broadcaster = Broadcaster(token)
         self._subscription: Subscription | None = None
         self._source, self._source_name = "", ""
@@ -211,14 +210,14 @@ class Follower:
     def ready(self) -> None:
         """Tells the leader that this process is warm."""
         self._ready = True
-        self._wake.set()
+        self._send(self._heartbeat())
 
     @property
     def status(self) -> str:
         """ "starting", "ready", "failed" or "closed", as an engine's."""
         if self.failure is not None:
             return "failed"
-        if self._closed:
+        if self._closed.is_set():
             return "closed"
         return "ready" if self._ready else "starting"
 
@@ -275,10 +274,9 @@ class Follower:
     def close(self, timeout: float = 5.0) -> None:
         """Leaves the deployment; afterwards the leader may end. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
-        self._wake.set()
+            self._closed.set()
         self._verdict.set()
         self._broadcaster.close()
         if self._subscription is not None:
@@ -308,7 +306,7 @@ class Follower:
             problem = f"its connection closed ({error or 'end of file'})"
         except Exception as error:
             problem = f"sent an invalid message: {type(error).__name__}: {error}"
-        if not self._closed:
+        if not self._closed.is_set():
             self._failed(f"{self._leader}: {problem}")
         self._outbox.put(None)
         self._writer.join()
@@ -346,7 +344,7 @@ class Follower:
 
     def _unheard(self, problem: str) -> None:
         """Gives up after the leader has had time to name the process to blame."""
-        if self.failure is not None or self._closed:
+        if self.failure is not None or self._closed.is_set():
             return
         self.fail(problem)
         if not self._verdict.wait(_VERDICT_SECONDS):
@@ -408,17 +406,16 @@ class Follower:
     def _watch(self) -> None:
         """Sends heartbeats and fails when the leader has been silent for too long."""
         tick = min(self._interval, 0.5)
-        sent, told_ready = -self._interval, False
-        while not self._closed:
+        sent = -self._interval
+        while not self._closed.is_set():
             now = self._clock.tick()
-            if now - sent >= self._interval or self._ready != told_ready:
-                sent, told_ready = now, self._ready
+            if now - sent >= self._interval:
+                sent = now
                 self._send(self._heartbeat())
             silent = now - self._last_message
             if silent > self._cluster.silence_seconds(self._ready):
                 self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
-            self._wake.wait(tick)
-            self._wake.clear()
+            self._closed.wait(tick)
 
     def _send(self, message: msgspec.Struct) -> None:
         self._outbox.put(control.encode(message))
@@ -435,7 +432,7 @@ class Follower:
 
     def _failed(self, text: str) -> None:
         with self._lock:
-            if self.failure is not None or self._closed:
+            if self.failure is not None or self._closed.is_set():
                 return
             self.failure = EngineFailedError(text)
         self._inbox.put(None)
