@@ -47,6 +47,14 @@ def listening(host: str, port: int, **options: Any) -> socket.socket:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Returns a port that is free now."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns different ports that are free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with listening(host.strip("[]"), 0, family=family) as probe:
-        return int(probe.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        probes = [
+            stack.enter_context(listening(host.strip("[]"), 0, family=family)) for _ in range(count)
+        ]
+        return [probe.getsockname()[1] for probe in probes]

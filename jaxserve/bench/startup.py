@@ -16,7 +16,8 @@ from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO
-from jaxserve.bench.workers import BenchError, end, prepare
+from jaxserve.bench.workers import BenchError, end
+from jaxserve.commands.children import started
 
 COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
 _SECONDS = 900.0
@@ -57,14 +58,8 @@ def start(cache: str) -> dict[str, float]:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
+    process = started(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     late = threading.Timer(_SECONDS, end, [process])
     late.start()

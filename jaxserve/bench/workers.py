@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.commands.children import ending_with_parent
+from jaxserve.commands.children import started
 from jaxserve.errors import JaxserveError
 
 _LOOK_SECONDS = 0.05
@@ -83,14 +83,13 @@ def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
         processes = []
         for worker, result, output in zip(workers, results, outputs, strict=True):
             with output.open("wb") as target:
-                process = subprocess.Popen(
+                process = started(
                     worker.command(str(result)),
+                    core=worker.core,
                     env=worker.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=target,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=prepare(worker.core),  # noqa: PLW1509  (no thread runs here)
                 )
             stack.callback(end, process)
             processes.append(process)
@@ -171,19 +170,6 @@ def end(process: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def prepare(core: int | None = None) -> Callable[[], None]:
-    """Returns what a child runs before exec: pins it to its core, and has it die with its
-    parent."""
-    end_with_parent = ending_with_parent(signal.SIGKILL)
-
-    def run() -> None:
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-        end_with_parent()
-
-    return run
 
 
 def two_cores(bench: str) -> list[int]:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.bench.workers import BenchError, prepare
+from jaxserve.bench.workers import BenchError
 from jaxserve.chaos.proxy import Proxy
+from jaxserve.commands.children import started
 
-"""Starts the processes of a deployment on this host; exists in a source tree only."""
 FACE, FIRST_FACE, FIRST_LINK = "jaxserve.server.face", 1000, 2000
 """Mark in the command line of a face process, and first numbers of faces and of links: the launcher
 gives smaller ones."""
@@ -102,14 +102,12 @@ class Deployment:
             raise BenchError(f"the folder for logs: {error}") from error
         self._offsets: dict[Path, int] = {}
         self._rest: dict[Path, bytes] = {}
-        self._launcher = subprocess.Popen(
+        self._launcher = started(
             [sys.executable, "-m", "jaxserve.launch.local", "--logs", str(self._logs), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C reaches this process alone
-            preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
         )
         self._readers = [
             threading.Thread(target=each, daemon=True) for each in (self._read, self._tail)

@@ -16,15 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from jaxserve.commands.children import ending_with_parent
+from jaxserve.commands.children import started
 from jaxserve.commands.cores import bind
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
-from jaxserve.ports import free_port
+from jaxserve.ports import free_ports
 
 LAST_WORDS_SECONDS = 120.0
 """For the others to end after the first has: the leader says why first."""
@@ -53,26 +54,32 @@ def run_processes(
             f"--host-processes {process.host_processes}: a router, and a worker over "
             f"link.transport = {deployment.link.transport}, has one process"
         )
-    environment = dict(os.environ)
-    if process.processes == 1:
-        ports: set[int] = set()
-        while len(ports) < 2:
-            ports.add(free_port())
-        coordinator, control = (f"127.0.0.1:{port}" for port in ports)
-        process = msgspec.structs.replace(process, coordinator=coordinator, control_address=control)
-        environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-u", "-m", "jaxserve.serve", *given],
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone
-            preexec_fn=ending_with_parent(signal.SIGTERM),  # noqa: PLW1509  (no thread runs here)
-        )
-        for given in commands(process, arguments)
-    ]
+    children = start(process, "jaxserve.serve", arguments)
     for number, child in enumerate(children):
         bind(child.pid, number, len(children))
     return _watch(children)
+
+
+def start(
+    process: ProcessArguments, module: str, arguments: Sequence[str], **options: Any
+) -> list[subprocess.Popen[bytes]]:
+    """Starts a module once for each process of this host. Those of a host on its own find each
+    other on loopback, by a secret of their own.
+
+    Args:
+      arguments: command-line arguments of this command.
+      options: of `subprocess.Popen`.
+    """
+    environment = dict(os.environ)
+    if process.processes == 1:
+        coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
+        process = msgspec.structs.replace(process, coordinator=coordinator, control_address=control)
+        environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
+    python = [sys.executable, "-u", "-m", module]
+    return [
+        started([*python, *given], signal.SIGTERM, env=environment, **options)
+        for given in commands(process, arguments)
+    ]
 
 
 def commands(process: ProcessArguments, arguments: Sequence[str]) -> list[list[str]]:

@@ -1,7 +1,6 @@
 """Processes that a preflight starts for checks on devices, each with a deadline."""
 
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -12,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.workers import end, prepare
-from jaxserve.commands.host import commands
-from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
-from jaxserve.ports import free_port
+from jaxserve.bench.workers import end
+from jaxserve.commands.children import started
+from jaxserve.commands.host import start
+from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 
 WORKER = "jaxserve.preflight.worker"
@@ -36,14 +35,12 @@ class Child:
     ):
         self.output = folder / f"output-{time.monotonic_ns()}.txt"
         with self.output.open("wb") as target:
-            self._process = subprocess.Popen(
+            self._process = started(
                 [sys.executable, *arguments],
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
             )
 
     def wait(self, seconds: float, until: Path | None = None) -> int | None:
@@ -75,21 +72,7 @@ class Child:
 def run_on_devices(process: ProcessArguments, given: Sequence[str]) -> int:
     """Runs the processes of `--host-processes`, each a preflight of its own; returns the largest
     exit code."""
-    environment = dict(os.environ)
-    if process.processes == 1:
-        first, second = free_port(), free_port()
-        process = msgspec.structs.replace(
-            process, coordinator=f"127.0.0.1:{first}", control_address=f"127.0.0.1:{second}"
-        )
-        environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "jaxserve.preflight", *words],
-            env=environment,
-            preexec_fn=prepare(),  # noqa: PLW1509  (no thread runs here)
-        )
-        for words in commands(process, given)
-    ]
+    children = start(process, "jaxserve.preflight", given, start_new_session=False)
     return max(child.wait() for child in children)
 
 

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from jaxserve.commands.children import ending_with_parent
+from jaxserve.commands.children import started
 
 STOP_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL for a process that should have ended already."""
@@ -35,41 +35,22 @@ def start(
     """
     with contextlib.ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
-        child = subprocess.Popen(
+        cores = sorted(os.sched_getaffinity(0)) if pin else []
+        child = started(
             command,
+            signal.SIGTERM,
+            core=cores[process % len(cores)] if cores else None,
+            nicer=nicer,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file or subprocess.PIPE,
             stderr=file or subprocess.PIPE,
-            # A Ctrl-C reaches only the launcher, which decides which processes to signal.
-            start_new_session=True,
-            # `prepare` makes only system calls, so locks of printing threads do no harm.
-            preexec_fn=_prepare(process, pin, nicer),  # noqa: PLW1509
         )
     for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
         if source is not None:
             copying = (process, source, target.buffer)
             threading.Thread(target=_copy, args=copying, daemon=True).start()
     return child
-
-
-def _prepare(process: int, pin: bool, nicer: int) -> Callable[[], None]:
-    """Returns what a child runs before `exec`: it binds the process to a core, sets its niceness,
-    and lets it end with this launcher."""
-    cores = sorted(os.sched_getaffinity(0)) if pin else []
-    end_with_launcher = ending_with_parent(signal.SIGTERM)
-
-    def prepare() -> None:
-        if pin:
-            os.sched_setaffinity(0, {cores[process % len(cores)]})
-        if nicer:
-            os.nice(nicer)
-            # With autogrouping, sessions share cores regardless of niceness (sched(7)).
-            with contextlib.suppress(OSError):
-                Path("/proc/self/autogroup").write_text(f"{nicer}")
-        end_with_launcher()
-
-    return prepare
 
 
 _printing = threading.Lock()

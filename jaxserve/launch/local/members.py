@@ -5,8 +5,6 @@ by the launcher's command.
 """
 
 import argparse
-import contextlib
-import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ from jaxserve.config.command_line import add_deployment_arguments, read_deployme
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
+from jaxserve.ports import free_ports
 
 
 class Member(NamedTuple):
@@ -153,15 +152,6 @@ def with_peers(workers: Sequence[Member]) -> list[Member]:
 
 def _set(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different free ports of the loopback interface."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def deployment_for(forwarded: Sequence[str]) -> Deployment:
