@@ -1,6 +1,6 @@
-"""`python -m jaxserve.convert SRC DST [--weights fp8|int8|int4|bf16]`: a Hugging Face folder
-becomes a checkpoint of Orbax arrays, which every layout restores from. `--verify DST` checks one,
-or the weight files of any other folder.
+"""`python -m jaxserve.convert SRC DST [--weights fp8|int8|int4|mxfp4|bf16]`: a Hugging Face
+folder becomes a checkpoint of Orbax arrays, which every layout restores from. `--verify DST` checks
+one, or the weight files of any other folder.
 `--weights int8 --calibrate TEXT` quantises by SmoothQuant and GPTQ on a text (xDeepServe §4.7), and
 so does `int4`, for FFNs alone. `--int8-products DST --calibrate TEXT` measures which layers bear
 attention in INT8, and writes the list that `attention.int8_products: auto` reads.
@@ -30,7 +30,7 @@ from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import ProductLoss, measure
 from jaxserve.checkpoint.verification import verify
-from jaxserve.config.formats import sharing
+from jaxserve.config.formats import group_of, sharing
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("target", nargs="?", metavar="DST", help="where to: a folder")
     made.add_argument(
         "--weights",
-        choices=["fp8", "int8", "int4", "bf16"],
-        help="format of the matrices (FP8 blocks stay blocks in fp8; int4: those of FFNs, "
+        choices=["fp8", "int8", "int4", "mxfp4", "bf16"],
+        help="format of the matrices (FP8 blocks stay blocks in fp8; int4, mxfp4: those of FFNs, "
         "attention stays in floats); as they are if not given",
     )
     made.add_argument(
@@ -159,7 +159,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.error(f"DST {options.target}: a conversion is written to a folder; copy it afterwards")
     if options.calibrate is not None and not conversion.rounded_to(options.weights, GROUP):
         made.error(f"--calibrate needs --weights int8 or int4, and not {options.weights}")
-    if options.group is not None and sharing(options.weights or "") != "group":
+    weights = options.weights or ""
+    if options.group is not None and (sharing(weights) != "group" or group_of(weights)):
         made.error(f"--group needs --weights int4, and not {options.weights}")
     options.group = options.group or GROUP
     return options

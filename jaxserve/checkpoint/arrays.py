@@ -359,9 +359,8 @@ def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Arr
     """Returns a compiled function that quantises a whole matrix on the devices to values and
     scales."""
     block = block_of(values.shape, scales.shape)
-    kind: WeightFormat = "fp8" if block == (1, 0) else "fp8_block"
-    if values.dtype in (jnp.int8, jnp.int4):
-        kind = "int8" if values.dtype == jnp.int8 else "int4"
+    kinds: dict[str, WeightFormat] = {"int8": "int8", "int4": "int4", "float4_e2m1fn": "mxfp4"}
+    kind = kinds.get(values.dtype.name, "fp8" if block == (1, 0) else "fp8_block")
 
     def quantise(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         quantised = quantize_weight(matrix, kind, block)

@@ -56,7 +56,7 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.checkpoint.verification import changed, damaged, digest_of
-from jaxserve.config.formats import FORMATS, sharing
+from jaxserve.config.formats import FORMATS, group_of, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
@@ -69,7 +69,7 @@ from pallas_kernels.quantize import in_bytes
 
 logger = logging.getLogger(__name__)
 
-TargetFormat = Literal["bf16", "fp8", "int8", "int4"]
+TargetFormat = Literal["bf16", "fp8", "int8", "int4", "mxfp4"]
 
 COPIED = (
     "*config*.json",
@@ -127,8 +127,8 @@ def convert(
       source: a Hugging Face folder, or its URL.
       target: folder for the result: missing, empty, or left by an interrupted run.
       weights: format of the matrices: 16-bit floats, or 8 bits with a scale per output channel
-        (FP8 blocks stay blocks), or INT4 in groups for FFNs, where attention stays in floats; None:
-        as in the source.
+        (FP8 blocks stay blocks), or 4 bits in groups for FFNs, where attention stays in floats;
+        None: as in the source.
       group: columns that share a scale in INT4.
       calibration: text; the matrices become INT8 by SmoothQuant and GPTQ, those of FFNs INT4, and
         `calibration.json` records the method and its errors. Needs `weights` that it can make.
@@ -158,7 +158,7 @@ def convert(
         checkpoint = HFCheckpoint(source, names)
     checkpoint.on_read = on_read
     dtype = _dtype(checkpoint, names, weights)
-    # For INT4 the configuration says what is in groups, and of which size.
+    # For 4 bits the configuration says what is in groups, and of which size.
     wanted = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8"}.get(weights or "", "auto")
     digest = "" if calibration is None else _calibration_digest(calibration)
     stored = config.stored if wanted == "auto" else weight_format(wanted, config, "experts")
@@ -219,7 +219,8 @@ def _read(
     config, names = read_config(source, ignored, modules)
     if weights is None or sharing(weights) != "group":
         return config, names
-    if sharing(config.stored) == "group":
+    group = group_of(weights) or group
+    if config.stored == weights:
         if config.int4.group != group:
             raise CheckpointError(
                 f"{source} is in INT4 already, in groups of {config.int4.group}, and not {group}"
@@ -390,7 +391,7 @@ class _Calibrated:
     def _written(self, name: str) -> dict[str, np.ndarray]:
         folder = self._target / BLOCKS / name
         return {
-            leaf: read_array(open_array(folder / leaf, entry.int4))
+            leaf: read_array(open_array(folder / leaf, entry.packed))
             for leaf, entry in self._records[name].items()
         }
 
@@ -420,8 +421,8 @@ def _write(
         leaf: StoredLeaf(array.shape, str(array.dtype), checksum(np.asarray(array)))
         for leaf, array in leaves.items()
     }
-    # Zarr keeps a byte for each INT4 value, and two fit.
-    leaves = {n: in_bytes(a) if a.dtype == jax.numpy.int4 else a for n, a in leaves.items()}
+    # Zarr keeps a byte for each 4-bit value, and two fit.
+    leaves = {n: in_bytes(a) if record[n].packed else a for n, a in leaves.items()}
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     arguments = ocp.args.PyTreeSave(
         leaves,

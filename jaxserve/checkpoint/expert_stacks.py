@@ -23,6 +23,8 @@ from jaxserve.checkpoint.tensors import Tensor
 
 GROUP = 32
 """Numbers along d_in that share a scale in MXFP4."""
+MXFP4 = "MXFP4"
+"""Kind of a stack in MXFP4, beside safetensors' names of dtypes."""
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -35,15 +37,16 @@ class ExpertStack(NamedTuple):
 
     path: Path
     kind: str
-    """Dtype that represents the numbers exactly, by its safetensors name."""
+    """Dtype of floats by its safetensors name, or `MXFP4`."""
     shape: Shape
     """[experts, d_out, d_in]."""
     values: Tensor
+    """Floats [experts, d_in, d_out], or bytes of MXFP4 values [experts, d_out, d_in / 2]."""
     scales: Tensor | None = None
-    """Scales of MXFP4 values; None: the values are floats, each matrix transposed."""
+    """Scales of MXFP4 values [experts, d_out, d_in / 32]; None: floats."""
 
     def read(self, region: Region, on_read: Callable[[int], None]) -> None:
-        """Fills a region, whose rows lie a whole number of matrix rows apart.
+        """Fills a region with floats. Its rows lie a whole number of matrix rows apart.
 
         Raises:
           CheckpointError: a file is missing or has become shorter.
@@ -95,9 +98,9 @@ def join_stacks(
         elif blocks := joined.get(f"{name}_blocks"):
             grid = experts, d_out, -(-d_in // GROUP)
             wanted = {f"{name}_blocks": (*grid, GROUP // 2), f"{name}_scales": grid}
-            stack = ExpertStack(
-                blocks.path, "BF16", shape, blocks, joined.get(f"{name}_scales", blocks)
-            )
+            packed = blocks._replace(shape=(experts, d_out, d_in // 2))
+            scales = joined.get(f"{name}_scales", blocks)
+            stack = ExpertStack(blocks.path, MXFP4, shape, packed, scales)
         else:
             continue  # `hf.py` says that it is missing
         for part, size in wanted.items():

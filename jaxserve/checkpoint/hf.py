@@ -11,8 +11,9 @@ wants quantised, but the files hold as floats or in another of the Hub's formats
 quantised on the devices.
 """
 
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -30,7 +31,7 @@ from jaxserve.checkpoint.arrays import (
     read_leaf,
     refuse,
 )
-from jaxserve.checkpoint.expert_stacks import ExpertStack, join_stacks
+from jaxserve.checkpoint.expert_stacks import GROUP, MXFP4, ExpertStack, join_stacks
 from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
@@ -41,6 +42,7 @@ from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder
+from pallas_kernels.quantize import from_bytes
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
@@ -108,6 +110,8 @@ class HFCheckpoint(BlockReader):
         block = block_of(values.shape, scales.shape)
         tensors = {name: self._tensors[name] for source in sources for name in source.all_names}
         kinds = {tensor.kind for tensor in tensors.values()}
+        if values.dtype == jnp.float4_e2m1fn and kinds == {MXFP4}:
+            return self._mxfp4(sources, values, scales)
         if values.dtype == jnp.int4 or block == (1, 0):
             if kept := self._kept(sources, tensors, block[1], values, scales, *zeros):
                 return kept
@@ -116,7 +120,7 @@ class HFCheckpoint(BlockReader):
             of_scales = read_leaf(grids, scales, self.on_read, empty=1.0)
             return self._array(sources, values, self._tensors), of_scales
         # All other kinds of numbers would lose bits in BF16.
-        floats = jnp.bfloat16 if kinds == {"BF16"} else jnp.float32
+        floats = jnp.bfloat16 if kinds <= {"BF16", MXFP4} else jnp.float32
         return quantised_here((values, scales, *zeros), floats, sources, self._plain)
 
     def _kept(
@@ -141,6 +145,23 @@ class HFCheckpoint(BlockReader):
             seen = [s._replace(shapes=tuple(read[n].shape for n in s.names)) for s in sources]
             made.append(self._array(seen, leaf, read, empty=float(place == 1)))
         return tuple(made)
+
+    def _mxfp4(
+        self, sources: Sequence[Source], values: Leaf, scales: Leaf
+    ) -> tuple[jax.Array, jax.Array]:
+        """Values and scales of matrices that the files store in MXFP4, unpacked on the devices."""
+        names = {name for source in sources for name in source.all_names}
+
+        def made(leaf: Leaf, part: str, columns: int, size: int, empty: float) -> jax.Array:
+            tensors = {name: getattr(self._tensors[name], part) for name in names}
+            packed = leaf._replace(shape=(*leaf.shape[:-1], size)).of(jnp.uint8)
+            of = [source.per(columns) for source in sources]
+            return _unpacker(leaf)(self._array(of, packed, tensors, empty=empty))
+
+        return (
+            made(values, "values", 2, values.shape[-1] // 2, 0.0),
+            made(scales, "scales", GROUP, scales.shape[-1], 127.0),  # 2^0
+        )
 
     def _array(
         self,
@@ -209,6 +230,13 @@ class HFCheckpoint(BlockReader):
         return grids
 
 
+@functools.lru_cache(maxsize=256)
+def _unpacker(leaf: Leaf) -> Callable[[jax.Array], jax.Array]:
+    """Returns a compiled function that makes the leaf of its bytes."""
+    like = jax.ShapeDtypeStruct(leaf.full_shape, leaf.dtype)
+    return jax.jit(lambda packed: from_bytes(packed, like), out_shardings=leaf.sharding)
+
+
 def _packing(folder: Path) -> Packing | None:
     """How the folder's matrices are packed, by its config.json (checked earlier by
     `read_config`)."""
@@ -269,12 +297,12 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
     missing = expected.keys() - present - listing.lost
     problems += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
     problems += [f"unexpected {name}" for name in sorted(present - known.keys())]
-    wrong = []
+    wrong, kinds = [], (*READABLE, MXFP4)
     for name in present & known.keys():
         tensor = tensors[name]
         if tensor.shape != known[name]:
             wrong.append(f"{name} is {list(tensor.shape)}, not {list(known[name])}")
-        elif isinstance(tensor, PackedTensor) or tensor.kind in READABLE or name in blocked:
+        elif isinstance(tensor, PackedTensor) or tensor.kind in kinds or name in blocked:
             continue
         else:
             wrong.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")

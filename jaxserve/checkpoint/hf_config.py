@@ -23,7 +23,7 @@ from jaxserve.checkpoint.quantization_config import (
 )
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import DTYPES, READABLE, Tensor, list_tensors
-from jaxserve.config.formats import FORMATS, Floats, StoredFormat, sharing
+from jaxserve.config.formats import FORMATS, Floats, StoredFormat, group_of, sharing
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
@@ -91,9 +91,10 @@ def read_config(
     tensors, _ = join_stacks(_listed(path.parent), names)
     if config.stored != "plain":
         packing, groups = packing_of(tree), sharing(config.stored) == "group"
+        own = Int4(group_of(config.stored) or config.int4.group)
         config = msgspec.structs.replace(
             config,
-            int4=int4_of(packing) if packing and groups else config.int4,
+            int4=int4_of(packing) if packing and groups else own,
             plain_parts=_plain_parts(tensors, names, config.stored, packing),
         )
     made: frozenset[str] = frozenset()  # leaves that are dequantised if not stored as floats
@@ -136,24 +137,26 @@ def _plain_parts(
     packing: Packing | None,
 ) -> frozenset[MatrixPart]:
     """Returns the parts of a layer with at least one matrix that the files keep as floats, or in a
-    format other than `stored`. Head gates and per-head matrices of latents always stay floats and
-    do not count."""
+    format other than `stored`; only stacks of experts are in MXFP4. Biases, head gates and per-head
+    matrices of latents always stay floats and do not count."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     sources = [
         (known[part], source)
         for table in (*names.attention, *names.ffn)
         for leaf, source in table.items()
         if (part := leaf.partition(".")[0]) in known
-        if source.view is None and leaf != "attention.gate"
+        if source.view is None and leaf != "attention.gate" and not leaf.endswith("bias")
     ]
     tensors: Mapping[str, Tensor | PackedTensor] = there
     if packing and packing.own_numbers:
         matrices = {name: shape for _, s in sources for name, shape in s.tensors.items()}
         tensors = join_parts(there, matrices, packing)[0]
+    only_stacks = group_of(stored) > 0
     return frozenset(
         part
         for part, source in sources
-        if any(
+        if (only_stacks and not source.expert_stack)
+        or any(
             len(shape) > 1 and name in tensors and not _is_kept(tensors[name], stored, packing)
             for name, shape in source.tensors.items()
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.checkpoint.stored_array import PACKED, Packed
 from jaxserve.config.formats import StoredFormat
 from jaxserve.config.model import Int4, MatrixPart
 from jaxserve.errors import CheckpointError
@@ -32,9 +33,9 @@ class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str
 
     @property
-    def int4(self) -> tuple[int, ...]:
-        """The shape if the dtype is INT4, else empty."""
-        return self.shape if self.dtype == "int4" else ()
+    def packed(self) -> Packed | None:
+        """Dtype and shape of an array that files hold as bytes."""
+        return Packed(self.dtype, self.shape) if self.dtype in PACKED else None
 
 
 class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,7 +51,7 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     calibration: str = ""
     """Digest of the text and settings of the calibration; empty: not calibrated."""
     int4: Int4 | None = None
-    """Group size and zero points of INT4 matrices; None: no matrix is INT4."""
+    """Group size and zero points of matrices in 4 bits; None: no matrix has 4."""
     plain_parts: tuple[MatrixPart, ...] = ()
     """Parts of layers whose matrices stay in `dtype` and are not quantised."""
 

@@ -109,9 +109,9 @@ def _blocks(inner: Entries) -> Quantisation:
 
 
 def _mxfp4(inner: Entries) -> Quantisation:
-    """gpt-oss's experts, which become floats: BF16 represents them exactly (`expert_stacks.py`)."""
+    """gpt-oss's experts (`expert_stacks.py`)."""
     inner.meaningless("modules_to_not_convert", "dequantize")
-    return Quantisation("plain")
+    return Quantisation("mxfp4")
 
 
 PROVENANCE = (

@@ -40,6 +40,16 @@ class Source(NamedTuple):
     expert_stack: bool = False
     """Whether a tensor has the matrices of all experts, in a layout of `expert_stacks.py`."""
 
+    def per(self, columns: int) -> "Source":
+        """The source of an array with one number for every `columns` columns of these tensors."""
+        shapes = tuple((*shape[:-1], shape[-1] // columns) for shape in self.shapes)
+        if (view := self.view) is None:
+            return self._replace(shapes=shapes)
+        last = columns if view.axis == len(view.shape) - 1 else 1
+        shape = (*view.shape[:-1], view.shape[-1] // columns)
+        cut = View(shape, view.axis, view.start // last, view.stop // last)
+        return self._replace(shapes=shapes, view=cut)
+
     @property
     def entries(self) -> int:
         """Entries of the first axis that come from the tensors."""

@@ -40,6 +40,7 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.checkpoint.stored_array import (
     Dequantised,
+    Packed,
     Spread,
     StoredArray,
     check_array,
@@ -223,8 +224,8 @@ def open_blocks(
     with ThreadPoolExecutor(_OPENED_AT_ONCE, "jaxserve-open") as pool:
         places = [(name, leaf) for name in known for leaf in manifest.blocks[name]]
         paths = [folder / BLOCKS / name / leaf for name, leaf in places]
-        int4 = [manifest.blocks[name][leaf].int4 for name, leaf in places]
-        found = dict(zip(places, pool.map(_opened, paths, int4), strict=True))
+        packed = [manifest.blocks[name][leaf].packed for name, leaf in places]
+        found = dict(zip(places, pool.map(_opened, paths, packed), strict=True))
     for name in known:
         stored = manifest.blocks[name]
         arrays[name] = {}
@@ -243,9 +244,9 @@ def open_blocks(
     return arrays, problems
 
 
-def _opened(path: Path, int4: tuple[int, ...]) -> StoredArray | CheckpointError:
+def _opened(path: Path, packed: Packed | None) -> StoredArray | CheckpointError:
     try:
-        return open_array(path, int4)
+        return open_array(path, packed)
     except CheckpointError as error:
         return error
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # names of dtypes
 import numpy as np
 import tensorstore
 
@@ -25,22 +25,38 @@ _CONTEXT = tensorstore.Context(
 )
 
 
+PACKED = {"int4": 2, "float4_e2m1fn": 2, "float8_e8m0fnu": 1}
+"""Dtypes that files hold as bytes, and the neighbours in a byte, low bits first."""
+
+
+class Packed(NamedTuple):
+    """Dtype and shape of an array that files hold as bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of the bytes."""
+        *outer, columns = self.shape
+        return (*outer, -(-columns // PACKED[self.dtype]))
+
+
 class StoredArray(NamedTuple):
     """An array on disk, whole and unpadded."""
 
     path: Path
     store: tensorstore.TensorStore
-    int4: tuple[int, ...] = ()
-    """Shape of an INT4 array, which is stored with two neighbours per byte, low bits first; empty:
-    another dtype."""
+    packed: Packed | None = None
+    """What the bytes of `store` are; None: numbers of its dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.int4 or tuple(self.store.shape)
+        return self.packed.shape if self.packed else tuple(self.store.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(ml_dtypes.int4 if self.int4 else self.store.dtype.numpy_dtype)
+        return np.dtype(self.packed.dtype if self.packed else self.store.dtype.numpy_dtype)
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +69,8 @@ class StoredArray(NamedTuple):
             return 0
         part = self.store[tuple(slice(low, high) for low, high in spans)]
         inside = target[tuple(slice(high - low) for low, high in spans)]
-        if self.int4:
-            return self._read_int4(spans, inside)
+        if self.packed:
+            return self._read_packed(spans, inside)
         destination = tensorstore.array(inside, context=_CONTEXT, copy=False, write=True)
         if part.dtype != destination.dtype:
             part = part.astype(destination.dtype)
@@ -67,16 +83,19 @@ class StoredArray(NamedTuple):
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
         return part.size * self.dtype.itemsize
 
-    def _read_int4(self, spans: Ranges, target: np.ndarray) -> int:
-        """Reads and unpacks an INT4 part; `spans` lie within the array. Returns bytes read."""
-        low, high = spans[-1]
-        whole = [*spans[:-1], (low // 2, -(-high // 2))]
-        packed = np.empty([stop - start for start, stop in whole], np.uint8)
-        read = self._replace(int4=()).read_into(tuple(whole), packed)
-        both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-        first = low - 2 * whole[-1][0]
-        signed = (both[..., first : first + high - low] ^ 8).astype(np.int8) - np.int8(8)
-        target[...] = signed.astype(target.dtype)
+    def _read_packed(self, spans: Ranges, target: np.ndarray) -> int:
+        """Reads and unpacks a part; `spans` lie within the array. Returns bytes read."""
+        (low, high), each = spans[-1], PACKED[self.dtype.name]
+        whole = [*spans[:-1], (low // each, -(-high // each))]
+        found: np.ndarray = np.empty([stop - start for start, stop in whole], np.uint8)
+        read = self._replace(packed=None).read_into(tuple(whole), found)
+        if each == 2:
+            both = np.stack([found & 15, found >> 4], axis=-1).reshape(*found.shape[:-1], -1)
+            first = low - 2 * whole[-1][0]
+            found = both[..., first : first + high - low]
+        if self.dtype.kind == "i":
+            found = (found ^ np.uint8(8)) - np.uint8(8)  # the sign
+        target[...] = found.view(self.dtype).astype(target.dtype)
         return read
 
 
@@ -100,7 +119,10 @@ def with_parts(own: StoredArray, other: StoredArray, pieces: int, axis: int) -> 
     cuts = [other.store[(slice(None),) * axis + (slice(at, at + size),)] for at in starts]
     stacked = tensorstore.stack([cut.translate_to[(0,) * cut.rank] for cut in cuts])
     store = tensorstore.concat([own.store, stacked], axis=0)
-    return own._replace(store=store, int4=own.int4 and (store.shape[0], *own.int4[1:]))
+    packed = own.packed
+    if packed is not None:
+        packed = packed._replace(shape=(store.shape[0], *packed.shape[1:]))
+    return own._replace(store=store, packed=packed)
 
 
 class Spread(NamedTuple):
@@ -161,14 +183,14 @@ class Dequantised(NamedTuple):
         return read
 
 
-def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
+def open_array(path: Path, packed: Packed | None = None) -> StoredArray:
     """Opens the array in a folder without reading its chunks.
 
     Args:
-      int4: see `StoredArray.int4`.
+      packed: see `StoredArray.packed`.
 
     Raises:
-      CheckpointError: the folder has no readable Zarr 3 array, or none of shape `int4`.
+      CheckpointError: the folder has no readable Zarr 3 array, or none of the bytes of `packed`.
     """
     store = array_store(path)
     spec = {
@@ -188,12 +210,11 @@ def open_array(path: Path, int4: tuple[int, ...] = ()) -> StoredArray:
         raise CheckpointError(f"{path}: no answer within {ANSWER_SECONDS:g} s") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: no array that can be read: {error}") from None
-    packed = (*int4[:-1], -(-int4[-1] // 2)) if int4 else ()
-    if int4 and (array.store.dtype != tensorstore.uint8 or tuple(array.store.shape) != packed):
-        raise CheckpointError(
-            f"{path} is {array.store.dtype.name}{list(array.store.shape)}, no INT4 {int4}"
-        )
-    return array._replace(int4=int4)
+    found = array.store.dtype.name, tuple(array.store.shape)
+    if packed and found != ("uint8", packed.stored):
+        name = packed.dtype.upper()
+        raise CheckpointError(f"{path} is {found[0]}{list(found[1])}, no {name} {packed.shape}")
+    return array._replace(packed=packed)
 
 
 def read_array(array: StoredArray) -> np.ndarray:

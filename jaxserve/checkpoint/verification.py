@@ -50,7 +50,7 @@ def damaged(folder: Path, blocks: Mapping[str, Mapping[str, StoredLeaf]]) -> Ite
     for name, record in blocks.items():
         for leaf, entry in record.items():
             try:
-                array = open_array(folder / BLOCKS / name / leaf, entry.int4)
+                array = open_array(folder / BLOCKS / name / leaf, entry.packed)
                 if array.shape != entry.shape or str(array.dtype) != entry.dtype:
                     yield f"{name}: {leaf} is {array.dtype}{list(array.shape)}"
                 else:

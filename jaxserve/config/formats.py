@@ -8,10 +8,10 @@ from typing import Literal, TypeGuard
 
 import msgspec
 
-FormatName = Literal["float32", "bfloat16", "fp8", "fp8_block", "int8", "int4"]
+FormatName = Literal["float32", "bfloat16", "fp8", "fp8_block", "int8", "int4", "mxfp4"]
 AskedFormat = FormatName | Literal["auto"]
 Floats = Literal["float32", "bfloat16"]
-StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4"]
+StoredFormat = Literal["plain", "fp8", "fp8_block", "int8", "int4", "mxfp4"]
 """Formats of matrices in checkpoints and on devices; `plain`: floats."""
 
 
@@ -27,25 +27,29 @@ class NumberFormat(msgspec.Struct, frozen=True):
         block or a group of a matrix, a token and head of the cache. Other uses are not offered.
         Uses are `weights` (of a role), `stored` (matrices in checkpoints and on devices),
         `dispatch`, `combine` and `cache`.
-      scale_dtype: JAX's name of the dtype of scales (`float8_e8m0fnu` in microscaling formats).
+      group: columns that share a scale, where no file or option may choose another number; else 0.
+      scale_bytes: bytes of a scale; 1: a power of two (ue8m0).
     """
 
     bits: int
     dtype: str
     products: str
     scales: dict[str, str]
-    scale_dtype: str = "float32"
+    group: int = 0
+    scale_bytes: int = 4
 
 
 _PLAIN = {"weights": "", "dispatch": "", "cache": ""}
 _FP8 = {"weights": "channel", "stored": "channel", "dispatch": "row", "cache": "token"}
+_GROUPS = {"weights": "group", "stored": "group"}
 FORMATS = {
     "float32": NumberFormat(32, "float32", "float32", _PLAIN),
     "bfloat16": NumberFormat(16, "bfloat16", "bfloat16", _PLAIN),
     "fp8": NumberFormat(8, "float8_e4m3fn", "fp8", _FP8),
     "fp8_block": NumberFormat(8, "float8_e4m3fn", "fp8", {"stored": "block"}),
     "int8": NumberFormat(8, "int8", "int8", _FP8 | {"combine": "row"}),
-    "int4": NumberFormat(4, "int4", "int8", {"weights": "group", "stored": "group"}),
+    "int4": NumberFormat(4, "int4", "int8", _GROUPS),
+    "mxfp4": NumberFormat(4, "float4_e2m1fn", "mxfp4", _GROUPS, group=32, scale_bytes=1),
 }
 
 
@@ -57,6 +61,11 @@ def choices(use: str) -> list[str]:
 def sharing(name: str) -> str:
     """Returns what shares a scale of a stored matrix: channel, block or group; empty: nothing."""
     return FORMATS[name].scales.get("stored", "") if name in FORMATS else ""
+
+
+def group_of(name: str) -> int:
+    """Returns `NumberFormat.group` of a stored matrix; 0 for a name of no format."""
+    return FORMATS[name].group if name in FORMATS else 0
 
 
 def scaled(name: str) -> TypeGuard[StoredFormat]:

@@ -212,7 +212,7 @@ class LayerKind(NamedTuple):
 
 
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How INT4 matrices are scaled."""
+    """How matrices in 4 bits are scaled."""
 
     group: int = 128
     """Inputs that share a scale."""
@@ -239,10 +239,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tied_head: bool = False
     stored: StoredFormat = "plain"
     """How the checkpoint stores its matrices: `plain` floats, or 8 or 4 bits. `fp8_block` has a
-    scale per block of 128 × 128; `fp8` and `int8` a scale per output channel; `int4` as `int4`
-    says."""
+    scale per block of 128 × 128; `fp8` and `int8` a scale per output channel; `int4` and `mxfp4`
+    as `int4` says."""
     int4: Int4 = Int4()
-    """Scales of `stored` int4, and of matrices that become INT4 on loading."""
+    """Scales of `stored` matrices in 4 bits, and of matrices that become INT4 on loading."""
     plain_parts: frozenset[MatrixPart] = frozenset()
     """Parts that the checkpoint keeps as floats all the same."""
     floats: Floats = "float32"

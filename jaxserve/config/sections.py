@@ -39,7 +39,8 @@ class AttentionRole(Section, frozen=True):
     weights: AskedFormat = "auto"
     """Format of the role's matrices: `auto` (as in the checkpoint: FP8 blocks, INT4 groups or
     `dtype`), `bfloat16`, `float32`, `fp8`, `int8`, `int4` (W4A16, a scale for every 128 columns, or
-    groups as the checkpoint has them). Embedding, head, norms and router are never quantised.
+    groups as the checkpoint has them), `mxfp4` (E2M1 numbers, a power of two as the scale of every
+    32 columns; W4A16). Embedding, head, norms and router are never quantised.
     Beside `dtype: float32` CPUs keep what is not quantised in BF16 where the checkpoint has it so,
     which changes no token, or where it says `bfloat16`; elsewhere that is refused, and `float32`
     beside `dtype: bfloat16` everywhere."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.config.formats import StoredFormat, sharing
+from jaxserve.config.formats import StoredFormat, group_of, sharing
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
@@ -45,7 +45,7 @@ class Formats:
       shards: number of shards of a dimension on the role's mesh, by name; 1 where missing.
       expert_rows: the `row_format` of routed experts, as `grouped_matmul` takes it; "float": also
         of a whole shared expert.
-      int4: how INT4 matrices are scaled.
+      int4: how INT4 matrices are scaled; MXFP4 has groups of its own.
       dense: storage format of dense FFNs and the shared expert, where it is another one.
       input_major: whether float matrices lie in tiles, input by input, as CPUs multiply them.
       floats: dtype of float matrices, where it is another one than `dtype`.
@@ -99,11 +99,11 @@ class Weight(nnx.Param[Any]):
 
 
 class QuantWeight(nnx.Module):
-    """An 8-bit or INT4 matrix, or a stack of them, with its scales.
+    """A matrix in 8 or 4 bits, or a stack of them, with its scales.
 
     Attributes:
       values: [..., d_out, d_in].
-      scales: FP32, one per block.
+      scales: one per block; FP32, of MXFP4 powers of two.
       zeros: INT8, one per block; None without zero points.
       block: (rows, columns) that share a scale; 0 means the whole axis.
     """
@@ -169,13 +169,16 @@ def side_by_side(
     if shared == "group":
         axis = list(dimensions)[-1]
         shards = formats.shards.get(axis.rstrip("_"), 1)
-        group = _block(dimensions[axis], shards, formats.int4.group)
-        if group < LEAST_GROUP:
+        own = group_of(formats.weights)
+        group = _block(dimensions[axis], shards, own or formats.int4.group)
+        least = own or LEAST_GROUP
+        if group < least:
             raise ConfigError(
-                f"INT4 weights: {axis.rstrip('_')} = {dimensions[axis]} over {shards} devices: a "
-                f"scale for {group} columns each; needs a multiple of {LEAST_GROUP} on each"
+                f"{formats.weights.upper()} weights: {axis.rstrip('_')} = {dimensions[axis]} over "
+                f"{shards} devices: a scale for {group} columns each; needs a multiple of {least} "
+                "on each"
             )
-        block, zero_points = (1, group), formats.int4.zero_points
+        block, zero_points = (1, group), not own and formats.int4.zero_points
     elif shared == "block":
         d_out, d_in = (
             _block(dimensions[name], formats.shards.get(name.rstrip("_"), 1))

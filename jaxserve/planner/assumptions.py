@@ -12,8 +12,8 @@ from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import Hardware
 
 PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
-"""Formats that are planned for everything. Simulated devices compute in FP32. INT4 is for weights
-alone, in files that say so."""
+"""Formats that are planned for everything. Simulated devices compute in FP32. 4 bits are for
+weights alone, in files that say so."""
 
 SCALE = 4
 """Bytes of a scale."""
@@ -55,11 +55,12 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a parameter, in INT4 with its part of its group's scale; other formats' scales
+        """Bytes of a parameter, in 4 bits with its part of its group's scale; other formats' scales
         are few enough to be left out."""
-        if FORMATS[self.weights].scales.get("weights") == "group":
-            own = FORMATS[self.weights].bits / 8
-            return own + (SCALE + self.zero_points) / self.group
+        one = FORMATS[self.weights]
+        if one.scales.get("weights") == "group":
+            zero_points = self.zero_points and not one.group
+            return one.bits / 8 + (one.scale_bytes + zero_points) / (one.group or self.group)
         return number_bytes(self.weights)
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.formats import scaled
+from jaxserve.config.formats import scaled, sharing
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
@@ -183,7 +183,7 @@ def _smaller(
         now = getattr(deployment, role).weights
         if not scaled(now) and not scaled(config.stored):
             yield f"{role}.weights", "fp8"
-        if role == "ffn" and "int4" not in (now, config.stored):
+        if role == "ffn" and "group" not in (sharing(now), sharing(config.stored)):
             yield f"{role}.weights", "int4"
     if part.cache and not scaled(deployment.cache_format):
         yield "cache.format", "fp8"

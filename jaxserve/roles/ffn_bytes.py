@@ -11,6 +11,7 @@ from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
 from jaxserve.roles.activations import FFNWidths, ffn_activations, ffn_widths
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
+from pallas_kernels.quantize import E8M0, FOUR_BITS
 
 
 def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
@@ -26,6 +27,8 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
     step = _activations(config, deployment)
     if deployment.topology.has("colocated"):
         step += _arranged(templates, meshes.ffn, meshes.ffn_rules)
+    if config.platform == "gpu":
+        step += _decoded(templates, meshes.ffn, meshes.ffn_rules)
     part = RoleBytes(
         "ffn",
         deployment.ffn.devices,
@@ -53,18 +56,33 @@ def _moving(templates: FFNTemplates, mesh: AnyMesh, rules: Rules, settings: Expe
 
 
 def _arranged(templates: FFNTemplates, mesh: AnyMesh, rules: Rules) -> int:
-    """Returns the bytes that a colocated step adds to the scales and zero points of INT4 experts.
-    On TPUs those of all layers are first rearranged for their kernel, in FP32. Compiled for
-    Qwen3-30B-A3B, that took 2.6 times their size on two v7x devices, 1.9 times on four v6e. AFD
-    rearranges one layer's at a time."""
+    """Returns the bytes that a colocated step adds to the scales and zero points of experts in 4
+    bits. On TPUs those of all layers are first rearranged for their kernel: INT4's in FP32, MXFP4's
+    as bytes. Compiled for Qwen3-30B-A3B in INT4, that took 2.6 times their size on two v7x devices,
+    1.9 times on four v6e. AFD rearranges one layer's at a time."""
     template = templates.moe
-    if template is None or not any(leaf.dtype == jnp.int4 for leaf in template.leaves):
+    if template is None or not any(leaf.dtype in FOUR_BITS for leaf in template.leaves):
         return 0
     layers = sum(kind.ffn.router is not None for kind in templates.config.decoder)
+    wide = jnp.dtype(jnp.float32)
     return 3 * sum(
-        layers * shard_bytes(leaf.shape, jnp.dtype(jnp.float32), NamedSharding(mesh, spec))
+        layers
+        * shard_bytes(leaf.shape, E8M0 if leaf.dtype == E8M0 else wide, NamedSharding(mesh, spec))
         for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
-        if leaf.of_slots and leaf.dtype != jnp.int4
+        if leaf.of_slots and leaf.name.endswith(("scales", "zeros"))
+    )
+
+
+def _decoded(templates: FFNTemplates, mesh: AnyMesh, rules: Rules) -> int:
+    """Returns the bytes of a layer's MXFP4 experts in the activations' dtype, in which GPUs
+    multiply them (`grouped_matmul/api.py`)."""
+    template = templates.moe
+    if template is None:
+        return 0
+    return sum(
+        shard_bytes(leaf.shape, templates.dtype, NamedSharding(mesh, spec))
+        for leaf, spec in zip(template.leaves, template.specs(rules), strict=True)
+        if leaf.of_slots and leaf.dtype == jnp.float4_e2m1fn
     )
 
 

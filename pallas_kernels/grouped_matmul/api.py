@@ -11,7 +11,7 @@ on CPUs also floats of any dtype that lie input by input (`InputMajor`).
 FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
 scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
 int32 and are multiplied by both scales (W8A8). INT4 weights: like FP8 weights, with a scale and
-optionally a zero point for every group of d_in (W4A16).
+optionally a zero point for every group of d_in (W4A16). MXFP4 weights: as floats (W4A16).
 
 `row_format="float"`: rows are not quantised for INT8 weights either (W8A16); for FP8 weights it is
 the same as None.
@@ -25,7 +25,7 @@ supports it in FP8.
 
 On Hopper GPUs the kernel has no support for INT4 weights, FP32 rows, widths that are not a multiple
 of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs instead, slowly, which is logged or
-refused (`pallas_kernels/coverage.py`).
+refused (`pallas_kernels/coverage.py`). MXFP4 weights, of all groups, are decoded first, likewise.
 """
 
 import dataclasses
@@ -40,12 +40,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.activation import SWIGLU, Activation
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import Fallback, Implementation, fall_back, kernel_target
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import GroupedCall, WeightArray
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
-from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits
+from pallas_kernels.quantize import (
+    FOUR_BITS,
+    QuantArray,
+    check_quant_array,
+    dequantize_weight,
+    from_bits,
+)
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
@@ -56,6 +62,8 @@ Biases = tuple[
 ]
 """Biases of the products of gate, up and down, of all groups."""
 _EIGHT_BITS = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "fp8"}
+_NARROW_ROWS = _EIGHT_BITS | {"int4": "int8"}
+"""Formats of rows in blocks, by the dtype of weights that multiply them."""
 _COST = "multiplies 8 rows at a time, one block after the other"
 
 
@@ -89,6 +97,8 @@ def grouped_matmul(
     _check_rows(rows, group_sizes)
     _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
     _check_row_format(row_format, weights=weights)
+    if _decodes(weights, rows, implementation):
+        weights, row_format = _decoded("grouped_matmul", weights, rows), None
     target = _target("grouped_matmul", implementation, rows, (weights,), row_format, tiles)
 
     def compute(
@@ -173,6 +183,9 @@ def grouped_swiglu(
     if source is not None and (source.ndim != 1 or source.dtype != jnp.int32):
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     weights = gate_weights, up_weights, down_weights
+    if all(_decodes(array, rows, implementation) for array in weights):
+        gate, up, down = (_decoded("grouped_swiglu", array, rows) for array in weights)
+        weights, row_format = (gate, up, down), None
     target = _target("grouped_swiglu", implementation, rows, weights, row_format, tiles)
     if biases is not None:
         _check_biases(biases, gate_weights, down_weights)
@@ -219,6 +232,21 @@ def grouped_swiglu(
     return out
 
 
+def _decodes(weights: WeightArray, rows: Array, implementation: Implementation) -> bool:
+    """Whether the device's kernels multiply by MXFP4 weights only once they are floats."""
+    held = isinstance(weights, QuantArray) and weights.dtype == jnp.float4_e2m1fn
+    runs = current_target().backend == "mosaic_gpu" and implementation != "reference"
+    return held and runs and rows.dtype.itemsize == 2
+
+
+def _decoded(op: str, weights: Any, rows: Array) -> Array:
+    """Returns MXFP4 weights in the rows' dtype, and reports that this is slow."""
+    cost = "gets the weights of all groups in 16 bits: 4 bytes more to move for each"
+    kind = current_target().device_kind
+    fall_back(Fallback(op, kind, "MXFP4 weights", cost, slow=True))
+    return dequantize_weight(weights, rows.dtype)
+
+
 def _kernels(target: Target) -> ModuleType:
     """Returns the module of a backend, `mosaic_tpu` or `mosaic_gpu`: each has `grouped_matmul` and
     `grouped_swiglu`, functions of (call, target, tiles)."""
@@ -254,7 +282,7 @@ def fastest_row_format(
     if current_target().backend != "mosaic_gpu" or rows.dtype == jnp.float32:
         return None
     for array in weights:
-        if not isinstance(array, QuantArray) or array.dtype in (jnp.int8, jnp.int4):
+        if not isinstance(array, QuantArray) or array.dtype in (jnp.int8, *FOUR_BITS):
             return None
         if 0 < array.block[1] < array.shape[2] and array.block[1] % ROW_BLOCK:
             return None
@@ -340,7 +368,7 @@ def _check_row_format(row_format: str | None, **weights: WeightArray) -> None:
             )
         if row_format == "float":
             continue
-        if (array.dtype in (jnp.int8, jnp.int4)) != (row_format == "int8"):
+        if _NARROW_ROWS.get(array.dtype.name) != row_format:
             raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
         block_in, is_int4 = array.block[1], array.dtype == jnp.int4
         part = is_int4 and block_in and ROW_BLOCK % block_in == 0

@@ -42,7 +42,13 @@ from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum, when_known
 from pallas_kernels.grouped_matmul.tiles import Kind
 from pallas_kernels.mosaic_gpu import interpreter, processors
-from pallas_kernels.quantize import QuantArray, from_bits, quantize_rows, quantize_weight
+from pallas_kernels.quantize import (
+    FOUR_BITS,
+    QuantArray,
+    from_bits,
+    quantize_rows,
+    quantize_weight,
+)
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields
@@ -208,8 +214,8 @@ def gap(row_dtype: DTypeLike, weights: Sequence[WeightArray], row_format: str | 
 
 def _gap(weights: WeightArray, row_format: str | None) -> str:
     d_out, d_in = weights.shape[1:]
-    if weights.dtype == jnp.int4:
-        return "INT4 weights"
+    if weights.dtype in FOUR_BITS:
+        return f"{'INT4' if weights.dtype == jnp.int4 else 'MXFP4'} weights"
     if d_out % OUT_MULTIPLE or d_in % OUT_MULTIPLE:
         return f"weights [{d_out}, {d_in}] (multiples of {OUT_MULTIPLE})"
     if row_format in ("fp8", "int8") and d_in % ROW_BLOCK:

@@ -54,7 +54,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
 from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import when_known
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
-from pallas_kernels.quantize import QuantArray, quantize_rows, quantize_weight
+from pallas_kernels.quantize import FOUR_BITS, QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.api import Format
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
@@ -202,9 +202,9 @@ def _grouped_products(
         is_whole = d_in % LANES == 0
         rows = lax.bitcast_convert_type(rows, jnp.uint8) if is_whole else rows[:, :d_in]
     values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
-    # INT4 in VMEM takes a byte a value.
+    # 4 bits in VMEM take a byte a value.
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
-    if values[0].dtype == jnp.int4:
+    if values[0].dtype in FOUR_BITS:
         column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in of_groups(weights))
     quantised = [w for w in weights if isinstance(w, QuantArray)]
     scales = [arrange_scales(w) for w in quantised]

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.grouped_matmul.tiles import RowFormat
-from pallas_kernels.quantize import QuantArray, quantize_weight
+from pallas_kernels.quantize import FOUR_BITS, QuantArray, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 
@@ -44,7 +44,7 @@ def factor_of(
 
 
 def of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
-    """Returns the scales and zero points of INT4 weights, which have a number for every group."""
+    """Returns the scales and zero points of weights in 4 bits, a number for every group."""
     return [
         array
         for w in weights
@@ -65,9 +65,9 @@ def same_format(a: WeightArray, b: WeightArray) -> bool:
 def format_name(dtype: DTypeLike, row_dtype: DTypeLike, rows: bool, blocks: bool) -> str:
     """Returns the name that `tiles.py` has for the format of weights, and of rows in 8-bit blocks.
 
-    INT4 weights, and INT8 weights that are converted, are cut like FP8 ones.
+    Weights in 4 bits, and INT8 weights that are converted, are cut like FP8 ones.
     """
-    converted = dtype == jnp.int4 or (dtype == jnp.int8 and row_dtype != jnp.int8)
+    converted = dtype in FOUR_BITS or (dtype == jnp.int8 and row_dtype != jnp.int8)
     fp8 = converted or dtype in (jnp.float8_e4m3fn, jnp.uint8)
     name = "fp8" if fp8 else jnp.dtype(dtype).name
     return name + (" rows" if rows else "") + (" blocks" if blocks else "")

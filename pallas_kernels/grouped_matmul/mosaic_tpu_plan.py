@@ -10,15 +10,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Int32, Num
 
 from pallas_kernels.grouped_matmul.tile_list import running_sum
 from pallas_kernels.grouped_matmul.tiles import OP, TpuTiles
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import E8M0, QuantArray, in_bytes
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
 
 LANES = 128
+
+WORD = 4
+"""Scales of MXFP4 weights in a word; they belong to `LANES` values of d_in."""
 
 SUBLANES = 8
 """Columns of weights in a register tile, at whose edges a copy from HBM begins and ends."""
@@ -237,24 +240,30 @@ class Scales(NamedTuple):
 
     Attributes:
       array: [groups, units, blocks of d_in, columns of a unit], or, if not `by_column`, where the
-        columns of a unit share their scales, [groups, units, 1, blocks of d_in].
+        columns of a unit share their scales, [groups, units, 1, blocks of d_in]. FP32; of MXFP4
+        int32 words with a scale for `WORD` blocks.
       by_column: which of the two layouts.
       block_in: values of d_in that share a scale.
     """
 
-    array: Float32[Array, "groups units _ _"]
+    array: Num[Array, "groups units _ _"]
     by_column: bool
     block_in: int
 
 
-def arrange_zeros(weights: QuantArray) -> Float32[Array, "groups units _ _"]:
+def arrange_zeros(weights: QuantArray) -> Num[Array, "groups units _ _"]:
     """Brings the zero points, one for each scale, into the order of the scales."""
     zeros = weights.zeros.astype(jnp.float32)
     return arrange_scales(QuantArray(weights.values, zeros, weights.block)).array
 
 
 def arrange_scales(weights: QuantArray) -> Scales:
-    """Brings the scales into the kernel's order."""
+    """Brings the scales into the kernel's order. Those of MXFP4, bytes, lie four to a word, that of
+    the first columns low.
+
+    Raises:
+      NotImplementedError: MXFP4 weights have other blocks than 32 columns.
+    """
     groups, d_out, d_in = weights.shape
     block_out, block_in = (
         min(size or axis, axis) for size, axis in zip(weights.block, (d_out, d_in), strict=True)
@@ -264,6 +273,12 @@ def arrange_scales(weights: QuantArray) -> Scales:
     if block_out % unit == 0:
         scales = jnp.repeat(scales, block_out // unit, axis=1)[:, : d_out // unit]
         return Scales(scales[:, :, None, :], False, block_in)
+    if scales.dtype == E8M0:
+        if (block_out, block_in) != (1, LANES // WORD):
+            raise NotImplementedError(f"MXFP4 weights in blocks of {block_out} x {block_in}")
+        codes = jnp.pad(in_bytes(scales), ((0, 0), (0, 0), (0, -scales.shape[2] % WORD)))
+        words = codes.reshape(groups, d_out, -1, WORD)
+        scales = lax.bitcast_convert_type(words, jnp.int32)
     scales = jnp.repeat(scales, block_out, axis=1)[:, :d_out]
     return Scales(scales.reshape(groups, -1, unit, scales.shape[2]).swapaxes(2, 3), True, block_in)
 

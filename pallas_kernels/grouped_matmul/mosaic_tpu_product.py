@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32
 
-from pallas_kernels.grouped_matmul.mosaic_tpu_plan import LANES
+from pallas_kernels.grouped_matmul.mosaic_tpu_plan import LANES, WORD
 from pallas_kernels.quantize import from_bits
 
 SMALLEST_SCALE = 2.0**-100
@@ -48,7 +48,8 @@ def product(
 ) -> Array:
     """Multiplies rows [step_rows, d_in] by one piece of weights [step_columns, d_in].
 
-    Rows of 8 bits may be uint8, the bits of their dtype. Zero points are multiplied by the sum of a
+    Rows of 8 bits may be uint8, the bits of their dtype. Scales of MXFP4 weights are exponents, of
+    which `WORD` share a word. Zero points are multiplied by the sum of a
     row's block, instead of being subtracted from each weight. Returns [step_rows, step_columns].
     """
     if scales is None:
@@ -60,20 +61,22 @@ def product(
         return found if same else lax.bitcast_convert_type(found, row_dtype)
 
     d_in, columns = rows.shape[1], weight.shape[0]
-    units = scales.shape[0]
+    units, mxfp4 = scales.shape[0], weight.dtype == jnp.float4_e2m1fn
 
-    def spread(ref: Any, number: Any) -> Array:
-        """Returns the columns' scales (or zero points) of a block, [1, step_columns]."""
+    def spread(ref: Any, number: Any, part: int = 0) -> Array:
+        """Returns the columns' scales (or zero points) of a block, [1, step_columns]: of words,
+        `part` of word `number`."""
         place = (number, slice(None)) if blocks.by_column else (0, slice(number, number + 1))
         of_units = [
             jnp.broadcast_to(ref[unit, *place].reshape(1, -1), (1, columns // units))
             for unit in range(units)
         ]
-        return jnp.concatenate(of_units, axis=1)
+        found = jnp.concatenate(of_units, axis=1)
+        return _half_power(found, part) if mxfp4 else found
 
-    def scaled(x: Array, w: Array, index: Any, number: Any) -> Array:
+    def scaled(x: Array, w: Array, index: Any, number: Any, part: int = 0) -> Array:
         """Returns scaled sums over the rows' block `index`, with the weights' scale `number`."""
-        scale = spread(scales, number)
+        scale = spread(scales, number, part)
         for scales_of_row in row_scales:
             scale = _column(scales_of_row, index) * scale
         sums = _dot(x, w).astype(jnp.float32)
@@ -82,28 +85,45 @@ def product(
             sums -= of_row * spread(zeros, number)
         return sums * scale
 
-    whole = d_in % LANES == 0 and LANES % blocks.product_in == 0
+    whole = LANES % blocks.product_in == 0 and d_in % blocks.product_in == 0
     if blocks.by_column and blocks.product_in < LANES and whole:
-        parts = LANES // blocks.product_in
 
-        def add(index: Any, total: Array) -> Array:
-            here = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
+        def add(index: Any, total: Array, size: int = LANES) -> Array:
+            here = pl.ds(pl.multiple_of(index * LANES, LANES), size)
             x, w = of_rows(here), _converted(weight[:, here], row_dtype)
-            for part in range(parts):
+            for part in range(size // blocks.product_in):
                 block = slice(part * blocks.product_in, (part + 1) * blocks.product_in)
-                number = index * parts + part
-                total += scaled(x[:, block], w[:, block], index, number)
+                place = index * (LANES // blocks.product_in) + part
+                number = (index, part) if mxfp4 else (place,)
+                total += scaled(x[:, block], w[:, block], index, *number)
             return total
 
         # A loop: unrolled, the compiler takes minutes for groups of 32.
         nothing = jnp.zeros((rows.shape[0], columns), jnp.float32)
-        return lax.fori_loop(0, d_in // LANES, add, nothing)
+        total = lax.fori_loop(0, d_in // LANES, add, nothing)
+        return add(d_in // LANES, total, d_in % LANES) if d_in % LANES else total
     sums = []
     for first in range(0, d_in, blocks.product_in):
         block = slice(first, min(first + blocks.product_in, d_in))
-        index, number = first // LANES, first // blocks.block_in
-        sums.append(scaled(of_rows(block), from_bits(weight[:, block]), index, number))
+        index, place = first // LANES, first // blocks.block_in
+        number = divmod(place, WORD) if mxfp4 else (place,)
+        sums.append(scaled(of_rows(block), from_bits(weight[:, block]), index, *number))
     return sum(sums[1:], start=sums[0])
+
+
+def _half_power(words: Array, part: int) -> Array:
+    """Returns half of the scales in byte `part` of words, FP32; 2^-127 counts as 0."""
+    exponents = lax.shift_right_logical(words, jnp.int32(8 * part)) & 255
+    return 0.5 * lax.bitcast_convert_type(exponents << 23, jnp.float32)
+
+
+def _doubled(weights: Array, dtype: DTypeLike) -> Array:
+    """Returns twice the E2M1 numbers: 0, 1, 2, 3, 4, 6, 8, 12, then their negatives. Uses their
+    codes, since only v7x converts them, as floats, since a register holds two in BF16."""
+    signed = lax.bitcast_convert_type(weights, jnp.int4).astype(dtype)
+    code = jnp.where(signed < 0, signed + 8, signed)
+    size = jnp.maximum(jnp.maximum(code, 2 * code - 4), 4 * code - 16)
+    return jnp.where(signed < 0, -size, size)
 
 
 def _column(scales_of_row: Array, index: Any) -> Array:
@@ -131,6 +151,8 @@ def _dot(rows: Array, weights: Array) -> Array:
 
 def _converted(weights: Array, dtype: DTypeLike) -> Array:
     """Returns weights in a dtype that rows of this dtype can be multiplied with."""
+    if weights.dtype == jnp.float4_e2m1fn:
+        return _doubled(weights, dtype)
     # No MXU multiplies integers by floats; FP8 by BF16 is for the compiler to convert.
     integers = weights.dtype in (jnp.int8, jnp.int4) and weights.dtype != dtype
     return weights.astype(dtype) if integers or dtype == jnp.float32 else weights

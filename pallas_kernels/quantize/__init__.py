@@ -1,5 +1,5 @@
-"""Quantisation to 8 bits: rows with one scale each, weights with one per row or block; INT4 weights
-with one per group."""
+"""Quantisation to 8 bits: rows with one scale each, weights with one per row or block; INT4 and
+MXFP4 weights with one per group."""
 
 from pallas_kernels.quantize.api import (
     Format,
@@ -18,7 +18,9 @@ from pallas_kernels.quantize.bits import (
     sliceable,
 )
 from pallas_kernels.quantize.quant_array import (
+    E8M0,
     EIGHT_BITS,
+    FOUR_BITS,
     GROUPS,
     QuantArray,
     check_quant_array,
@@ -27,7 +29,9 @@ from pallas_kernels.quantize.quant_array import (
 
 __all__ = [
     "EIGHT_BITS",
+    "FOUR_BITS",
     "GROUPS",
+    "E8M0",
     "Format",
     "QuantArray",
     "WeightFormat",

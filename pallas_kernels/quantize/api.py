@@ -13,13 +13,14 @@ from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.quant_array import QuantArray, check_quant_array
 
 Format = Literal["fp8", "int8"]
-WeightFormat = Literal["fp8", "fp8_block", "int8", "int4"]
+WeightFormat = Literal["fp8", "fp8_block", "int8", "int4", "mxfp4"]
 
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {
     "fp8": (1, 0),
     "fp8_block": (128, 128),
     "int8": (1, 0),
     "int4": (1, 128),
+    "mxfp4": (1, 32),
 }
 """Weights [d_out, d_in] that share a scale: a row, DeepSeek's blocks, or a group of a row."""
 
@@ -72,10 +73,11 @@ def quantize_weight(
     """Quantise a weight (or a stack) symmetrically, by the largest magnitude of every block.
 
     "fp8" and "int8" have one scale an output channel, "fp8_block" one for 128 x 128 weights, "int4"
-    (-7..7) one for 128 of d_in; the last block of an axis may be smaller. Rounding, saturation, and
-    values that are too small or not finite are as in `quantize_rows`: a block of zeros gets the
-    scale 1. Being plain array code, under `jax.jit` it quantises sharded arrays as a whole,
-    whatever the sharding.
+    (-7..7) one for 128 of d_in, "mxfp4" (float4_e2m1fn) a power of two for 32 of d_in; the last
+    block of an axis may be smaller. Rounding, saturation, and values that are too small or not
+    finite are as in `quantize_rows`: a block of zeros gets the scale 1. Numbers of a dequantised
+    MXFP4 weight are kept exactly. Being plain array code, under `jax.jit` it quantises sharded
+    arrays as a whole, whatever the sharding.
 
     Args:
       w: floats.

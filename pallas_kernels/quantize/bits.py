@@ -1,4 +1,4 @@
-"""float8_e4m3fn as its bits, uint8, for operations that only move numbers.
+"""Numbers of 8 and 4 bits as bytes, for operations that only move them.
 
 Called by code that slices, gathers or scatters 8-bit arrays. XLA's CPU backend lacks 8-bit floats:
 to move a few elements it converts the whole array to FP16 and back. Writing eight rows to a cache
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
+from pallas_kernels.quantize.quant_array import E8M0, FOUR_BITS
 from pallas_kernels.target import EVERY_KERNEL, current_target
 
 
@@ -34,26 +35,31 @@ def sliceable(x: Num[Array, "..."]) -> Num[Array, "..."]:
 
 
 def array_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
-    """Returns the bytes of an array on a device, where two int4 numbers take one byte."""
+    """Returns the bytes of an array on a device, where two 4-bit numbers take one byte."""
     size = math.prod(shape)
-    return -(-size // 2) if dtype == jnp.int4 else size * jnp.dtype(dtype).itemsize
+    return -(-size // 2) if dtype in FOUR_BITS else size * jnp.dtype(dtype).itemsize
 
 
 def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
-    """Packs two int4 numbers in a byte, uint8, the first one low, padded with a zero; returns any
-    other array like `as_bits`. Neither collectives nor files take int4."""
-    if x.dtype != jnp.int4:
+    """Packs two 4-bit numbers in a byte, uint8, the first one low, padded with a zero; returns
+    other numbers of 8 bits as uint8, and wider ones unchanged. Neither collectives nor files take
+    4 bits."""
+    if x.dtype == E8M0:
+        return jax.lax.bitcast_convert_type(x, jnp.uint8)
+    if x.dtype not in FOUR_BITS:
         return as_bits(x)
     if x.shape[-1] % 2:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint8)
 
 
-def from_bytes(x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"]) -> Num[Array, "..."]:
+def from_bytes(
+    x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"] | jax.ShapeDtypeStruct
+) -> Num[Array, "..."]:
     """Undoes `in_bytes`: returns an array with the dtype and shape of `like`."""
-    if like.dtype != jnp.int4:
+    if like.dtype not in FOUR_BITS:
         return jax.lax.bitcast_convert_type(x, like.dtype).reshape(like.shape)
-    numbers = jax.lax.bitcast_convert_type(x, jnp.int4).reshape(*like.shape[:-1], -1)
+    numbers = jax.lax.bitcast_convert_type(x, like.dtype).reshape(*like.shape[:-1], -1)
     return numbers[..., : like.shape[-1]]
 
 

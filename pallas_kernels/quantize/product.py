@@ -11,7 +11,12 @@ from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.quantize.quant_array import QuantArray
-from pallas_kernels.quantize.reference import quantize_rows, quantize_weight, spread_scales
+from pallas_kernels.quantize.reference import (
+    dequantize_weight,
+    quantize_rows,
+    quantize_weight,
+    spread_scales,
+)
 
 ROW_BLOCK = 128
 """Columns of a row that share a scale, if both factors are quantised block by block."""
@@ -33,8 +38,9 @@ def quant_product(x: Float[Array, "rows d_in"], w: QuantArray) -> Float32[Array,
 
     FP8 weights: x is not quantised; its products with the e4m3 values are accumulated in FP32 over
     the columns of one block, scaled, and added up in FP32, in order. INT4 weights: the same, with
-    the differences between values and zero points. INT8 weights: every row of x is quantised to
-    INT8 over the whole of d_in; the sums are exact (int32) and multiplied by `x_scale * w_scale`.
+    the differences between values and zero points. MXFP4 weights become floats. INT8 weights: every
+    row of x is quantised to INT8 over the whole of d_in; the sums are exact (int32) and multiplied
+    by `x_scale * w_scale`.
     """
     if w.dtype == jnp.int8:
         values, x_scales = quantize_rows(x, "int8")
@@ -48,8 +54,11 @@ def quant_product_of_floats(
     """Returns x · wᵀ without quantising x, for w in any format; the caller has checked w and x.
 
     INT8 and INT4 values are treated as `quant_product` treats FP8 ones: BF16 and FP16 represent
-    them exactly, also INT4 values minus their zero points.
+    them exactly, also INT4 values minus their zero points. MXFP4 weights are dequantised, exactly
+    in BF16, whose exponents span those of the scales.
     """
+    if w.dtype == jnp.float4_e2m1fn:
+        return _dot(x, dequantize_weight(w, x.dtype))
     return _sum_of_blocks(x, w, None)
 
 

@@ -13,6 +13,13 @@ import jax.numpy as jnp
 EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
 """The 8-bit dtypes of values; uint8 holds the bits of float8_e4m3fn."""
 
+FOUR_BITS = (jnp.int4, jnp.float4_e2m1fn)
+"""The 4-bit dtypes of values, two of which take a byte."""
+
+E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
+"""Dtype of the scales of float4_e2m1fn values: powers of two from 2^-127 to 2^127 (OCP Microscaling
+Formats 1.0, §5.4.1)."""
+
 GROUPS = (32, 64, 128)
 """Values of d_in that share a scale in INT4, unless a device's share needs a divisor of this."""
 
@@ -28,9 +35,10 @@ class QuantArray:
     since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
 
     Attributes:
-      values: [*batch, d_out, d_in], int8, int4, float8_e4m3fn, or the latter's bits as uint8,
-        which are cheaper to slice (`bits.py`).
-      scales: FP32 [*batch, ceil(d_out / block_out), ceil(d_in / block_in)].
+      values: [*batch, d_out, d_in], int8, int4, float4_e2m1fn, float8_e4m3fn, or the latter's bits
+        as uint8, which are cheaper to slice (`bits.py`).
+      scales: FP32, of float4_e2m1fn values `E8M0`, [*batch, ceil(d_out / block_out),
+        ceil(d_in / block_in)].
       block: (block_out, block_in), the values along each axis that share a scale; 0: the whole
         axis. The last block of an axis may be smaller.
       zeros: zero points of int4 values, int8 in the scales' shape; None: 0.
@@ -72,18 +80,20 @@ def check_quant_array(name: str, array: QuantArray) -> None:
       ValueError: they do not; the message calls the array `name`.
     """
     values, scales, block = array.values, array.scales, array.block
-    if values.ndim < 2 or values.dtype not in (*EIGHT_BITS, jnp.int4):
+    if values.ndim < 2 or values.dtype not in (*EIGHT_BITS, *FOUR_BITS):
         raise ValueError(
             f"{name}.values is {values.dtype}{values.shape}, "
-            "needs float8_e4m3fn (or its bits, uint8), int8 or int4 [..., d_out, d_in]"
+            "needs float8_e4m3fn (or its bits, uint8), int8, int4 or float4_e2m1fn "
+            "[..., d_out, d_in]"
         )
     if len(block) != 2 or min(block) < 0:
         raise ValueError(f"{name}.block is {block}, needs two sizes of at least 0")
     expected = scales_shape(values.shape, block)
-    if scales.dtype != jnp.float32 or scales.shape != expected:
+    of_scales = E8M0 if values.dtype == jnp.float4_e2m1fn else jnp.dtype(jnp.float32)
+    if scales.dtype != of_scales or scales.shape != expected:
         raise ValueError(
             f"{name}.scales is {scales.dtype}{scales.shape}, values {values.shape} in blocks of "
-            f"{block} need float32{expected}"
+            f"{block} need {of_scales}{expected}"
         )
     if (zeros := array.zeros) is None:
         return

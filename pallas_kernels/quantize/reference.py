@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize.bits import from_bits
-from pallas_kernels.quantize.quant_array import QuantArray
+from pallas_kernels.quantize.quant_array import E8M0, QuantArray
 
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "mxfp4": 6.0}
+Format = Literal["fp8", "int8", "int4", "mxfp4"]
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -41,7 +42,7 @@ def dequantize_rows(
 
 def quantize_weight(
     w: Float[Array, "*batch d_out d_in"],
-    format: Literal["fp8", "int8", "int4"],
+    format: Format,
     block: tuple[int, int],
 ) -> QuantArray:
     """Divides every block by its scale, as `quantize_rows` does with a row."""
@@ -51,7 +52,8 @@ def quantize_weight(
         largest = _block_maximum(largest, axis, size)
     scales = _scales(largest, format)
     inverse = spread_scales(1.0 / scales, w.shape, block)
-    return QuantArray(_values(w, inverse, format), scales, block)
+    of_format = E8M0 if format == "mxfp4" else scales.dtype
+    return QuantArray(_values(w, inverse, format), scales.astype(of_format), block)
 
 
 def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d_out d_in"]:
@@ -60,7 +62,7 @@ def dequantize_weight(w: QuantArray, dtype: DTypeLike) -> Float[Array, "*batch d
     values = from_bits(w.values).astype(jnp.float32)
     if w.zeros is not None:
         values -= spread_scales(w.zeros, w.shape, w.block)
-    product = values * spread_scales(w.scales, w.shape, w.block)
+    product = values * spread_scales(w.scales.astype(jnp.float32), w.shape, w.block)
     return jnp.clip(product, -limit, limit).astype(dtype)
 
 
@@ -90,18 +92,24 @@ def _block_maximum(magnitudes: Array, axis: int, size: int) -> Array:
     return jnp.max(jnp.pad(magnitudes, padding).reshape(shape), axis=axis + 1)
 
 
-def _scales(largest: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
-    """Returns the scales of groups of numbers with these largest magnitudes."""
-    scales = largest * jnp.float32(1.0 / LARGEST[format])
+def _scales(largest: Array, format: Format) -> Array:
+    """Returns the scales of groups of numbers with these largest magnitudes. In MXFP4 the largest
+    gets the exponent of E2M1's largest, 2 (OCP Microscaling Formats 1.0, §6.3)."""
+    if format == "mxfp4":
+        exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2
+        scales = jax.lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+        scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+    else:
+        scales = largest * jnp.float32(1.0 / LARGEST[format])
     # Some hardware flushes subnormal numbers to zero. With this limit they become zero everywhere.
     return jnp.where(scales < SMALLEST_SCALE, 1.0, scales)
 
 
-def _values(x: Array, inverse: Array, format: Literal["fp8", "int8", "int4"]) -> Array:
+def _values(x: Array, inverse: Array, format: Format) -> Array:
     """Returns FP32 numbers times the inverse of their scales, rounded to the format."""
     # Rounding may give just above the largest value, and float8_e4m3fn has no infinity: too large
     # would become NaN.
     scaled = jnp.clip(x * inverse, -LARGEST[format], LARGEST[format])
-    if format == "fp8":
-        return scaled.astype(jnp.float8_e4m3fn)
+    if format in ("fp8", "mxfp4"):
+        return scaled.astype(jnp.float8_e4m3fn if format == "fp8" else jnp.float4_e2m1fn)
     return jnp.round(scaled).astype(jnp.int8 if format == "int8" else jnp.int4)

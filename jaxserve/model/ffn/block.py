@@ -5,7 +5,7 @@ The programs in `roles/` place them on meshes.
 
 import dataclasses
 import functools
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
 
     Raises:
       ConfigError: with weights that are not quantised; `blocks` with weights that are sharded
-        within a block, or with INT4 groups that do not divide one.
+        within a block, with INT4 groups that do not divide one, or with MXFP4.
     """
     if deployment.ffn.expert_rows == "auto":
         return None
@@ -187,7 +187,9 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = {rows} needs weights in 8 or 4 bits, ffn.weights is "
             f"{deployment.ffn.weights}"
         )
-    shared = sharing(weights)
+    shared, products = sharing(weights), FORMATS[weights].products
+    if rows == "blocks" and products not in get_args(RowFormat):
+        raise ConfigError(f"ffn.expert_rows = blocks: {weights} weights multiply floats alone")
     if shared == "group" and rows == "blocks" and BLOCK % config.int4.group:
         raise ConfigError(
             f"ffn.expert_rows = blocks needs INT4 groups that divide {BLOCK} columns, the "
@@ -203,7 +205,7 @@ def expert_rows(deployment: Deployment, config: ModelConfig) -> RowFormat | None
             f"ffn.expert_rows = blocks needs whole blocks of {BLOCK} on every device; {field} = "
             f"{tp} leaves {d_ff} of the experts' {config.moe.expert_d_ff} columns"
         )
-    return cast(RowFormat, FORMATS[weights].products)
+    return cast(RowFormat, products)
 
 
 def check_ffn(config: ModelConfig, deployment: Deployment) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.config.formats import group_of
 from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Formats, matrix, zeros
@@ -35,7 +36,7 @@ class RoutedExperts(nnx.Module):
 
     Attributes:
       gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
-        splits it.
+        splits it, and of the groups of a format whose groups cannot be smaller.
       down: [slots, d_model, expert_d_ff].
       bias: [slots, 2·expert_d_ff], of gate and up in turns, as files have them; None: the model's
         experts have no biases.
@@ -61,7 +62,8 @@ class RoutedExperts(nnx.Module):
         self.sizes = slot_sizes(spec, expert_ranks, redundant, shared_ranks)
         self.local, slots = self.sizes.local, self.sizes.all_slots
         self.row_format, self.activation = formats.expert_rows, spec.expert_activation
-        d_model, d_ff = config.d_model, -(-spec.expert_d_ff // tensor_ranks) * tensor_ranks
+        unit = tensor_ranks * max(1, group_of(formats.weights))
+        d_model, d_ff = config.d_model, -(-spec.expert_d_ff // unit) * unit
         self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)

@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError
+from pallas_kernels.quantize import E8M0
 from tests.jaxserve.checkpoint.opened import Opened, changed, edit_config
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyGptOss
@@ -60,26 +61,38 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("on_cpus", [False, True])
-@pytest.mark.parametrize("which", [0, 1])
-def test_gate_and_up_take_turns(folders, which, on_cpus):
-    """In shards of a third of a block and more, and in tiles."""
-    layout = {"attention.dp": 2, "ffn.ep": 2, "ffn.tp": 2}
+@pytest.mark.parametrize(
+    ("which", "weights"), [(0, "auto"), (0, "mxfp4"), (1, "auto"), (1, "float32")]
+)
+def test_gate_and_up_take_turns(folders, which, weights, on_cpus):
+    """In shards of a third of a block and more, and in tiles; whole blocks stay MXFP4."""
+    layout = {"attention.dp": 2, "ffn.ep": 2, "ffn.tp": 2, "ffn.weights": weights}
     opened, numbers = Opened(folders[which], layout, on_cpus=on_cpus), folders[2]
     assert opened.config.floats == "bfloat16"
+    held = weights == "mxfp4" or (which, weights) == (1, "auto")
     for layer, _, leaves in opened.blocks():
-        if "experts.gate" not in leaves:
+        if "experts.bias" not in leaves:
             assert leaves["attention.sinks"].shape == (6,)
             continue
         both, down = (numbers[f"model.layers.{layer}.mlp.experts.{part}"] for part in PARTS)
         wanted = {"gate": both[:, ::2], "up": both[:, 1::2], "down": down}
         for name, matrix in wanted.items():
-            leaf = np.asarray(leaves[f"experts.{name}"], np.float32)
-            if on_cpus:
-                leaf = np.swapaxes(leaf, -1, -2).reshape(matrix.shape)
+            if held:
+                values, scales = (leaves[f"experts.{name}.{part}"] for part in ("values", "scales"))
+                assert (values.dtype, scales.dtype) == (ml_dtypes.float4_e2m1fn, E8M0)
+                scale = np.repeat(np.asarray(scales, np.float32), 32, axis=-1)
+                leaf = np.asarray(values, np.float32) * scale
+                padding = [(0, n - m) for n, m in zip(leaf.shape, matrix.shape, strict=True)]
+                assert sum(last for _, last in padding) == 32  # 96 columns are 2 · 64 on 2 devices
+                matrix = np.pad(matrix, padding)
+            else:
+                leaf = np.asarray(leaves[f"experts.{name}"], np.float32)
+                if on_cpus:
+                    leaf = np.swapaxes(leaf, -1, -2).reshape(matrix.shape)
             np.testing.assert_array_equal(leaf, matrix)
         bias = MODEL.tensors()[f"model.layers.{layer}.mlp.experts.gate_up_proj_bias"]
         given = bias.astype(ml_dtypes.bfloat16).astype(leaves["experts.bias"].dtype)
-        np.testing.assert_array_equal(np.asarray(leaves["experts.bias"]), given)
+        np.testing.assert_array_equal(np.asarray(leaves["experts.bias"])[:, : 2 * D_FF], given)
 
 
 def test_scales_that_are_missing_and_wrong_shapes_are_told(folders, tmp_path):

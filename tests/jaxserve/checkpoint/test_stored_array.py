@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.checkpoint.stored_array import open_array, read_array
+from jaxserve.checkpoint.stored_array import Packed, open_array, read_array
 from jaxserve.errors import CheckpointError
 
 VALUES = {
@@ -76,7 +76,7 @@ def test_a_part_of_int4_as_floats(tmp_path):
     packed = np.frombuffer(bytes.fromhex("98badcfe10325476"), np.uint8)
     save(tmp_path / "block", {"int4": packed})
     target = np.zeros(5, np.float32)
-    open_array(tmp_path / "block" / "int4", (16,)).read_into(((5, 10),), target)
+    open_array(tmp_path / "block" / "int4", Packed("int4", (16,))).read_into(((5, 10),), target)
     assert target.tolist() == [-3, -2, -1, 0, 1]
 
 

@@ -21,9 +21,9 @@ KNOW_A_WEIGHT_FORMAT = 4
 
 
 def test_what_each_use_offers():
-    assert choices("weights") == ["float32", "bfloat16", "fp8", "int8", "int4"]
+    assert choices("weights") == ["float32", "bfloat16", "fp8", "int8", "int4", "mxfp4"]
     assert choices("dispatch") == choices("cache") == ["float32", "bfloat16", "fp8", "int8"]
-    assert choices("stored") == ["fp8", "fp8_block", "int8", "int4"]
+    assert choices("stored") == ["fp8", "fp8_block", "int8", "int4", "mxfp4"]
     assert [name for name in (*FORMATS, "plain", "auto", "") if scaled(name)] == choices("stored")
     assert all(jnp.dtype(one.dtype).name == one.dtype for one in FORMATS.values())
 

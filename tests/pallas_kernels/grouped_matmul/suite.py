@@ -34,6 +34,7 @@ FORMATS = {
     "int4": ("int4", (1, 128)),
     "int4_zeros": ("int4", (1, 128)),
     "int4_small_zeros": ("int4", (1, 32)),
+    "mxfp4": ("mxfp4", (1, 32)),
 }
 """Names of formats: dtype of the values and block (block_out, block_in)."""
 
@@ -41,7 +42,7 @@ FORMATS = {
 PLAIN_ROWS = [
     *((f"fp8_{kind}", jnp.bfloat16) for kind in ("bits", "large_block", "small_block")),
     *((format, jnp.bfloat16) for format in ("int8_block", "int4_small_zeros")),
-    *((format, jnp.float32) for format in ("fp8_block", "int8", "int4_zeros")),
+    *((format, jnp.float32) for format in ("fp8_block", "int8", "int4_zeros", "mxfp4")),
 ]
 ROWS_IN_BLOCKS = [
     ("fp8_bits", jnp.float32),
@@ -112,6 +113,9 @@ class Weight:
             values = rng.integers(-8, 8, shape).astype(ml_dtypes.int4)
             if format.endswith("zeros"):
                 zeros = rng.integers(-8, 8, scales.shape).astype(np.int8)
+        elif kind == "mxfp4":
+            values = rng.integers(0, 16, shape).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+            scales = (2.0 ** rng.integers(-3, 2, scales.shape)).astype(ml_dtypes.float8_e8m0fnu)
         else:
             values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
         self.numpy = values.astype(np.float64)
@@ -120,7 +124,7 @@ class Weight:
             zeros = jnp.asarray(zeros)
         self.numpy *= spread_numpy(scales, block, shape)
         scales[empty] = np.nan
-        if kind not in ("int8", "int4"):
+        if kind not in ("int8", "int4", "mxfp4"):
             values[empty] = np.nan
         values = jnp.asarray(values)
         if kind == "fp8_bits":
@@ -306,6 +310,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
         ("format", "dtype"),
         [
             *((format, jnp.bfloat16) for format in ("float", "fp8", "fp8_block", "int8", "int4")),
+            ("mxfp4", jnp.bfloat16),
             ("float", jnp.float32),
             *nightly(*PLAIN_ROWS),
         ],
@@ -338,6 +343,7 @@ class GroupedMatmulSuite(RowsInBlocksSuite):
             (("fp8_block",) * 3, jnp.bfloat16),
             (("int8",) * 3, jnp.bfloat16),
             (("int4_small_zeros",) * 3, jnp.bfloat16),
+            (("mxfp4",) * 3, jnp.bfloat16),
             *nightly((("float", "int8", "fp8"), jnp.float32)),
         ],
         ids=str,
