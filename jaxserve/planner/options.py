@@ -167,10 +167,8 @@ def assumptions(items: Sequence[str]) -> Assumptions:
     named = {"paper": PAPER, "published": PUBLISHED}
     chosen = [named[item] for item in items if item in named]
     tree = msgspec.to_builtins(chosen[-1] if chosen else Assumptions())
-    for item in items:
+    for item in (item for item in items if item not in named):
         name, equals, text = item.partition("=")
-        if item in named:
-            continue
         if not equals or name not in tree:
             raise ConfigError(
                 f"--assume {item!r}: expected one of {', '.join(tree)}, as in compute=0.8"
@@ -180,11 +178,12 @@ def assumptions(items: Sequence[str]) -> Assumptions:
         found = msgspec.convert(tree, Assumptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--assume: {error}") from None
-    wrong = []
-    for name in tree:
-        low, high = _RANGES.get(name, (0.0, 1.0))
-        if not low <= getattr(found, name) <= high:
-            wrong.append(f"{name} = {getattr(found, name)} (from {low} to {high})")
+    ranges = {name: _RANGES.get(name, (0.0, 1.0)) for name in tree}
+    wrong = [
+        f"{name} = {getattr(found, name)} (from {low} to {high})"
+        for name, (low, high) in ranges.items()
+        if not low <= getattr(found, name) <= high
+    ]
     if wrong:
         raise ConfigError(f"--assume: out of range: {'; '.join(wrong)}")
     return found
@@ -197,13 +196,11 @@ def acceptance(text: str, most: int) -> Acceptance:
       ConfigError: it is no list of shares, or too short.
     """
     try:
-        shares = tuple(float(part) for part in text.split(","))
+        shares = tuple(within(0, float(part), 1) for part in text.split(","))
     except ValueError:
-        shares = ()
-    if not shares or not all(0 <= share <= 1 for share in shares):
-        raise ConfigError(f"--acceptance {text!r}: expected shares from 0 to 1, as in 0.9,0.7")
-    if len(shares) == 1:
-        return Acceptance(shares * most)
+        told = f"--acceptance {text!r}: expected shares from 0 to 1, as in 0.9,0.7"
+        raise ConfigError(told) from None
+    shares *= most if len(shares) == 1 else 1
     if len(shares) < most:
         raise ConfigError(f"--acceptance {text!r}: {len(shares)} shares for {most} drafts")
     return Acceptance(shares)
@@ -333,13 +330,12 @@ def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) 
       ConfigError: FP8 is asked of hardware that has none.
     """
     without = [name for name, each in hardware.items() if not each.stores("fp8")]
-    asked = {name: getattr(options, name) for name in ("weights", "cache", "dispatch")}
-    for name, value in asked.items():
-        if value == "fp8" and without:
+    asked = {name: getattr(options, name) for name in ("combine", "compute", "core")}
+    for name in ("weights", "cache", "dispatch"):
+        asked[name] = getattr(options, name) or ("int8" if without else "fp8")
+        if asked[name] == "fp8" and without:
             raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
-        asked[name] = value or ("int8" if without else "fp8")
-    asked["combine"] = options.combine
-    return Formats(**asked, compute=options.compute, core=options.core)
+    return Formats(**asked)
 
 
 def read_searcher(
@@ -360,13 +356,7 @@ def read_searcher(
         raise ConfigError(
             f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
         )
-    calculator = Calculator(
-        model,
-        context,
-        formats,
-        assumptions(options.assume),
-        measured,
-    )
+    calculator = Calculator(model, context, formats, assumptions(options.assume), measured)
     accepted = acceptance(options.acceptance, options.drafts) if options.drafts else NO_DRAFTS
     skew = read_skew(options.skew) if options.skew is not None else None
     return Searcher(calculator, attention, ffn, accepted, skew)

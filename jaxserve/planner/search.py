@@ -154,19 +154,18 @@ class Searcher:
                 if short is None or shortage[1] - shortage[2] < short[2] - short[3]:
                     short = (layout, *shortage)
                 continue
-            best = None
+            most = 0  # largest batch so far that meets the target
             for batch in _batches(room):
-                plan = self.evaluate(layout, batch)
-                points.append(plan)
+                points.append(plan := self.evaluate(layout, batch))
                 if fastest is None or plan.tpot < fastest.tpot:
                     fastest = plan
                 if plan.tpot > target.tpot:
                     break
-                best = plan
-            if best is not None:
-                larger = range(best.batch + 1, min(room, 2 * best.batch) + 1)
-                more = bisect_right(larger, target.tpot, key=functools.partial(self._tpot, layout))
-                plans.append(self.evaluate(layout, best.batch + more))
+                most = batch
+            if most:
+                larger, tpot = range(most + 1, min(room, 2 * most) + 1), self._tpot
+                more = bisect_right(larger, target.tpot, key=functools.partial(tpot, layout))
+                plans.append(self.evaluate(layout, most + more))
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
 
@@ -316,10 +315,6 @@ def front(points: Sequence[Plan]) -> list[Plan]:
 
 
 def _batches(room: int) -> list[int]:
-    """Powers of two and their middles up to `room`."""
-    sizes = []
-    size = 1
-    while size <= room:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, room] if sizes[-1] != room else sizes
+    """Powers of two up to `room`, and `room`."""
+    powers = [2**power for power in range(room.bit_length())]
+    return powers if powers[-1] == room else [*powers, room]

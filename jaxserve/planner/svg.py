@@ -32,10 +32,8 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
     """A chart of lines and points; axes start at 0, or at the least point if logarithmic."""
     xs = [point[0] for one in series for point in one.points]
     ys = [point[1] for one in series for point in one.points]
-    across, up = (
-        _Axis(xs, _LEFT, _WIDTH - _RIGHT, logarithmic),
-        _Axis(ys, _HEIGHT - _BOTTOM, _TOP, logarithmic),
-    )
+    across = _Axis(xs, _LEFT, _WIDTH - _RIGHT, logarithmic)
+    up = _Axis(ys, _HEIGHT - _BOTTOM, _TOP, logarithmic)
     parts = _frame(title, x, y, across, up)
     for index, one in enumerate(series):
         colour = COLOURS[index % len(COLOURS)]
@@ -46,23 +44,27 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
             parts.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
             )
+        mark = f'r="4" fill="{colour}"'
         if one.chosen:
-            parts += [
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="9" fill="none" stroke="{colour}" '
-                'stroke-width="3"/>'
-                for a, b in places
-            ]
-        elif not one.dashed:
-            parts += [
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in places
-            ]
+            mark = f'r="9" fill="none" stroke="{colour}" stroke-width="3"'
+        if one.chosen or not one.dashed:
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" {mark}/>' for a, b in places]
         for (a, b), name in zip(places, one.names, strict=False):
             right = a > 0.85 * _WIDTH
             parts.append(
                 _text(a - 7 if right else a + 7, b - 6, name, 11, "end" if right else "start")
             )
-    parts += _legend([one.label for one in series if one.label])
-    return _document(parts)
+    left = float(_LEFT)
+    for index, label in enumerate(one.label for one in series if one.label):
+        colour = COLOURS[index % len(COLOURS)]
+        parts.append(f'<rect x="{left:.0f}" y="34" width="11" height="11" fill="{colour}"/>')
+        parts.append(_text(left + 16, 44, label, 12))
+        left += 30 + 7 * len(label)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="system-ui, sans-serif">'
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>' + "".join(parts) + "</svg>\n"
+    )
 
 
 class _Axis:
@@ -114,17 +116,6 @@ def _frame(title: str, x: str, y: str, across: _Axis, up: _Axis) -> list[str]:
     return parts
 
 
-def _legend(labels: Sequence[str]) -> list[str]:
-    parts = []
-    left = float(_LEFT)
-    for index, label in enumerate(labels):
-        colour = COLOURS[index % len(COLOURS)]
-        parts.append(f'<rect x="{left:.0f}" y="34" width="11" height="11" fill="{colour}"/>')
-        parts.append(_text(left + 16, 44, label, 12))
-        left += 30 + 7 * len(label)
-    return parts
-
-
 def _text(
     x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = _TEXT
 ) -> str:
@@ -135,16 +126,5 @@ def _text(
 
 
 def _number(value: float) -> str:
-    return (
-        f"{value:.3g}"
-        if abs(value) < 1e4
-        else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    )
-
-
-def _document(parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="system-ui, sans-serif">'
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>' + "".join(parts) + "</svg>\n"
-    )
+    large = f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return large if abs(value) >= 1e4 else f"{value:.3g}"
