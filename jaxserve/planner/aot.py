@@ -225,14 +225,13 @@ def compile_deployment(
 def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]]:
     """The roles of each host of the topology that has devices of one: what it compiles and runs."""
     meshes = Submeshes(deployment, there.devices)
-    attention = {d.process_index for mesh in meshes.domains for d in mesh.devices.flat}
-    ffn = {device.process_index for device in meshes.ffn.devices.flat}
-    if deployment.topology.has("colocated"):
-        ffn = set()
-    parts: tuple[tuple[Role, set[int]], ...] = (("attention", attention), ("ffn", ffn))
-    return {
-        host: tuple(role for role, own in parts if host in own) for host in sorted(attention | ffn)
-    }
+    found: dict[int, set[Role]] = {}
+    for mesh in meshes.domains:
+        for device in mesh.devices.flat:
+            found.setdefault(device.process_index, set()).add("attention")
+    for device in () if deployment.topology.has("colocated") else meshes.ffn.devices.flat:
+        found.setdefault(device.process_index, set()).add("ffn")
+    return {host: tuple(sorted(found[host])) for host in sorted(found)}
 
 
 def _layers(config: ModelConfig, name: str, kind: object) -> int:

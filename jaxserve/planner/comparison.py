@@ -69,13 +69,10 @@ def summary(found: Sequence[Compared]) -> list[str]:
     seen, and of all."""
     lines = []
     held_out = [one for one in found if one.held_out]
-    groups = [(found, "")]
-    if 0 < len(held_out) < len(found):
-        groups.insert(0, (held_out, " held out"))
+    groups = {" held out": held_out} if 0 < len(held_out) < len(found) else {}
     for kind, limit in WITHIN.items():
-        for ones, which in groups:
-            these = [one for one in ones if (one.name == "step") == (kind == "step")]
-            if these:
+        for which, ones in (groups | {"": found}).items():
+            if these := [one for one in ones if (one.name == "step") == (kind == "step")]:
                 worst = max(these, key=lambda one: abs(one.error))
                 good = sum(one.within for one in these)
                 load = worst.load
@@ -297,12 +294,9 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
     Raises:
       ConfigError: none has them.
     """
-    chosen = [
-        one
-        for one in found
-        if (not options.batches or one.batch in options.batches)
-        and (not options.contexts or one.context in options.contexts)
-    ]
+    batches, contexts = options.batches, options.contexts
+    chosen = [one for one in found if not batches or one.batch in batches]
+    chosen = [one for one in chosen if not contexts or one.context in contexts]
     if found and not chosen:
         there = sorted({(one.batch, one.context) for one in found})
         loads = ", ".join(f"{batch} of {context} tokens" for batch, context in there)

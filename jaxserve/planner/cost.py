@@ -29,12 +29,10 @@ class TokenCost(NamedTuple):
 def token_cost(model: CostModel, context: int) -> TokenCost:
     """The cost of a token after `context` tokens, with an 8-bit cache."""
     return TokenCost(
-        cache_bytes=sum(group.layers * cache_bytes(group, context) for group in model.attention),
-        attention_flops=sum(
-            group.layers * attention_flops(group, context) for group in model.attention
-        ),
-        linear_flops=2.0 * model.linear_parameters,
-        ffn_flops=2.0 * model.ffn_activated,
+        sum(group.layers * cache_bytes(group, context) for group in model.attention),
+        sum(group.layers * attention_flops(group, context) for group in model.attention),
+        2.0 * model.linear_parameters,
+        2.0 * model.ffn_activated,
     )
 
 

@@ -204,11 +204,8 @@ def load_hardware(
             raise ConfigError(unknown("hardware", name, [each.stem for each in files]))
         path = kinds[name]
     hardware = read_struct(path, Hardware)
-    problems = []
-    if "bfloat16" not in hardware.teraflops:
-        problems.append("teraflops has no bfloat16")
-    missing = [field for field in MEASURES if field not in hardware.sources]
-    if missing:
+    problems = [] if "bfloat16" in hardware.teraflops else ["teraflops has no bfloat16"]
+    if missing := [field for field in MEASURES if field not in hardware.sources]:
         problems.append(f"sources lacks {', '.join(missing)}")
     if problems:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
@@ -221,17 +218,14 @@ def _jax_device(hardware: Hardware) -> Hardware:
     parts = hardware.jax_devices
     if parts == 1:
         return hardware
-    return msgspec.structs.replace(
-        hardware,
-        name=f"{hardware.name} core",
-        price=hardware.price / parts,
-        teraflops={name: value / parts for name, value in hardware.teraflops.items()},
-        memory_gb=hardware.memory_gb / parts,
-        memory_gb_s=hardware.memory_gb_s / parts,
-        link_gb_s=hardware.link_gb_s / parts,
-        devices_per_host=hardware.devices_per_host * parts,
-        link_devices=hardware.link_devices * parts,
-    )
+    shared = ("price", "memory_gb", "memory_gb_s", "link_gb_s")
+    changed = {name: getattr(hardware, name) / parts for name in shared}
+    changed |= {
+        name: getattr(hardware, name) * parts for name in ("devices_per_host", "link_devices")
+    }
+    teraflops = {name: value / parts for name, value in hardware.teraflops.items()}
+    name = f"{hardware.name} core"
+    return msgspec.structs.replace(hardware, name=name, teraflops=teraflops, **changed)
 
 
 def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:

@@ -161,28 +161,19 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def linear_parameters(self) -> int:
         """Parameters of all linear maps before and after attention."""
-        return sum(
-            group.layers * sum(group.split_parameters(self.d_model)) for group in self.attention
-        )
+        return sum(g.layers * sum(g.split_parameters(self.d_model)) for g in self.attention)
 
     @property
     def ffn_activated(self) -> int:
         """FFN parameters that a token meets, without the router."""
-        return sum(
-            group.layers * 3 * self.d_model * (group.top_k * group.expert_d_ff + group.shared_d_ff)
-            for group in self.ffn
-        )
+        widths = (g.layers * (g.top_k * g.expert_d_ff + g.shared_d_ff) for g in self.ffn)
+        return 3 * self.d_model * sum(widths)
 
     @property
     def ffn_parameters(self) -> int:
         """All FFN parameters, without the router."""
-        return sum(
-            group.layers
-            * 3
-            * self.d_model
-            * (group.experts * group.expert_d_ff + group.shared_d_ff)
-            for group in self.ffn
-        )
+        widths = (g.layers * (g.experts * g.expert_d_ff + g.shared_d_ff) for g in self.ffn)
+        return 3 * self.d_model * sum(widths)
 
     @property
     def activated(self) -> int:
@@ -230,16 +221,10 @@ def cost_model(config: ModelConfig) -> CostModel:
 
 def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
     own = AttentionLayers(layers=1, spec=kind.attention, int8_products=kind.int8_products)
-    ffn, router = kind.ffn, kind.ffn.router
-    if router is None:
-        return own, FFNLayers(layers=1, shared_d_ff=ffn.d_ff)
-    return own, FFNLayers(
-        layers=1,
-        experts=router.experts,
-        top_k=router.top_k,
-        expert_d_ff=ffn.expert_d_ff,
-        shared_d_ff=ffn.d_ff,
-    )
+    ffn, router, routed = kind.ffn, kind.ffn.router, {}
+    if router is not None:
+        routed = {"experts": router.experts, "top_k": router.top_k, "expert_d_ff": ffn.expert_d_ff}
+    return own, FFNLayers(layers=1, shared_d_ff=ffn.d_ff, **routed)
 
 
 def known_models(folder: Path = CONFIGS) -> list[str]:

@@ -116,13 +116,12 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
     def draw(self, random: np.random.Generator) -> tuple[int, int]:
         """(prompt, output) of one request, at least one token each."""
-        prompt, output = float(self.prompt), float(self.output)
+        factors = np.ones(2)
         if self.spread:
             variance = np.log1p(self.spread**2)
             factors = random.lognormal(-variance / 2, variance**0.5, 2)
-            prompt, output = prompt * factors[0], output * factors[1]
-        p = min(max(1, round(prompt)), self.longest - 1)
-        return p, min(max(1, round(output)), self.longest - p)
+        prompt = min(max(1, round(self.prompt * factors[0])), self.longest - 1)
+        return prompt, min(max(1, round(self.output * factors[1])), self.longest - prompt)
 
     def sample(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Prompts and outputs of `count` requests, int `[count]` each.
@@ -223,10 +222,8 @@ def placement_of(popularity: np.ndarray, sizes: SlotSizes, *, placed: bool) -> P
 
 def rank_shares(placement: Placement, sizes: SlotSizes) -> np.ndarray:
     """[experts, ranks]: the part of an expert's tokens that a rank gets."""
-    shares, counts = (
-        np.zeros((sizes.experts, sizes.ranks)),
-        replica_counts(placement, sizes.experts),
-    )
+    shares = np.zeros((sizes.experts, sizes.ranks))
+    counts = replica_counts(placement, sizes.experts)
     for slot, expert in enumerate(placement):
         if expert != EMPTY:
             shares[expert, slot // sizes.local] += 1 / counts[expert]
@@ -238,8 +235,6 @@ def mean_busiest(skew: Skew, sizes: SlotSizes, *, placed: bool = True) -> float:
     """Tokens of the busiest rank over the mean, in the limit of many tokens; averaged over a few
     layers."""
     popularity = skew.popularity(np.random.default_rng(0), SAMPLED, sizes.experts)
-    found = [
-        1 / balance_of(rank_loads(placement_of(row, sizes, placed=placed), row, sizes.ranks))
-        for row in popularity
-    ]
-    return float(np.mean(found))
+    placements = [placement_of(row, sizes, placed=placed) for row in popularity]
+    loads = [rank_loads(*each, sizes.ranks) for each in zip(placements, popularity, strict=True)]
+    return float(np.mean([1 / balance_of(each) for each in loads]))
