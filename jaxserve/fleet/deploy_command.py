@@ -51,6 +51,9 @@ number; and output tokens from which they are fewer: some seconds."""
 SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50
 """The same of a fleet that is sized, five times as many for percentiles above 95; and the steps of
 a role from which they are fewer."""
+HORIZON, MOST_COUNTED = 4, 2_000
+"""Times of the TTFT's target that requests for prefill workers come, at least, up to a number of
+requests: where many come a second, a few hundred end before a queue has grown."""
 GROUPS = 64
 """DP groups of the prefill workers that are simulated at most."""
 SEQUENCES = 1024
@@ -137,7 +140,8 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
         counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
         warm = min(counted, 2 * workers * groups)
     if part == "prefill":
-        output = 1
+        horizon = int(HORIZON * asked.ttft.seconds * demand.rate * share)
+        output, counted = 1, max(counted, min(horizon, MOST_COUNTED))
         domain: StageTimes = Constant(1, 1, fleet.pace / layout.lanes)
         keys |= PACED
     else:
@@ -274,6 +278,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
     compute prompts, from its start."""
     demand, fleet, layout = asked.demand, made.fleet, made.plan.layout
     uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
+    counted = max(COUNTED, int(HORIZON * asked.ttft.seconds * demand.rate))
     values = {
         "config": options.write,
         "rate": f"{demand.rate:g}",
@@ -281,7 +286,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
         "output": demand.output,
         "spread": f"{demand.spread:g}",
         "prefix-hits": f"{demand.hits:g}",
-        "requests": uncounted + max(LEAST_COUNTED, min(COUNTED, TOKENS // demand.output)),
+        "requests": uncounted + max(LEAST_COUNTED, min(counted, TOKENS // demand.output)),
         "uncounted": uncounted,
         "running": max(1, round(fleet.sequences)) if fleet.workers else 0,
         "pages-latency": f"{1e3 * options.pages_latency:g}ms",

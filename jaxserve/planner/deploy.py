@@ -374,6 +374,15 @@ class Sizer:
     def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
         return _ceil(rate / (MOST_BUSY * worker.capacity))
 
+    def _linked(self, fleet: Fleet, demand: Demand) -> Fleet:
+        """The fleet with as many workers and units as it takes for hand-offs to keep neither end of
+        the pages link busy for more than `MOST_BUSY` of the time."""
+        requests = self.requests(demand)
+        seconds = self.link(fleet).seconds(float((requests.prompt - requests.found).mean()))
+        least = _ceil(demand.rate * seconds / MOST_BUSY)
+        fleet = fleet._replace(workers=max(fleet.workers, least))
+        return fleet if least <= fleet.units else self._with_units(fleet, least, demand)
+
     def _least_prefill(self, worker: PrefillWorker) -> tuple[float, float]:
         """USD an hour of the fewest workers that could do, and their TTFT."""
         return worker.dollars * self._least_workers(worker, self.asked.demand.rate), worker.alone
@@ -382,7 +391,7 @@ class Sizer:
         """The deployment with these decode units and the prefill workers that cost least; None:
         none of them meets the TTFT."""
         best: Deployment | None = None
-        left = SIMULATED
+        left, demand = SIMULATED, self.asked.demand
         for worker in workers:
             least = self._least_prefill(worker)[0]
             if worker.alone > self.asked.ttft.seconds:
@@ -393,9 +402,10 @@ class Sizer:
                 reason = f"at least {least:,.2f} USD an hour"
             else:
                 left -= 1
-                asked = self._least_workers(worker, self.asked.demand.rate)
-                sized = self._sized("prefill", fleet._replace(worker=worker), asked)
-                made = self._whole(sized, self.asked.demand) if sized else None
+                asked = self._least_workers(worker, demand.rate)
+                linked = self._linked(fleet._replace(worker=worker, workers=asked), demand)
+                sized = self._sized("prefill", linked, linked.workers)
+                made = self._whole(sized, demand) if sized else None
                 reason = "no number of workers meets the TTFT"
                 if made is not None:
                     dollars = made.fleet.prefill_dollars
@@ -488,6 +498,7 @@ class Sizer:
         workers = self._least_workers(worker, demand.rate) if made.fleet.workers else 0
         fleet = Fleet(worker, workers, unit, 1, 1.0)
         fleet = self._with_units(fleet, _ceil(demand.rate / unit.capacity), demand)
+        fleet = self._linked(fleet, demand) if workers else fleet
         same = (fleet.workers, fleet.units) == (made.fleet.workers, made.fleet.units)
         if demand == made.demand and not most and same and self._meets(made.prediction):
             return made

@@ -215,7 +215,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_second: float = 1.0
     latency: float = 0.0
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: float) -> float:
         """Time that a hand-off of these tokens keeps both ends busy."""
         return self.latency + tokens * self.token_bytes / self.bytes_per_second
 

@@ -85,6 +85,14 @@ def test_no_fewer_than_the_work_takes():
     assert fleet.units >= 2000 / fleet.unit.capacity
 
 
+def test_hand_offs_keep_neither_end_of_the_pages_link_busier():
+    """2 ms and their bytes each: 2,000 a second take several ends, whatever the simulation says."""
+    found = sizer(Fleets(1, 1), Demand(rate=2000, prompt=512, output=8)).plan().best
+    busy = 2000 * found.link.seconds(512)
+    assert busy > 4
+    assert min(found.fleet.workers, found.fleet.units) >= busy / 0.85
+
+
 @pytest.mark.parametrize("field", ["rate", "prompt", "output"])
 def test_one_percent_more_is_no_jump(field):
     """Bounds of workers and units before they are rounded up."""
