@@ -6,7 +6,8 @@ Called by the checkpoints (`hf.py`, `store.py`, `peer.py`), which know how to re
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -27,6 +28,7 @@ from pallas_kernels.quantize.api import WeightFormat, quantize_weight
 
 QUANTISED_PARTS = ("values", "scales", "zeros")
 """Suffixes of the leaves of a quantised matrix; zero points are optional."""
+_PLACES = {part: place for place, part in enumerate(QUANTISED_PARTS)}
 
 
 class Leaf(NamedTuple):
@@ -187,30 +189,26 @@ def refuse(folder: str | Path, problems: Sequence[str]) -> None:
         raise CheckpointError(f"{folder}: {count}:\n  " + "\n  ".join(problems))
 
 
+def matrix_of(leaf: str) -> str:
+    """Name of the matrix that a leaf belongs to: `X` for `X.values`, else the leaf's own name."""
+    base, _, part = leaf.rpartition(".")
+    return base if part in QUANTISED_PARTS else leaf
+
+
 def make_leaves(
-    leaves: Mapping[str, Leaf],
-    names: Collection[str],
-    plain: Callable[[str, Leaf], jax.Array],
-    quantised: Callable[..., tuple[jax.Array, ...]],
+    leaves: Mapping[str, Leaf], make: Callable[..., Sequence[jax.Array]]
 ) -> Iterator[jax.Array]:
-    """Makes the leaves one at a time, in order; all leaves of a quantised matrix at once.
+    """Makes the leaves in order, one matrix at a time.
 
     Args:
-      names: parameters of the block; a quantised matrix is one name with two or three leaves.
-      plain: makes the leaf with the given name.
-      quantised: makes values, scales and, if they have a leaf, zero points of the named matrix.
+      make: called with a name and its one leaf; or with the name of a quantised matrix and its
+        leaves for values, scales and, if it has them, zero points.
     """
-    ready: dict[str, jax.Array] = {}
-    for name, leaf in leaves.items():
-        if name in names:
-            yield plain(name, leaf)
-            continue
-        if name not in ready:
-            base = name.rsplit(".", 1)[0]
-            parts = [f"{base}.{part}" for part in QUANTISED_PARTS if f"{base}.{part}" in leaves]
-            made = quantised(base, *(leaves[part] for part in parts))
-            ready = dict(zip(parts, made, strict=True))
-        yield ready.pop(name)
+    for matrix, names in itertools.groupby(leaves, matrix_of):
+        own = sorted(names, key=lambda name: _PLACES.get(name.rpartition(".")[2], 0))
+        made = dict(zip(own, make(matrix, *(leaves[name] for name in own)), strict=True))
+        for name in [name for name in leaves if name in made]:
+            yield made.pop(name)
 
 
 def make_array(

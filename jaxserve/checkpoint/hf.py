@@ -91,12 +91,12 @@ class HFCheckpoint(BlockReader):
             cut = part.pieces, part.axis
             return [with_parts(table[name], table[part.name], *cut) for table in tables]
 
-        return make_leaves(
-            leaves,
-            tables[0].keys(),
-            lambda name, leaf: self._plain(sources(name), leaf),
-            lambda name, *pair: self._quantised(sources(name), *pair),
-        )
+        def make(name: str, first: Leaf, *others: Leaf) -> Sequence[jax.Array]:
+            if not others:
+                return [self._plain(sources(name), first)]
+            return self._quantised(sources(name), first, *others)
+
+        return make_leaves(leaves, make)
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
         """A leaf of floats; quantised matrices are dequantised."""

@@ -25,6 +25,7 @@ from jaxserve.checkpoint.arrays import (
     block_key,
     block_of,
     make_leaves,
+    matrix_of,
     read_leaf,
 )
 from jaxserve.checkpoint.fingerprint import revision, weights_digest
@@ -32,7 +33,7 @@ from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.regions import Ranges, clipped, leaf_shape
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
-from jaxserve.checkpoint.store import StoreCheckpoint, matrix_of, open_checkpoint
+from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.link.session.channel import join_address, split_address
@@ -152,16 +153,12 @@ class PeerCheckpoint(BlockReader):
         self._look()
         blocks = [self._blocks[block_key(sources)] for sources in tables]
 
-        def plain(name: str, leaf: Leaf) -> jax.Array:
-            (array,) = self._take(template, blocks, tables, {name: leaf})
-            return array
+        def make(name: str, *parts: Leaf) -> Sequence[jax.Array]:
+            kinds = QUANTISED_PARTS[: len(parts)]
+            names = [f"{name}.{kind}" for kind in kinds] if len(parts) > 1 else [name]
+            return self._take(template, blocks, tables, dict(zip(names, parts, strict=True)))
 
-        def quantised(base: str, *parts: Leaf) -> tuple[jax.Array, ...]:
-            names = [f"{base}.{kind}" for kind in QUANTISED_PARTS[: len(parts)]]
-            wanted = dict(zip(names, parts, strict=True))
-            return tuple(self._take(template, blocks, tables, wanted))
-
-        return make_leaves(leaves, tables[0].keys(), plain, quantised)
+        return make_leaves(leaves, make)
 
     def _take(
         self,

@@ -23,6 +23,7 @@ from jaxserve.checkpoint.arrays import (
     block_key,
     block_of,
     make_leaves,
+    matrix_of,
     quantised_here,
     read_leaf,
     refuse,
@@ -111,12 +112,13 @@ class StoreCheckpoint(BlockReader):
             self._unverified.remove(name)
             self.checks.append(begin(self._verify, self._folder / BLOCKS / name))
         blocks = [_with_parts(self._arrays[name], template) for name in names]
-        yield from make_leaves(
-            leaves,
-            tables[0].keys(),
-            lambda name, leaf: self._plain(blocks, name, leaf),
-            lambda name, *pair: self._quantised(blocks, name, *pair),
-        )
+
+        def make(name: str, first: Leaf, *others: Leaf) -> Sequence[jax.Array]:
+            if not others:
+                return [self._plain(blocks, name, first)]
+            return self._quantised(blocks, name, first, *others)
+
+        yield from make_leaves(leaves, make)
         with open_file(self._folder / MANIFEST) as manifest:
             manifest.read([(0, 1)])  # in a bucket, another version is refused here
         for name in names:
@@ -177,12 +179,6 @@ def _floats_of(block: dict[str, StoredArray], name: str) -> ReadableArray:
     sizes = zip(block_of(values.shape, grids[0].shape), values.shape[-2:], strict=True)
     places = [np.arange(size) // (each or size) for each, size in sizes]
     return Dequantised(values, *(Spread(grid, *places) for grid in grids))
-
-
-def matrix_of(leaf: str) -> str:
-    """Name of the matrix that a leaf belongs to: `X` for `X.values`, else the leaf's own name."""
-    base, _, part = leaf.rpartition(".")
-    return base if part in QUANTISED_PARTS else leaf
 
 
 def _scale_places(
