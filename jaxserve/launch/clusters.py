@@ -10,62 +10,10 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import Options, Rendering, files_of
+from jaxserve.launch.settings import filled
 from jaxserve.launch.workloads import PORTS, WORKER_PORT, Workload
 
 Tree = dict[str, Any]
-
-SCRIPT = """\
-#!/usr/bin/env bash
-# {command}
-#
-#   PREFILL=CONTEXT DECODE=CONTEXT ./clusters.sh apply     both clusters, with one secret
-#   PREFILL=CONTEXT DECODE=CONTEXT ./clusters.sh delete
-#
-# CONTEXT: of kubectl. The clusters share a network in which pods reach pods of the other, and
-# Services that are exported (GKE: VPC-native clusters of one fleet with multi-cluster Services).
-# Worker links are encrypted by the network: GKE Dataplane V2 with inter-node transparent encryption
-# for several clusters, or Cilium with WireGuard (AGENT=cilium). UNENCRYPTED=1 does without.{files}
-set -euo pipefail
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
-: "${{PREFILL:?the context of the cluster with prefill workers}}"
-: "${{DECODE:?the context of the cluster with routers and domains}}"
-name={name} namespace={namespace}
-on() {{ # context, arguments of kubectl
-  kubectl --context="$1" --namespace="$namespace" "${{@:2}}"
-}}
-encrypted() {{ # context
-  kubectl --context="$1" --namespace=kube-system exec "daemonset/${{AGENT:-anetd}}" -- \\
-    cilium status | grep --ignore-case '^Encryption:.*wireguard' > /dev/null
-}}
-
-case "${{1:-}}" in
-  apply)
-    for context in "$PREFILL" "$DECODE"; do
-      if [[ -z "${{UNENCRYPTED:-}}" ]] && ! encrypted "$context"; then
-        echo "$context: its network does not encrypt traffic between nodes" >&2
-        exit 1
-      fi
-    done
-    token=$(on "$DECODE" get secret "$name" --ignore-not-found \\
-      --output=jsonpath='{{.data.cluster-token}}' | base64 --decode)
-    token=${{token:-$(openssl rand -hex 16)}}
-    for context in "$PREFILL" "$DECODE"; do
-      on "$context" create secret generic "$name" --dry-run=client --output=yaml \\
-        --from-literal=cluster-token="$token"{secrets} | on "$context" apply --filename=-
-    done
-    on "$PREFILL" apply --filename=prefill.yaml
-    on "$DECODE" apply --filename=decode.yaml
-    ;;
-  delete)
-    on "$DECODE" delete --ignore-not-found --filename=decode.yaml
-    on "$PREFILL" delete --ignore-not-found --filename=prefill.yaml
-    ;;
-  *)
-    grep '^#   ' "$0" >&2
-    exit 2
-    ;;
-esac
-"""
 
 
 def divided(works: list[Workload], options: Options) -> dict[str, list[Workload]]:
@@ -118,7 +66,8 @@ def script(rendering: Rendering) -> str:
     given = "".join(f" \\\n        --from-file={shlex.quote(name)}" for name in names)
     if "api_keys" in keys:
         given += ' \\\n        --from-literal=metrics-key="$(head -n 1 api-keys)"'
-    return SCRIPT.format(
+    return filled(
+        "clusters.sh",
         command=rendering.command,
         name=shlex.quote(options.name),
         namespace=shlex.quote(options.namespace),

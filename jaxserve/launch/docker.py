@@ -11,70 +11,13 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import CACHE, KEYS, SPARE_SECONDS, Options, Rendering, files_of
 from jaxserve.launch.packages import sbom
-from jaxserve.launch.settings import Places, deployment_text, placed, to_yaml
+from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml
 from jaxserve.launch.workloads import Workload, host_processes
 
 Tree = dict[str, Any]
 
-DOCKERFILE = """\
-# {command}
-#
-#   docker build --tag {image} --build-arg EXTRA={extra}{asked} --file Dockerfile CHECKOUT
-#
-# EXTRA: tpu, cuda, or cpu. CUDA's libraries come with the packages; the host has the driver and the
-# NVIDIA Container Toolkit.
-# BASE: an image of Python 3.12 by its digest, as `docker buildx imagetools inspect {example}`
-# prints it. A tag may come to name another image, so none is taken.
-ARG BASE{base}
-FROM ${{BASE}} AS build
-ARG BASE
-ARG EXTRA={extra}
-RUN case "$BASE" in \\
-      *@sha256:*) ;; \\
-      *) echo "BASE=$BASE: say {example}@sha256:DIGEST" >&2; exit 1 ;; \\
-    esac
-WORKDIR /src
-COPY requirements requirements
-RUN python -m venv /opt/build && python -m venv /opt/jaxserve && \\
-    if [ "$EXTRA" = cpu ]; then lock=serve; else lock="$EXTRA"; fi && \\
-    /opt/build/bin/python -m pip install --no-cache-dir --require-hashes \\
-      --requirement requirements/build.txt && \\
-    /opt/jaxserve/bin/python -m pip install --no-cache-dir --require-hashes \\
-      --requirement "requirements/$lock.txt"
-COPY . .
-RUN /opt/build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && \\
-    /opt/jaxserve/bin/python -m pip install --no-cache-dir --no-deps /wheels/*.whl
-
-FROM ${{BASE}}
-RUN groupadd --gid {user} jaxserve && \\
-    useradd --uid {user} --gid {user} --no-create-home --home-dir /tmp jaxserve && \\
-    install --directory --owner={user} --group={user} {cache}
-COPY --from=build /opt/jaxserve /opt/jaxserve
-ENV PATH=/opt/jaxserve/bin:$PATH \\
-    PYTHONUNBUFFERED=1 \\
-    JAX_COMPILATION_CACHE_DIR={cache}
-USER {user}:{user}
-EXPOSE 8000 50051
-# SIGTERM drains.
-STOPSIGNAL SIGTERM
-ENTRYPOINT ["python", "-u", "-m", "jaxserve.serve"]
-CMD ["--help"]
-"""
 EXAMPLE = "python:3.12-slim"
 """Image whose digest is asked for."""
-IGNORED = """\
-*
-!configs
-!jaxserve
-!pallas_kernels
-!requirements
-!LICENSE
-!MANIFEST.in
-!README.md
-!pyproject.toml
-!setup.py
-**/__pycache__
-"""
 USER = 10001
 
 
@@ -92,7 +35,8 @@ def render_image(rendering: Rendering) -> dict[str, str]:
         )
     extra = next(iter(extras), "cpu")
     return {
-        "Dockerfile": DOCKERFILE.format(
+        "Dockerfile": filled(
+            "Dockerfile",
             command=rendering.command,
             image=options.image,
             extra=extra,
@@ -102,7 +46,7 @@ def render_image(rendering: Rendering) -> dict[str, str]:
             user=USER,
             cache=CACHE,
         ),
-        "Dockerfile.dockerignore": IGNORED,
+        "Dockerfile.dockerignore": filled("dockerignore"),
         "sbom.cdx.json": sbom(extra, options.base_image),
     }
 

@@ -3,7 +3,9 @@
 Called by `__main__.py`.
 """
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,3 +103,9 @@ _Dumper.add_representer(str, _text)
 def to_yaml(*documents: Any) -> str:
     """YAML documents, one after the other."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def filled(template: str, /, **values: object) -> str:
+    """Returns a template beside this file with a value in the place of each `@name@`."""
+    text = (Path(__file__).parent / f"{template}.template").read_text(encoding="utf-8")
+    return re.sub("@([a-z]+)@", lambda place: str(values[place[1]]), text)

@@ -7,87 +7,8 @@ import shlex
 
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import Options, Rendering, host_places
-from jaxserve.launch.settings import deployment_text, placed
+from jaxserve.launch.settings import deployment_text, filled, placed
 from jaxserve.launch.workloads import Workload
-
-HEAD = """\
-#!/usr/bin/env bash
-# {command}
-#
-#   sbatch {name}.sbatch      from a folder that all nodes see; more arguments go to every process
-#
-{directives}
-set -euo pipefail
-cd "${{SLURM_SUBMIT_DIR:-.}}"
-
-# The secret that the processes of this job show each other; srun passes the environment on.
-JAXSERVE_CLUSTER_TOKEN="$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
-export JAXSERVE_CLUSTER_TOKEN
-PYTHON="${{PYTHON:-.venv/bin/python}}"
-
-# Devices pin host memory. Slurm passes the limit on to the processes.
-ulimit -l unlimited || echo "locked memory stays at $(ulimit -l) KB: PropagateResourceLimits?" >&2
-
-# A process that finds its configuration wrong ends with 2 and leaves a file, since srun reports the
-# highest exit code of all: nothing is started again then.
-wrong="$PWD/.{name}-${{SLURM_JOB_ID:-0}}.wrong"
-rm -f "$wrong"
-# shellcheck disable=SC2016
-watch='trap : TERM; code=0; "${{@:2}}" || code=$?; [[ $code != 2 ]] || touch "$1"; exit $code'
-serve=(bash -c "$watch" serve "$wrong" "$PYTHON" -u -m jaxserve.serve)
-
-# Neighbouring cores, with their memory, for each task of a node; tasks are GPUs in their order.
-cpus=$((${{SLURM_CPUS_ON_NODE:-$(nproc)}} / {tasks}))
-step=(srun --kill-on-bad-exit=1 --no-kill --wait=120 --label --propagate=MEMLOCK
-  --cpus-per-task="$((cpus > 0 ? cpus : 1))" --cpu-bind=cores --distribution=block:block
-  --mem-bind=local)
-ended=
-trap 'ended=1' TERM INT # scancel signals the steps itself: they drain
-"""
-WHOLE = """
-# --distributed takes the number of this process, of all, and the first node's name from Slurm.
-# If one process fails, the leader names it and ends the others; --kill-on-bad-exit ends what is
-# left. --wait: seconds between the first end and that of all. Then all start again, on nodes of
-# the job that answer.
-while :; do
-  mapfile -t up < <(sinfo --noheader --Node --responding --states=alloc,mix,comp --format=%n \\
-    --nodes="$SLURM_JOB_NODELIST" | sort --unique | head -n {nodes})
-  if ((${{#up[@]}} < {nodes})); then
-    echo "${{#up[@]}} nodes of the job are up, {nodes} are needed" >&2
-    exit 1
-  fi
-  code=0
-  "${{step[@]}}" --nodes={nodes} --nodelist="$(IFS=,; echo "${{up[*]}}")" \\
-    --ntasks-per-node={tasks} "${{serve[@]}}" --distributed \\
-    {arguments} "$@" || code=$?
-  if [[ -e $wrong ]]; then exit 2; fi
-  if [[ $code == 0 || -n $ended ]]; then exit "$code"; fi
-  sleep 5
-done
-"""
-FLEET = """
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-
-# A worker is a job step on nodes of its own and starts again when it dies, unless its configuration
-# is wrong. scancel sends SIGTERM to all steps: they drain and end with 0.
-worker() {{ # first node, nodes, tasks, arguments of serve
-  local first=$1 count=$2 tasks=$3
-  shift 3
-  until "${{step[@]}}" --overlap --relative="$first" --nodes="$count" --ntasks="$tasks" \\
-    "${{serve[@]}}" "$@"; do
-    if [[ -n $ended || -e $wrong ]]; then return; fi
-    sleep 1
-  done
-}}
-addresses=(
-{settings}
-)
-common=(--config {config} "${{addresses[@]}}"{insecure} "$@")
-
-{calls}
-while [[ -n $(jobs -pr) ]]; do wait || true; done
-if [[ -e $wrong ]]; then exit 2; fi
-"""
 
 
 def render(rendering: Rendering) -> dict[str, str]:
@@ -102,7 +23,8 @@ def render(rendering: Rendering) -> dict[str, str]:
     insecure = "" if options.keys else " --insecure-bind"
     works = rendering.works
     nodes, tasks = _size(works)
-    head = HEAD.format(
+    head = filled(
+        "slurm_head.sh",
         command=rendering.command,
         name=options.name,
         directives=_directives(options, works),
@@ -110,7 +32,7 @@ def render(rendering: Rendering) -> dict[str, str]:
     )
     if len(works) == 1:
         given = f"--config {shlex.quote(config)}{insecure}"
-        body = WHOLE.format(arguments=given, nodes=nodes, tasks=tasks)
+        body = filled("slurm_whole.sh", arguments=given, nodes=nodes, tasks=tasks)
     elif options.spares:
         raise ConfigError(
             f"--spares {options.spares}: workers of a fleet keep their nodes, whose names the "
@@ -185,7 +107,8 @@ def _fleet(works: list[Workload], config: str, insecure: str) -> str:
             calls.append(f'worker {place} {nodes} {work.processes} {joined} "${{common[@]}}" &')
     if router:
         calls.append(router)
-    return FLEET.format(
+    return filled(
+        "slurm_fleet.sh",
         settings="\n".join(settings),
         config=shlex.quote(config),
         insecure=insecure,
