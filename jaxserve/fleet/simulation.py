@@ -192,7 +192,9 @@ class FleetSimulation:
         workers, tell = self._workers.items(), Progress()
         # Without prefill workers, sequences go to domains at once.
         found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
-        for worker in self._computing() if found else ():
+        prefill = [worker for worker in self._workers.values() if worker.role == "prefill"]
+        every = [] if self._conditions.prefilled else [*self._workers.values()]
+        for worker in (prefill or every) if found else ():
             for prefix in range(self._traffic.prefixes):
                 worker.engine.warm([SHARED + prefix] * found)
         for name, worker in ((n, w) for n, w in workers if w.role == "domain"):
@@ -207,12 +209,6 @@ class FleetSimulation:
             while not (self._traffic.running and not self._without_token) and self._turn():
                 tell(lambda: f"{self._now:.1f} s simulated, {self._without_token} requests to come")
         return self._result()
-
-    def _computing(self) -> list[_Worker]:
-        """Workers that compute prompts: prefill workers, or the domains of a fleet without any."""
-        workers = self._workers.values()
-        prefill = [worker for worker in workers if worker.role == "prefill"]
-        return prefill or ([] if self._conditions.prefilled else [*workers])
 
     def _arrivals(self) -> list[float]:
         """Times of the requests, at exactly the rate on the mean."""
@@ -354,7 +350,11 @@ class FleetSimulation:
         seen = self._seen[self._attempts[attempt]]
         if worker.role == "prefill":
             seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds
-            self._act(self._coordinator.held(attempt, self._held(name, attempt)))
+            request = self._coordinator.requests[self._attempts[attempt]]
+            size = worker.engine.deployment.cache.page_size
+            tokens = (len(request.tokens) - 1) // size * size  # whole pages of all but the last
+            source = PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
+            self._act(self._coordinator.held(attempt, source))
             return
         if seen.first < 0 and output.token_ids:
             seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
@@ -363,13 +363,6 @@ class FleetSimulation:
         if request is not None and request.last_at is not None:
             seen.last, seen.tokens = request.last_at, len(request.emitted)
         self._act(actions)
-
-    def _held(self, name: str, attempt: str) -> PagesSource:
-        """Whole pages of all tokens but the last."""
-        request = self._coordinator.requests[self._attempts[attempt]]
-        size = self._workers[name].engine.deployment.cache.page_size
-        tokens = (len(request.tokens) - 1) // size * size
-        return PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
 
     def samples(self) -> tuple[list[float], list[float]]:
         """TTFT and TPOT of every request that counts, in seconds. Sequences that ran at the start,
@@ -385,15 +378,6 @@ class FleetSimulation:
         steps, several = self._conditions.tokens_a_step, [s for s in paced if s.tokens > 1]
         return ttft, [(s.last - s.first) / (s.tokens - 1) / steps for s in several]
 
-    def waits(self) -> dict[str, list[float]]:
-        """Seconds that each request that counts waited, as `FleetResult.waits`."""
-        counted = self._counted()
-        return {
-            "prefill": [s.prefill_wait for s in counted if s.prefill_wait is not None],
-            "pages": [s.pages_wait for s in counted if s.pages_wait is not None],
-            "domain": [s.domain_wait for s in counted],
-        }
-
     def _counted(self) -> list[_Seen]:
         numbers = range(self._traffic.warm_up, self._traffic.requests - self._traffic.cool_down)
         found = (self._seen.get(str(number)) for number in numbers)
@@ -408,6 +392,10 @@ class FleetSimulation:
             float(np.percentile(each or [0.0], percent))
             for each, percent in zip(samples, self._traffic.percents, strict=True)
         )
+        waits: dict[str, list[float]] = {
+            role: [wait for one in counted if (wait := getattr(one, f"{role}_wait")) is not None]
+            for role in ("prefill", "pages", "domain")
+        }
         busy: dict[str, list[float]] = {}
         asked, found = self._lookups + sum(map(_lookups, self._workers.values()))
         for worker in self._workers.values():
@@ -427,7 +415,7 @@ class FleetSimulation:
             tpot=Times.of(samples[1]),
             ttft_asked=ttft_asked,
             tpot_asked=tpot_asked,
-            waits={role: Times.of(found) for role, found in self.waits().items()},
+            waits={role: Times.of(each) for role, each in waits.items()},
             replays=self._coordinator.replays,
             found=float(found / max(1, asked)),
             busy={role: float(np.mean(shares)) for role, shares in busy.items()},

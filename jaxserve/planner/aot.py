@@ -295,6 +295,9 @@ def _compile(
     memory = compiled.memory_analysis()
     assert memory is not None  # of TPU executables there is one
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
+    without = sum(  # bytes of arguments without the padding of their layouts
+        array_bytes(each.sharding.shard_shape(each.shape), each.dtype) for each in program.arguments
+    )
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
     counted = list(small_ops.instructions(text, pools if embeds else pools[:1], rows.there))
@@ -308,7 +311,7 @@ def _compile(
         seconds,
         "",
         arguments=arguments,
-        padding=max(0, arguments - _argument_bytes(program)),
+        padding=max(0, arguments - without),
         outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
         temporaries=int(memory.temp_size_in_bytes),
         code=int(memory.generated_code_size_in_bytes),
@@ -324,14 +327,6 @@ def _compile(
             beside=windows(counted, program.mesh.size, rows.ragged),
         ),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
-    )
-
-
-def _argument_bytes(program: Program) -> int:
-    """Bytes of a device's arguments without layout padding."""
-    return sum(
-        array_bytes(argument.sharding.shard_shape(argument.shape), argument.dtype)
-        for argument in program.arguments
     )
 
 

@@ -39,7 +39,11 @@ def run(options: argparse.Namespace) -> int:
         there,
         options.bucket,
         workers=options.workers,
-        report=lambda one: print(_line(one), file=sys.stderr, flush=True),
+        report=lambda one: print(
+            f"{one.name} {_size(one.bucket)}: {one.error[:120] or 'compiled'}, {one.seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        ),
     )
     seconds = time.perf_counter() - start
     held = aot.memory(config, deployment, programs)
@@ -68,11 +72,6 @@ def run(options: argparse.Namespace) -> int:
     for problem in problems:
         print(f"FAILS: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def _line(one: CompiledProgram) -> str:
-    said = one.error[:120] if one.error else "compiled"
-    return f"{one.name} {_size(one.bucket)}: {said}, {one.seconds:.1f} s"
 
 
 def host_lines(
@@ -115,11 +114,8 @@ def failures(
 def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> list[str]:
     """Lists what will not fail, and should be known."""
     found = []
-    formats = {
-        "attention.weights": deployment.attention.weights,
-        "ffn.weights": deployment.ffn.weights,
-    }
-    for key, name in formats.items():
+    for role in ("attention", "ffn"):
+        key, name = f"{role}.weights", getattr(deployment, role).weights
         if scaled(name) and FORMATS[name].bits == 8 and name not in hardware.teraflops:
             found.append(f"{key} = {name}: {device_kind} has no such products, they run in BF16")
     if (transport := deployment.topology.transport) and transport.collective:
@@ -153,17 +149,10 @@ def _program_rows(programs: Sequence[CompiledProgram]) -> list[list[str]]:
     rows[0] += ["code", "seconds", "collectives"]
     for one in programs:
         sizes = one.arguments, one.padding, one.outputs, one.temporaries, one.code
+        row = [one.name, _size(one.bucket), str(one.layers), *(f"{n / 1e6:.1f}" for n in sizes)]
         collectives = ", ".join(f"{count} {name}" for name, count in one.collectives.items())
-        rows.append(
-            [
-                one.name,
-                _size(one.bucket),
-                str(one.layers),
-                *(f"{size / 1e6:.1f}" for size in sizes),
-                f"{one.seconds:.1f}",
-                "failed!" if one.error else collectives or "none",
-            ]
-        )
+        said = "failed!" if one.error else collectives or "none"
+        rows.append([*row, f"{one.seconds:.1f}", said])
     return rows
 
 

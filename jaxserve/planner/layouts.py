@@ -176,7 +176,10 @@ class Layouts:
                     if a_name != f_name:  # an ffn worker over `pull` is one process
                         most = min(most, f.devices_per_host)
                     for f_devices in _device_counts(f, most):
-                        if _rented(a, a_devices, f, f_devices, one_kind=a_name == f_name):
+                        rented = a.slice_of(a_devices) and f.slice_of(f_devices)
+                        if a_name == f_name:  # both roles are one slice
+                            rented = a.slice_of(a_devices + f_devices)
+                        if rented:
                             yield from self._afd(a_name, f_name, a_devices, f_devices, target)
         for name in (name for name in self._attention if name in self._ffn):
             hardware = self._attention[name]
@@ -237,10 +240,3 @@ def _device_counts(hardware: Hardware, most: int) -> list[int]:
     host = hardware.devices_per_host
     parts = [count for count in (1, 2, 4) if count < host]
     return [count for count in (*parts, *(hosts * host for hosts in COUNTS)) if count <= most]
-
-
-def _rented(a: Hardware, a_devices: int, f: Hardware, f_devices: int, *, one_kind: bool) -> bool:
-    """Returns whether the devices of both roles can be rented, as one slice if of one kind."""
-    if one_kind:
-        return a.slice_of(a_devices + f_devices)
-    return a.slice_of(a_devices) and f.slice_of(f_devices)

@@ -207,8 +207,10 @@ class Searcher:
                 if share > most:
                     most, stages = share, times
         step += layout.lanes * calculator.head(a, batch * whole.rows, layout.tp)
-        if calculator.measured is not NOTHING:
-            step += layout.lanes * self._entering(layout, whole)
+        if calculator.measured is not NOTHING:  # a step's first attend is a stage of its own
+            asked = model.attention[0], a, batch, layout.tp, whole.rows
+            first, others = calculator.attend(*asked, "enter"), calculator.attend(*asked)
+            step += layout.lanes * (first.seconds - others.seconds)
         step += self._drafts_seconds(layout, batch)
         tokens_a_step = self.acceptance.tokens(layout.drafts)
         tpot = step / tokens_a_step
@@ -225,13 +227,6 @@ class Searcher:
             ffn_bytes=ffn_bytes,
             tokens_a_step=tokens_a_step,
         )
-
-    def _entering(self, layout: Layout, tokens: Pass) -> float:
-        """Seconds that a step's first attend was measured to take beyond another one's."""
-        calculator, a = self.calculator, self.attention[layout.attention]
-        group, asked = calculator.model.attention[0], (tokens.batch, layout.tp, tokens.rows)
-        first = calculator.attend(group, a, *asked, stage="enter")
-        return first.seconds - calculator.attend(group, a, *asked).seconds
 
     def _drafts_seconds(self, layout: Layout, batch: int) -> float:
         """Seconds of a step's passes of the module, all lanes."""

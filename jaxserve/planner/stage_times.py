@@ -172,7 +172,10 @@ class Rooflines:
         group, on, tp = self._attention.model.attention[index], self._on_attention, self._layout.tp
         window = group.spec.window
         if on.pads and rows.reach and not isinstance(group.spec, Lightning):
-            reach = min(rows.reach, window) if window else _blocks_reach(rows)
+            longest = float(rows.length.max(initial=1))
+            block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
+            # Blocks of the page tables up to the end of the longest sequence.
+            reach = min(rows.reach, window or math.ceil(longest / block) * block)
             tokens = np.full(rows.groups, float(rows.padded))
             load = Attending(tokens, tokens * reach, tokens * reach)
             return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
@@ -221,11 +224,3 @@ def expert_loads(
     popularity = skew.popularity(random, model.layers, moe.experts)
     sizes = layout.slots(moe.experts)
     return ExpertLoads(random, popularity, sizes, top_k=moe.top_k, placed=placed)
-
-
-def _blocks_reach(rows: Rows) -> int:
-    """Positions of the page tables that are attended to without kernels: the blocks up to the end
-    of the longest sequence."""
-    longest = float(rows.length.max(initial=1))
-    block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
-    return min(rows.reach, math.ceil(longest / block) * block)
