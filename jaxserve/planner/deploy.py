@@ -297,7 +297,7 @@ class Sizer:
         """
         layout, target = plan.layout, self.asked.tpot.seconds
         requests = self.requests(demand or self.asked.demand)
-        hardware = self._hosts.attention[layout.attention], self._hosts.ffn[layout.ffn]
+        hardware = self.searcher.memory.on(layout)
         pace = Pace(self.searcher, layout, self.times(layout, hardware), requests)
         room = min(self._room(plan, requests), most or plan.batch)
         slots = pace.largest(room, target)

@@ -87,19 +87,17 @@ def _latency_rows(shown: Shown) -> list[list[str]]:
     asked, found, of_file = shown.asked, shown.planned.best.prediction, shown.of_file
     rows = [["ms", *Times.__struct_fields__, "asked for", "there"]]
 
-    def row(name: str, result: FleetResult | None) -> None:
-        if result is not None:
-            level, field = (asked.ttft, "ttft") if "TTFT" in name else (asked.tpot, "tpot")
-            there = f"{getattr(result, f'{field}_asked') * 1e3:.1f}"
-            rows.append([*times_row(name, getattr(result, field), 1), level.text, there])
-
-    row("TTFT", found)
-    for part, times in found.waits.items():
-        if times is not None:
-            rows.append([*times_row(f"  wait for {part}", times, 1), "", ""])
-    row("  TTFT of the file", of_file)
-    row("TPOT", found)
-    row("  TPOT of the file", of_file)
+    for name, level in {"ttft": asked.ttft, "tpot": asked.tpot}.items():
+        for label, result in ((name.upper(), found), (f"  {name.upper()} of the file", of_file)):
+            if result is not None:
+                there = f"{getattr(result, f'{name}_asked') * 1e3:.1f}"
+                rows.append([*times_row(label, getattr(result, name), 1), level.text, there])
+            waits = found.waits if label == "TTFT" else {}
+            rows += [
+                [*times_row(f"  wait for {part}", times, 1), "", ""]
+                for part, times in waits.items()
+                if times is not None
+            ]
     return rows
 
 
@@ -214,10 +212,8 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
         "roles": [
             {
-                "name": role.name,
+                **role._asdict(),
                 "hardware": role.hardware.name,
-                "devices": role.devices,
-                "spare_hosts": role.spare_hosts,
                 "chips": role.chips,
                 "dollars_an_hour": role.dollars,
             }

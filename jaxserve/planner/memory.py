@@ -127,10 +127,10 @@ class Memory:
         """Whether `batch` sequences a DP group and lane fit."""
         return all(
             part.fits(hardware, self._calculator.assumed.reserve)
-            for part, hardware in zip(self.held(layout, batch), self._on(layout), strict=False)
+            for part, hardware in zip(self.held(layout, batch), self.on(layout), strict=False)
         )
 
-    def _on(self, layout: Layout) -> tuple[Hardware, Hardware]:
+    def on(self, layout: Layout) -> tuple[Hardware, Hardware]:
         """Hardware of attention and of the FFN, the same in a colocated layout."""
         attention = self._attention[layout.attention]
         return attention, self._ffn.get(layout.ffn, attention)
@@ -150,7 +150,7 @@ class Memory:
         few, or for attention."""
         reserve = self._calculator.assumed.reserve
         names = ("attention", "ffn")
-        parts = zip(names, self.held(layout, 1), self._on(layout), strict=False)
+        parts = zip(names, self.held(layout, 1), self.on(layout), strict=False)
         attention, *ffn = parts
         lacking = [one for one in ffn if not one[1].fits(one[2], reserve)]
         name, part, hardware = lacking[0] if lacking else attention
@@ -164,7 +164,7 @@ class Memory:
         calculator = self._drafting if layout.drafts else self._calculator
         entrance = calculator.entrance_bytes if layout.drafts else 0.0
         mesh, model = layout.ffn_mesh, calculator.model
-        _, hardware = self._on(layout)
+        _, hardware = self.on(layout)
         moving = 0.0
         if mesh.routed > 1 and model.moe is not None:
             expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor

@@ -5,7 +5,7 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 """
 
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -172,15 +172,9 @@ def _int8_layers(deployment: Deployment) -> list[int]:
         return [int(layer) for layer in wanted]
     path = Path(deployment.model) / INT8_PRODUCTS
     try:
-        return list(msgspec.json.decode(path.read_bytes(), type=_Measured).layers)
-    except (OSError, msgspec.DecodeError) as error:
+        return list(msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["layers"])
+    except (OSError, msgspec.DecodeError, KeyError) as error:
         raise ConfigError(f"attention.int8_products = auto: {path}: {error}") from None
-
-
-class _Measured(msgspec.Struct):
-    """The part of `checkpoint/int8_products.py: Int8Products` that the planner reads."""
-
-    layers: list[int]
 
 
 def _weights(wanted: str, stored: str, held: Floats) -> str:

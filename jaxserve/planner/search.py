@@ -188,11 +188,6 @@ class Searcher:
             return None
         return mean_busiest(self.skew, layout.slots(moe.experts))
 
-    def _hardware(self, layout: Layout) -> tuple[Hardware, Hardware]:
-        """Hardware of attention and of the FFN, the same in a colocated layout."""
-        attention = self.attention[layout.attention]
-        return attention, self.ffn.get(layout.ffn, attention)
-
     def evaluate(self, layout: Layout, batch: int) -> Plan:
         """Predicts a layout with a batch; whether it fits is not asked."""
         calculator, model = self.calculator, self.calculator.model
@@ -222,7 +217,7 @@ class Searcher:
             tpot=tpot,
             stages=stages,
             tokens_per_second=rate,
-            dollars=layout.dollars(*self._hardware(layout)) / 3600 / rate * 1e6,
+            dollars=layout.dollars(*self.memory.on(layout)) / 3600 / rate * 1e6,
             attention_bytes=attention_bytes,
             ffn_bytes=ffn_bytes,
             tokens_a_step=tokens_a_step,
@@ -253,7 +248,7 @@ class Searcher:
         program."""
         if layout.topology.has("colocated"):
             return 0.0
-        a, f = self._hardware(layout)
+        a, f = self.memory.on(layout)
         leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
         return max(
             self.calculator.host(a, layout.attention_devices) + leading,
@@ -271,7 +266,7 @@ class Searcher:
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
         calculator, rows = self.calculator, tokens.batch * tokens.rows
-        on = a, _ = self._hardware(layout)
+        on = a, _ = self.memory.on(layout)
         attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
         busiest = self._busiest(layout)
         moved = calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
