@@ -33,7 +33,7 @@ from jaxserve.bench.report import (
 )
 from jaxserve.errors import ConfigError
 from jaxserve.planner import view
-from jaxserve.planner.svg import Series, chart
+from jaxserve.planner.view import Series, chart
 
 HELP = "load on a running server"
 PERCENTILES = (50, 90, 95, 99)

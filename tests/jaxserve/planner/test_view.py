@@ -1,6 +1,10 @@
+"""Pages are whole; charts are well-formed and put things where they belong."""
+
 import xml.etree.ElementTree as ElementTree
 
-from jaxserve.planner.view import Part, Report
+import pytest
+
+from jaxserve.planner.view import Part, Report, Series, chart
 
 
 def test_a_page_is_well_formed_and_needs_nothing_else():
@@ -24,3 +28,16 @@ def test_cells_that_do_not_agree_are_red_and_indented_rows_grey():
 def test_a_terminal_shows_neither_pictures_nor_what_is_aside():
     parts = [Part("one", lines=["a", "b"], pictures=["<svg/>"]), Part("two", aside=True)]
     assert Report("title", [*parts, Part(lines=["c"])], None).text == "one\n\na\nb\n\nc"
+
+
+@pytest.mark.parametrize(
+    ("points", "logarithmic"),
+    [([(0.0, 0.0), (1.0, 1.0)], False), ([(1.0, 10.0), (100.0, 1000.0)], True)],
+)
+def test_points_go_right_and_up(points, logarithmic):
+    text = chart("t", "x", "y", [Series("s", points)], logarithmic=logarithmic)
+    assert 'points="76.0,386.0 700.0,58.0"' in text
+
+
+def test_labels_are_escaped():
+    assert "&lt;b&gt;" in chart("<b>", "x", "y", [Series("s", [(1.0, 1.0)])])
