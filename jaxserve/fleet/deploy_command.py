@@ -51,7 +51,7 @@ number; and output tokens from which they are fewer: some seconds."""
 SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50
 """The same of a fleet that is sized, five times as many for percentiles above 95; and the steps of
 a role from which they are fewer."""
-HORIZON, MOST_COUNTED = 4, 2_000
+HORIZON, MOST_COUNTED = 2, 800
 """Times of the TTFT's target that requests for prefill workers come, at least, up to a number of
 requests: where many come a second, a few hundred end before a queue has grown."""
 GROUPS = 64
