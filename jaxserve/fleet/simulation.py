@@ -350,9 +350,9 @@ class FleetSimulation:
         seen = self._seen[self._attempts[attempt]]
         if worker.role == "prefill":
             seen.prefill_wait = self._sent[attempt] - seen.arrival + output.queue_seconds
-            request = self._coordinator.requests[self._attempts[attempt]]
+            computed = self._coordinator.requests[self._attempts[attempt]].tokens
             size = worker.engine.deployment.cache.page_size
-            tokens = (len(request.tokens) - 1) // size * size  # whole pages of all but the last
+            tokens = (len(computed) - 1) // size * size  # whole pages of all but the last
             source = PagesSource(name, attempt, tokens, "") if tokens else NOTHING_HELD
             self._act(self._coordinator.held(attempt, source))
             return
