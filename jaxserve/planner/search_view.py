@@ -244,7 +244,7 @@ class Case(NamedTuple):
         return text if self.ratio is None else f"{text} x{self.ratio:.2f}"
 
 
-class Mix(NamedTuple):
+class MapPart(NamedTuple):
     """A model on a mix, which one process works out.
 
     Attributes:
@@ -345,7 +345,7 @@ def run_map(options: argparse.Namespace) -> None:
             )
     sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
     names = itertools.product(options.models, map(str.lower, options.hardware))
-    parts = [Mix(sent, model, mix) for model, mix in names]
+    parts = [MapPart(sent, model, mix) for model, mix in names]
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
     pays = [
         f"{case.model} on {case.mix}, {case.context // 1024}K, {case.tpot * 1e3:g} ms: "
@@ -363,13 +363,13 @@ def run_map(options: argparse.Namespace) -> None:
     show(options, Report("Where AFD, EP and TP are the cheapest", shown, tree))
 
 
-def _evaluate(parts: Sequence[Mix], jobs: int) -> list[Case]:
+def _evaluate(parts: Sequence[MapPart], jobs: int) -> list[Case]:
     found: list[Case] = []
     with contextlib.ExitStack() as stack:
-        results: Iterator[list[Case]] = map(Mix.cases, parts)
+        results: Iterator[list[Case]] = map(MapPart.cases, parts)
         if (jobs := min(jobs, len(parts))) > 1:
             pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-            results = stack.enter_context(pool).map(Mix.cases, parts)
+            results = stack.enter_context(pool).map(MapPart.cases, parts)
         for part, own in zip(parts, results, strict=True):
             print(f"{part.model} on {part.mix}", file=sys.stderr)
             found += own

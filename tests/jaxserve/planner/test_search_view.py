@@ -6,14 +6,14 @@ import pytest
 from jaxserve.plan import main, parser
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import PUBLISHED
-from jaxserve.planner.search_view import Case, Mix, map_rows, map_summary, mixes_that_pay
+from jaxserve.planner.search_view import Case, MapPart, map_rows, map_summary, mixes_that_pay
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
 
 def cases(*tpots: str) -> list[Case]:
     asked = ["map", "--contexts", "4K", "--max-devices", "2", "--tpots", *tpots]
-    return Mix(parser().parse_args(asked), "qwen3-30b-a3b", "h800").cases()
+    return MapPart(parser().parse_args(asked), "qwen3-30b-a3b", "h800").cases()
 
 
 @pytest.fixture(scope="module")
