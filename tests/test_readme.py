@@ -11,7 +11,7 @@ from jaxserve.config.load import known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    *("jaxserve", "jaxserve/planner", "jaxserve/preflight", "jaxserve/server"),
+    *("jaxserve", "jaxserve/planner", "jaxserve/preflight", "jaxserve/roles", "jaxserve/server"),
     *("pallas_kernels", "configs", "launch"),
 )
 """Every room with a README of its own; `launch` may have none yet."""

@@ -11,37 +11,45 @@ import functools
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.roles.pipelines import PIPELINES
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
-RUNTIMES = {"colocated_runtime", "cell_runtime", "domain_runtime"}
+RUNTIMES = {"whole_runtime", "domain_runtime"}
 CHOICES = {"lead", "with_peers", "own_experts"} | RUNTIMES
 """Functions of the assembly that some parts call and others do not."""
 INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
 """Transports, which are imported by name."""
+FILES = {name: f"roles.{place.partition(':')[0]}" for name, place in PIPELINES.items()}
+WHOLE, SPLIT = ("colocated",), tuple(FILES.keys() - {"colocated"})
 LEADS, ALONE = ("open_engine", "own_experts"), ("open_here", "_wait", "with_peers")
 PARTS = {
-    "leader, colocated": (*LEADS, "lead", "colocated_runtime"),
-    "leader, attention and ffn": (*LEADS, "lead", "cell_runtime", *INSIDE),
-    "follower, attention and ffn": ("open_follower", "cell_runtime", "fleet.following", *INSIDE),
-    "alone, colocated": (*LEADS, *ALONE, "colocated_runtime"),
-    "alone, attention and ffn": (*LEADS, *ALONE, "cell_runtime", *INSIDE),
+    "leader, colocated": (*LEADS, "lead", "whole_runtime"),
+    "leader, attention and ffn": (*LEADS, "lead", "whole_runtime"),
+    "follower, attention and ffn": ("open_follower", "whole_runtime", "fleet.following"),
+    "alone, colocated": (*LEADS, *ALONE, "whole_runtime"),
+    "alone, attention and ffn": (*LEADS, *ALONE, "whole_runtime"),
     "attention": ("open_engine", "domain_runtime", *BETWEEN),
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
-    "serve": ("serve", *INSIDE, *BETWEEN),
+    "serve": ("serve", *FILES.values(), *INSIDE, *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
 may have its weights from running workers; a runtime of one role over `pull`; a router; and the
 command that can be any of these, with text/."""
+RUNS = {
+    part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
+}
+"""Pipelines, which are imported by name, by part; a process runs one of them. `layer` alone has
+transports."""
 LIMITS = {
     "leader, colocated": 15_045,
     "leader, attention and ffn": 15_855,
@@ -166,19 +174,27 @@ def test_imported_names() -> None:
 
 
 def reach(part: str) -> dict[str, str]:
-    """Source text by module, of everything that a process which plays this part can import:
-    of the model families, which are imported by name, the one with the most code."""
+    """Source text by module, of everything that a process which plays this part can import: of
+    pipelines and model families, which are imported by name, the ones with the most code."""
     modules = [f"jaxserve.{start}" for start in PARTS[part] if source_of(f"jaxserve.{start}")]
     found: dict[str, str] = {}
     if len(modules) < len(PARTS[part]):
         text = assembly(*(start for start in PARTS[part] if f"jaxserve.{start}" not in modules))
         found, modules = {ASSEMBLY: text}, [*modules, *imported_names(ast.parse(text))]
-    found = closure(*modules, **found)
+    found = most(
+        closure(*modules, *(f"jaxserve.{start}" for start in starts), **found)
+        for name in RUNS.get(part, [""])
+        for starts in [(*filter(None, [FILES.get(name)]), *(INSIDE if name == "layer" else ()))]
+    )
     if "jaxserve.checkpoint.families" not in found:
         return found
     files = {place.partition(":")[0] for place in FAMILIES.values()}
-    each = [closure(f"jaxserve.checkpoint.{file}", **found) for file in files]
-    return max(each, key=lambda texts: sum(map(code_lines, texts.values())))
+    return most(closure(f"jaxserve.checkpoint.{file}", **found) for file in files)
+
+
+def most(alternatives: Iterable[dict[str, str]]) -> dict[str, str]:
+    """The alternative with the most lines of code."""
+    return max(alternatives, key=lambda texts: sum(map(code_lines, texts.values())))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -218,6 +234,9 @@ def test_a_process_does_not_reach_what_only_others_run() -> None:
     }
     assert not cell & set(reach("leader, colocated"))
     assert "jaxserve.roles.colocated_programs" not in reach("leader, attention and ffn")
+    by_layer = {"jaxserve.roles.schedule", "jaxserve.roles.attention", "jaxserve.link.runtime_link"}
+    assert not by_layer & set(closure("jaxserve.roles.step_pipeline"))
+    assert by_layer <= set(closure("jaxserve.roles.layer_pipeline"))
 
 
 def test_a_router_reaches_no_scheduler() -> None:

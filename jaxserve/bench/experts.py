@@ -25,6 +25,7 @@ from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_
 from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import DispatchMessage
 from jaxserve.roles.expert_balancer import ExpertFacts, propose
+from jaxserve.roles.layout import Bucket
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
 D_MODEL, D_FF = 256, 256
@@ -140,7 +141,7 @@ def rows_of(experts: np.ndarray) -> DispatchMessage:
 
 def counting_cost(model: RandomModel, rows: DispatchMessage, rounds: int) -> float:
     """Core time of the layer's program over that of one that leaves the counts as they are."""
-    program = model.ffn.ffn(ROWS, model.config.moe)
+    program = model.ffn.ffn(Bucket(ROWS, 1), model.config.moe)
     packed = np.asarray(model.ffn.formats["moe"].pack(rows))
     everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
     everywhere[:ROWS] = packed
@@ -150,7 +151,7 @@ def counting_cost(model: RandomModel, rows: DispatchMessage, rounds: int) -> flo
     def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
         return *program.body(message, tables, counts, leaves)[:-1], *counts
 
-    slots, leaves = model.slots, model.ffn_weights.layers[0]
+    slots, leaves = model.slots, model.ffn_weights.blocks[0]
     assert slots is not None
     counts: dict[str, Any] = {}
     ways: dict[str, Callable[[], float]] = {}

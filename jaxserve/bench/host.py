@@ -94,7 +94,7 @@ def bare_loop(model: RandomModel) -> Callable[[], tuple[float, float]]:
 
     def experts(layer: int, message: jax.Array) -> jax.Array:
         (arrived,) = dispatch((message,))
-        leaves = model.ffn_weights.layers[layer]
+        leaves = model.ffn_weights.blocks[layer]
         answer, counts[layer] = ffn(arrived, tables[layer], counts[layer], *leaves)
         (combined,) = combine((answer,))
         return combined

@@ -183,4 +183,4 @@ def load_as(mode: str, folder: Path) -> None:
     attention = AttentionPrograms(templates, deployment, meshes.attention)
     ffn = FFNPrograms(templates, deployment, meshes.ffn)
     held = AttentionWeights(source, names, attention), FFNWeights(source, names, ffn)
-    jax.block_until_ready([(held[0].embedding, held[0].head), *(one.layers for one in held)])
+    jax.block_until_ready([(held[0].embedding, held[0].head), *(one.blocks for one in held)])

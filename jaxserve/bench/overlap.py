@@ -192,7 +192,7 @@ def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     ((spec, template),) = templates.ffn.items()
     mesh = meshes.ffn
     programs = FFNPrograms(templates, settings, mesh)
-    compiled = programs.ffn(bucket_of(settings).tokens, spec).compile()
+    compiled = programs.ffn(bucket_of(settings), spec).compile()
     leaves = [
         jax.device_put(leaf, cached_sharding(mesh, spec))
         for leaf, spec in zip(random_leaves(template, 0), template.specs(FFN_RULES), strict=True)

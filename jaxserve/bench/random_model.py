@@ -16,7 +16,6 @@ from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.fleet.assembly import build_cell
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
 from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
@@ -34,7 +33,9 @@ from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorker, build_ffn
+from jaxserve.roles.layer_pipeline import build_cell
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import StepPlan
@@ -157,4 +158,5 @@ def build_local_cell(deployment: Deployment, config: ModelConfig) -> Cell:
     """The workers of the roles that this process has devices of."""
     use_compilation_cache()
     templates, _, meshes = templates_of(deployment, config)
-    return build_cell(templates, deployment, meshes, RandomLeaves(), step3_names(config))
+    model = OpenModel(templates.config, step3_names(config), meshes, templates, RandomLeaves())
+    return build_cell(model, deployment)

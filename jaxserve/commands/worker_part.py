@@ -21,8 +21,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.roles.attention import Cell
-    from jaxserve.roles.colocated import ColocatedWorker
+    from jaxserve.engine.runtime import Driver
     from jaxserve.roles.page_transfer import PageAccess
 
 
@@ -130,7 +129,7 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
 
 
 def follow_pages(
-    deployment: Deployment, part: WorkerPart | None, driver: "Cell | ColocatedWorker"
+    deployment: Deployment, part: WorkerPart | None, driver: "Driver"
 ) -> "Sequence[PageAccess]":
     """Access to the pages of a following process, which has no end of the pages link."""
     from jaxserve.fleet import pages_link

@@ -85,6 +85,7 @@ def complete(deployment: Deployment) -> Deployment:
             f"cache.format = {cache.format} is {deployment.cache_format}"
         )
     _check_runtimes(deployment)
+    _check_pipeline(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
@@ -152,6 +153,30 @@ def _check_runtimes(deployment: Deployment) -> None:
             "alltoall only to some"
         )
     check_addresses("link.addresses", link.addresses)
+
+
+def _check_pipeline(deployment: Deployment) -> None:
+    """Raises ConfigError if `pipeline: step` cannot run the deployment."""
+    attention, ffn, drafts = deployment.attention, deployment.ffn, deployment.speculative
+    hardware = attention.hardware or ffn.hardware
+    for applies, reason in (
+        (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
+        (
+            deployment.topology.crosses_runtimes,
+            f"link.transport = {deployment.link.transport} joins two runtimes",
+        ),
+        (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
+        (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
+        (deployment.drafts > 0, f"speculative.method = {drafts.method}: no drafts"),
+        (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
+        (hardware not in ("", "cpu"), f"hardware = {hardware}: only on CPUs"),
+        (
+            attention.devices != ffn.devices,
+            f"attention's {attention.devices} devices and the ffn role's {ffn.devices} do not pair",
+        ),
+    ):
+        if applies and deployment.pipeline == "step":
+            raise ConfigError(f"pipeline = step: {reason}")
 
 
 def _check_instances(deployment: Deployment) -> None:

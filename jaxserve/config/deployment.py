@@ -4,7 +4,7 @@
 `configs/README.md` (`reference.py` writes it).
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -54,6 +54,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     for which platforms kernels are missing, and refuses if that is each of them."""
     lanes: Annotated[int, Meta(ge=1, le=4)] = 1
     """Microbatches in flight at the same time."""
+    pipeline: Literal["auto", "layer", "step"] = "auto"
+    """How the steps of separate attention and ffn meshes are driven. `layer`: by the host, a call a
+    stage and layer. `step`: by one program of each role with all layers and lanes and the messages
+    between the roles, so that the host makes one call a step; every process plays one role, whose
+    devices are paired with the other's, on CPUs so far, and a step that is lost takes the steps of
+    all lanes along. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
+    from jaxserve.roles.step_pipeline import StepPipeline
 
 
-type Driver = Cell | ColocatedWorker
+type Driver = Cell | ColocatedWorker | StepPipeline
 """Runs the steps of a process, stage by stage or as one program."""
 
 

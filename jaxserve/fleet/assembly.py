@@ -2,8 +2,9 @@
 
 | part | devices | runs | built by |
 |---|---|---|---|
-| colocated | all | a colocated worker, an engine | `colocated_runtime`, `open_engine` |
-| both roles in one runtime | both roles' | a cell, an engine | `cell_runtime`, `open_engine` |
+| colocated | all | a colocated worker, an engine | `whole_runtime`, `open_engine` |
+| both roles in one runtime | both roles' | a cell, an engine | `whole_runtime`, `open_engine` |
+| the same, `pipeline: step` | one role's | a step pipeline | `whole_runtime`, `open_engine` |
 | leader of either | its share | its part, an engine with followers | `open_engine`, `lead` |
 | follower of either | its share | its part, no engine | `open_follower`, `following.py` |
 | domain over `pull` | attention's | a cell, an engine | `domain_runtime`, `open_engine` |
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, EngineFailedError
@@ -37,14 +38,11 @@ if TYPE_CHECKING:
     from jaxserve.engine.stepper import Followers
     from jaxserve.fleet.follower import Follower
     from jaxserve.fleet.leader import Leader
-    from jaxserve.mesh import Submeshes
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
-    from jaxserve.roles.attention import Cell
-    from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
-    from jaxserve.roles.weights import LeafSource, OpenSource
-    from jaxserve.roles.worker import Observer
+    from jaxserve.roles.pipelines import OpenModel
+    from jaxserve.roles.weights import OpenSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,7 @@ def lead(deployment: Deployment, options: Options, leader: "Leader") -> "tuple[R
     from jaxserve.fleet.leading import LedFollowers
 
     runtime = build_runtime(deployment, options)
-    leader.begin_warm_up(weights_digest(deployment.model))
+    leader.begin_warm_up(weights_digest(deployment.model) + runtime.driver.exchanges)
     return runtime, LedFollowers(leader)
 
 
@@ -142,7 +140,7 @@ def open_follower(
     from jaxserve.engine.runtime import warm_up
 
     runtime = build_runtime(deployment, options)
-    follower.wait_warm_up(weights_digest(deployment.model))
+    follower.wait_warm_up(weights_digest(deployment.model) + runtime.driver.exchanges)
     warm_up(runtime)
     return runtime
 
@@ -156,72 +154,18 @@ def build_runtime(deployment: Deployment, options: Options = DEFAULTS) -> "Runti
     """
     if deployment.topology.crosses_runtimes:
         return domain_runtime(deployment, options)
-    if deployment.topology.has("colocated"):
-        return colocated_runtime(deployment, options)
-    return cell_runtime(deployment, options)
+    return whole_runtime(deployment, options)
 
 
-def colocated_runtime(deployment: Deployment, options: Options) -> "Runtime":
-    """The runtime of a colocated deployment."""
-    from jaxserve.roles.colocated import ColocatedWorker, build_colocated
+def whole_runtime(deployment: Deployment, options: Options) -> "Runtime":
+    """Builds a runtime that needs no other, with its pipeline (`roles/pipelines.py`)."""
+    from jaxserve.engine.runtime import Runtime
+    from jaxserve.roles.layout import deployment_buckets
+    from jaxserve.roles.pipelines import build
 
-    model = open_model(deployment, options)
-    mesh = model.meshes.attention
-    built = build_colocated(model.templates, deployment, mesh, model.source, model.names)
-    driver = ColocatedWorker(*built)
-    driver.observer = options.recorder
-    return _whole(deployment, model, driver)
-
-
-def cell_runtime(deployment: Deployment, options: Options) -> "Runtime":
-    """Builds a runtime that has both roles, each on devices of its own."""
-    model = open_model(deployment, options)
-    _, names, meshes, templates, source = model
-    driver = build_cell(templates, deployment, meshes, source, names, options.recorder)
-    return _whole(deployment, model, driver)
-
-
-def build_cell(
-    templates: "ModelTemplates",
-    deployment: Deployment,
-    meshes: "Submeshes",
-    source: "LeafSource",
-    names: "CheckpointNames",
-    observer: "Observer | None" = None,
-) -> "Cell":
-    """Builds one attention worker for each domain, an ffn worker, and the links between them. A
-    process gets those for which it has devices."""
-    from jaxserve.link.dispatch.contract import Contract
-    from jaxserve.link.runtime_link import RuntimeLink
-    from jaxserve.mesh import has_local_devices
-    from jaxserve.roles.attention import AttentionWorker, Cell, Workers
-    from jaxserve.roles.attention_programs import build_attention
-    from jaxserve.roles.ffn import FFNWorker, build_ffn
-    from jaxserve.roles.layout import token_sizes
-    from jaxserve.roles.schedule import Rotation
-
-    contract, sizes = Contract.of(templates.config, deployment), token_sizes(deployment)
-    links = [
-        RuntimeLink(deployment.link.transport, contract, mesh, meshes.ffn, sizes)
-        for mesh in meshes.domains
-    ]
-    attention = []
-    for mesh, link in zip(meshes.domains, links, strict=True):
-        if has_local_devices(mesh):
-            built = build_attention(templates, deployment, mesh, source, names)
-            attention.append(AttentionWorker(*built, link.attention))
-    workers = Workers(tuple(attention))
-    if has_local_devices(meshes.ffn):
-        worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
-        for domain, link in enumerate(links):
-            worker.attach(link.ffn, sizes, domain)
-        workers = workers._replace(ffn=(worker,))
-    domains = len(links)
-    rotation = Rotation(templates.config.layers, domains * deployment.lanes)
-    predicts = bool(templates.config.modules)
-    return Cell(
-        workers, rotation, deployment.lanes, observer, domains, predicts=predicts, links=links
-    )
+    model, buckets = open_model(deployment, options), deployment_buckets(deployment)
+    driver = build(model, deployment, options.recorder)
+    return Runtime(deployment, model.config, driver, buckets, model.templates)
 
 
 def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
@@ -242,16 +186,6 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     return Runtime(deployment, role.config, cell, buckets, experts=experts, link=client)
 
 
-def _whole(
-    deployment: Deployment, model: "OpenModel", driver: "Cell | ColocatedWorker"
-) -> "Runtime":
-    from jaxserve.engine.runtime import Runtime
-    from jaxserve.roles.layout import deployment_buckets
-
-    buckets = deployment_buckets(deployment)
-    return Runtime(deployment, model.config, driver, buckets, model.templates)
-
-
 def own_experts(
     runtime: "Runtime", templates: "ModelTemplates", counts: "ReadCounts | None"
 ) -> "MovesExperts | None":
@@ -265,17 +199,7 @@ def own_experts(
     return make_balancer(templates, runtime.deployment, runtime.driver.slots, counts)
 
 
-class OpenModel(NamedTuple):
-    """A model opened for this process's devices, before anything large is read."""
-
-    config: "ModelConfig"
-    names: "CheckpointNames"
-    meshes: "Submeshes"
-    templates: "ModelTemplates"
-    source: "LeafSource"
-
-
-def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel:
+def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenModel":
     """Reads the model's configuration, and checks that the deployment fits on the devices here.
 
     Raises:
@@ -288,6 +212,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> OpenModel
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.compilation import use_compilation_cache
     from jaxserve.roles.host_resources import check_memory
+    from jaxserve.roles.pipelines import OpenModel
     from jaxserve.roles.role_bytes import role_bytes
     from pallas_kernels.coverage import refuse_fallbacks
 

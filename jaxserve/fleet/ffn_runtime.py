@@ -198,7 +198,7 @@ class FFNMessages:
         for pieces in {size.pieces for size in sizes}:
             programs = self._programs_of(pieces)
             rows = [size.rows for size in sizes if size.pieces == pieces]
-            executables, _ = compile_steps(ffn_executables, programs, rows)
+            executables = compile_steps(ffn_executables, programs, rows)
             self._landings[pieces] = MessageLanding(programs.route, self._role.mesh)
             self._worker.add(executables)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
-from jaxserve.engine.runtime import Runtime
+from jaxserve.engine.runtime import Driver, Runtime
 from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
 from jaxserve.fleet.control import Position
 from jaxserve.fleet.follower import Follower
@@ -22,8 +22,6 @@ from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 
 if TYPE_CHECKING:
-    from jaxserve.roles.attention import Cell
-    from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.page_transfer import PageAccess
 
 
@@ -83,7 +81,7 @@ def _counts(slots: ExpertSlots | None) -> bytes:
     return msgspec.msgpack.encode(Counts(taken.number, len(slots.layers), ranks, slots.unread))
 
 
-def position(driver: "Cell | ColocatedWorker") -> Position | None:
+def position(driver: Driver) -> Position | None:
     """Returns the driver's position in the schedule, for heartbeats and errors."""
     at = driver.position()
     return None if at is None else Position(*at)

@@ -6,7 +6,7 @@ the same model and cut ranges into the same pieces; tp, page size, cache format 
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import jax
 
@@ -18,6 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs, PrefillEnd
 from jaxserve.engine.holds import HoldLimits
 from jaxserve.engine.loop import FetchPolicy
+from jaxserve.engine.runtime import Driver
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
@@ -28,10 +29,6 @@ from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.roles.page_spread import page_access
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
-
-if TYPE_CHECKING:
-    from jaxserve.roles.attention import Cell
-    from jaxserve.roles.colocated import ColocatedWorker
 
 HELD_SHARE = 0.75
 """Largest share of a prefill worker's pages that running and held prompts take together."""
@@ -132,7 +129,7 @@ def fetch_pages(
 
 
 def follow_pages(
-    driver: "Cell | ColocatedWorker",
+    driver: Driver,
     deployment: Deployment,
     role: WorkerRole,
     pieces: tuple[int, ...],

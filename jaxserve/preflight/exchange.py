@@ -39,7 +39,7 @@ from jaxserve.preflight.outcomes import Failed, Skipped
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.ffn import FFNPrograms
-from jaxserve.roles.layout import token_sizes
+from jaxserve.roles.layout import Bucket, token_sizes
 from jaxserve.roles.weights import load_leaves
 
 WIDTH = 128
@@ -143,7 +143,7 @@ def _answers(
     leaves = load_leaves(RandomLeaves(), template, names.ffn[0], meshes.ffn, meshes.ffn_rules)
     bank = Bank((0,), programs.slots)
     table = replica_table(home_slots(programs.slots), programs.slots)[None]
-    compiled = programs.ffn(tokens, config.moe).compile()
+    compiled = programs.ffn(Bucket(tokens, 1), config.moe).compile()
 
     def call(message: list[jax.Array]) -> list[jax.Array]:
         counts = _put(

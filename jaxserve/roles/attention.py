@@ -25,13 +25,14 @@ from jaxserve.roles.attention_programs import (
     PassExecutables,
 )
 from jaxserve.roles.compilation import Call, hot_call
-from jaxserve.roles.drafting import Drafting, StepEnd
+from jaxserve.roles.drafting import StepEnd
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.program import REPLICATED
-from jaxserve.roles.sampling import Finished, Sampling
+from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_programs import GroupPut, KVArrays
+from jaxserve.roles.token_lanes import TokenLanes
+from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock, Leaves, zeroed
 from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of
 
@@ -102,16 +103,12 @@ class AttentionWorker:
     def renew(self) -> None:
         """Makes empty pages and forgets all sequences: at the start and after a lost step."""
         programs = self._programs
-        lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
         self._pages = [
             list(zeroed(programs.pool(programs.config.layer(layer)).arrays, programs.mesh))
             for layer in range(programs.config.all_layers)
         ]
-        self._put = GroupPut(programs)
-        self._last_tokens = [self._put.last_tokens() for _ in range(lanes)]
-        self._sampling = Sampling(programs, self._weights.head, self._put.rows)
-        self._drafting = Drafting(programs, self._put.rows) if drafts else None
+        self._lanes = TokenLanes(programs, self._weights.head)
 
     def held(self) -> list[HeldBlock]:
         """Returns the blocks of the checkpoint that this process holds."""
@@ -136,7 +133,7 @@ class AttentionWorker:
         message and sends it, and a combine stage, which receives the answer. The leave stage makes
         a `Finished`.
         """
-        return self._step(plan, *self._put(plan))
+        return self._step(plan, *self._lanes.put(plan))
 
     def _step(self, plan: StepPlan, batch: jax.Array, table: jax.Array) -> Stages:
         """Yields the results of the stages of one step.
@@ -147,10 +144,8 @@ class AttentionWorker:
         """
         pages, lane = self._pages, plan.lane
         executables = self._executables[plan.bucket]
-        x = before = self._last_tokens[lane]
-        drafting = executables.drafting
-        if self._drafting is not None and drafting is not None:
-            batch = self._drafting.resolve(drafting, plan, batch, before)
+        before, batch = self._lanes.begin(plan, executables.drafting, batch)
+        x = before
         combined: Arrays = self._weights.embedding
         shared, arrays = [batch], len(pages[0])
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
@@ -162,18 +157,16 @@ class AttentionWorker:
             combined = receive()
             yield combined[0]
         left = executables.leave(x, before, batch, *combined, *self._weights.head)
-        stream = x, *combined
-        last, finished, lengths = self._sampling.finish(
-            plan, executables.sampling, batch, before, left, stream
+        finished, end = self._lanes.end(
+            plan,
+            (executables.sampling, executables.drafting),
+            (before, batch, table),
+            left,
+            (x, *combined),
         )
-        self._last_tokens[lane] = last
-        if self._drafting is not None and drafting is not None and plan.proposes:
-            end = self._drafting.end(finished, batch, table, stream, last, lengths)
-            if executables.passes is not None:
-                drafts = yield from self._predict(executables.passes, end)
-                finished = self._drafting.keep(finished, drafts)
-            elif not self._programs.config.modules:
-                finished = self._drafting.keep(finished, self._drafting.look_up(drafting, end))
+        if end is not None and executables.passes is not None:
+            drafts = yield from self._predict(executables.passes, end)
+            finished = self._lanes.keep(finished, drafts)
         yield finished
 
     def _predict(
@@ -263,7 +256,10 @@ class Cell:
     Attributes:
       observer: gets the result of every stage.
       at: the stage that was enqueued last.
+      exchanges: empty: the host orders the messages, by plans that all processes share.
     """
+
+    exchanges = ""
 
     def __init__(
         self,

@@ -7,14 +7,14 @@ as one array with a piece on each attention device, and its answer comes back li
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxserve.checkpoint.source import CheckpointNames, Sources
+from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
@@ -23,8 +23,7 @@ from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
-from jaxserve.model.module import Template
-from jaxserve.roles.compilation import Get, ProgramKey, compile_steps
+from jaxserve.roles.compilation import Get, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.layout import BatchLayout, Bucket, deployment_buckets
 from jaxserve.roles.prediction_programs import (
@@ -37,7 +36,7 @@ from jaxserve.roles.prediction_programs import (
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
 from jaxserve.roles.token_programs import TokenPrograms
-from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
+from jaxserve.roles.weights import LeafSource, RoleWeights, load_progress
 
 
 class AttentionPrograms(TokenPrograms):
@@ -147,21 +146,21 @@ class AttentionPrograms(TokenPrograms):
             cuda_graphs="off",
         )
 
-    def next_pass(self, bucket: Bucket, again: bool) -> Program:
-        """Ends a pass and begins the next: (numbers, batch, drafts, stream, module, head) →
-        (hidden, batch, drafts).
+    def next_pass(self, bucket: Bucket, module: Literal["again", "further"]) -> Program:
+        """Ends a pass and begins the next, of the same module or of a further one: (numbers, batch,
+        drafts, stream, module, head) → (hidden, batch, drafts).
 
         `numbers` is int32 [3]: the number of the pass, from 0; the distance of its draft's position
         from the batch's KV lengths; and the number of positions that the page table has room for.
         """
-        tokens = bucket.tokens
+        tokens, again = bucket.tokens, module == "again"
 
         def body(
             numbers: Array, batch: Array, drafts: Array, stream: Arrays, weights: Sequence[Arrays]
         ) -> Arrays:
-            (number, ahead, longest), (module, head) = numbers, weights
+            (number, ahead, longest), (leaves, head) = numbers, weights
             x = self.stream(stream)
-            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, module, head)
+            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, leaves, head)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             kept = jnp.where(samples, draft, drafts[0, :, number])
             drafts = drafts.at[0, :, number].set(kept)
@@ -203,8 +202,7 @@ class AttentionPrograms(TokenPrograms):
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residual stream after a layer: x, and the ffn role's answer to the layer's
         message, one array for each instance of the ffn mesh."""
-        rows = self.groups * bucket.tokens
-        x = self.shape(rows, self.config.d_model, dtype=self.dtype)
+        (x,), rows = super().stream_shapes(bucket), self.groups * bucket.tokens
         answer = self.shape(rows, self.answers.width, dtype=self.answers.dtype, spec=PIECES)
         return x, *[answer] * self.contract.instances
 
@@ -264,32 +262,20 @@ def _share(message: Any, axis: str) -> Any:
     return jax.tree.map(cut, message)
 
 
-class AttentionWeights:
-    """Weights of an attention worker: embedding, head, one tuple of leaves for each layer (layers
-    of prediction modules included), and the prediction modules' other leaves."""
+class AttentionWeights(RoleWeights):
+    """Weights of an attention worker: embedding, head, a block for each layer (layers of prediction
+    modules included), and the prediction modules' other leaves."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: AttentionPrograms):
-        templates, mesh, config = programs.templates, programs.mesh, programs.config
-        self.held: list[HeldBlock] = []
-        """Blocks of the checkpoint that this process holds."""
-
-        def load(name: str, template: Template, sources: Sources) -> Leaves:
-            leaves = load_leaves(source, template, sources, mesh, ATTENTION_RULES)
-            self.held.append(HeldBlock(name, sources, template, lambda: leaves))
-            return leaves
-
-        self.embedding = load("embedding", templates.embedding, names.embedding)
-        self.head = load("head", templates.head, names.head)
-        self.layers = [
-            load(
-                f"layers.{layer}.attention",
-                templates.attention[config.layer(layer)],
-                names.attention[layer],
-            )
-            for layer in range(config.all_layers)
-        ]
+        super().__init__(source, programs.mesh)
+        templates, config = programs.templates, programs.config
+        self.embedding, self.head = self.add_ends(templates, names, ATTENTION_RULES)
+        for layer in range(config.all_layers):
+            block, sources = templates.attention[config.layer(layer)], names.attention[layer]
+            self.add("attention", block, sources, ATTENTION_RULES, layer)
+        self.layers = self.blocks[:]
         self.predictions = [
-            load(f"layers.{layer}.prediction", templates.prediction, sources)
+            self.add("prediction", templates.prediction, sources, ATTENTION_RULES, layer)
             for layer, sources in enumerate(names.predictions, config.layers)
         ]
 
@@ -326,14 +312,11 @@ def attention_executables(
     later = dict.fromkeys(others)
 
     def step(bucket: Bucket) -> AttentionExecutables:
-        plain = bucket.undrafted
+        plain, made = bucket.undrafted, AttentionPrograms
         return AttentionExecutables(
-            get(ProgramKey("enter", first, plain), programs.enter, plain, first),
-            {
-                kind: get(ProgramKey("attend", kind, plain), programs.attend, plain, kind)
-                for kind in later
-            },
-            get(ProgramKey("leave", None, bucket.of_tokens), programs.leave, bucket),
+            get(made.enter, plain, first),
+            {kind: get(made.attend, plain, kind) for kind in later},
+            get(made.leave, bucket.of_tokens),
             sampling_executables(programs, bucket, get),
             drafting_executables(programs, bucket, get),
             _passes(programs, bucket, get) if programs.config.modules and bucket.drafts else None,
@@ -343,15 +326,12 @@ def attention_executables(
 
 
 def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecutables:
-    tokens, plain = bucket.of_tokens, bucket.undrafted
-    again = get(ProgramKey("again", None, tokens), programs.next_pass, bucket, True)
-    further = again
-    if programs.config.modules > 1:
-        further = get(ProgramKey("further", None, tokens), programs.next_pass, bucket, False)
+    tokens, made = bucket.of_tokens, AttentionPrograms
+    again = get(made.next_pass, tokens, "again")
     return PassExecutables(
-        get(ProgramKey("first_pass", None, tokens), programs.first_pass, bucket),
-        get(ProgramKey("predict", None, plain), programs.predict, plain),
-        further,
+        get(made.first_pass, tokens),
+        get(made.predict, bucket.undrafted),
+        get(made.next_pass, tokens, "further") if programs.config.modules > 1 else again,
         again,
     )
 
@@ -368,5 +348,5 @@ def build_attention(
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers) as counted:
         weights = AttentionWeights(counted, names, programs)
-    executables, _ = compile_steps(attention_executables, programs, buckets)
+    executables = compile_steps(attention_executables, programs, buckets)
     return programs, executables, weights

@@ -8,7 +8,7 @@ Reads no files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import msgspec
@@ -154,7 +154,7 @@ def _what_fits(
 
     def fits(key: str, value: int | str) -> bool:
         try:
-            parts = sizes(config, _changed(deployment, key, value))
+            parts = sizes(config, changed(deployment, key, value))
         except (ConfigError, ValueError):
             return False  # the model cannot be cut like that
         return all(each.total <= available for each in parts if each.role == part.role)
@@ -190,10 +190,13 @@ def _smaller(
     yield "scheduler.token_budget", deployment.scheduler.slots
 
 
-def _changed(deployment: Deployment, key: str, value: int | str) -> Deployment:
-    section, name = key.split(".")
-    changed = msgspec.structs.replace(getattr(deployment, section), **{name: value})
-    return msgspec.structs.replace(deployment, **{section: changed})
+def changed(deployment: Deployment, key: str, value: Any) -> Deployment:
+    """Returns the deployment with another value of a dotted key."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return msgspec.structs.replace(deployment, **{name: value})
+    part = msgspec.structs.replace(getattr(deployment, section), **{name: value})
+    return msgspec.structs.replace(deployment, **{section: part})
 
 
 def shape_of(deployment: Deployment, role: Role) -> str:

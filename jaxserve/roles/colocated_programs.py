@@ -1,37 +1,41 @@
 """The program of colocated mode (design, decision 2): a step, scanning over stacked layers."""
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.dispatch.packed_rows import PackedRows
-from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh, placed
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
+from jaxserve.roles.expert_programs import (
+    Bank,
+    ExpertPrograms,
+    add_load,
+    bank_arrays,
+    stacked_banks,
+)
 from jaxserve.roles.layout import BatchLayout, Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
-from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
-from pallas_kernels.input_major import InputMajor
+from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
+from jaxserve.roles.token_programs import TokenPrograms
 from pallas_kernels.quantize import sliceable
 
-_COUNTS = Bank.counts_spec(ATTENTION_AXES[:1])
-
-_Leaves = tuple[dict[int, Any], dict[int, Any]]
-"""Leaves of an attention block and of an ffn block, by their place in the block."""
+_DIVIDED = ATTENTION_AXES[:1]
+_COUNTS = Bank.counts_spec(_DIVIDED)
 
 
 class ColocatedPrograms(TokenPrograms):
@@ -47,11 +51,7 @@ class ColocatedPrograms(TokenPrograms):
         self.exchanges = make_exchanges(
             templates.exchange, axes, self.dtype, combine=contract.combine
         )
-        self.banks = tuple(
-            Bank(tuple(range(start, stop)), templates.slots)
-            for kind, start, stop in self.stacked()
-            if kind.ffn.router
-        )
+        self.banks = stacked_banks(self.config, templates.slots)
         self.stacked_banks = len(self.banks)
         """Number of banks of the step; the bank of prediction modules may follow."""
         if self.config.modules and self.config.predictors[0].ffn.router:
@@ -59,19 +59,10 @@ class ColocatedPrograms(TokenPrograms):
             self.banks += (Bank(tuple(modules), templates.slots),)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
-            rules, divided = COLOCATED_FFN_RULES, ATTENTION_AXES[:1]
+            rules = COLOCATED_FFN_RULES
             self.experts = ExpertPrograms(
-                templates, deployment.experts, mesh, rules, divided, stacked=True
+                templates, deployment.experts, mesh, rules, _DIVIDED, stacked=True
             )
-
-    @property
-    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of all layers: an array for each pool and kind of rows."""
-        return tuple(array for pool in self.pools for array in stacked_pages(pool))
-
-    def stacked(self) -> list[tuple[LayerKind, int, int]]:
-        """Lists the runs of equal layers, whose leaves are stacked along a new first axis."""
-        return self.config.runs()
 
     def step(self, bucket: Bucket) -> Program:
         """(last_tokens, batch, page_table, pages, counts, tables, embedding, head, runs) →
@@ -88,22 +79,22 @@ class ColocatedPrograms(TokenPrograms):
         ) -> Arrays:
             tables, (embedding, head), runs = rest
             context = self.step_context(bucket, batch, table)
-            x = self.embed(context, last, embedding)
+            carry: Any = self.embed(context, last, embedding), pages
             loads: list[Array] = []
-            for (kind, start, stop), run in zip(self.stacked(), runs, strict=True):
-                attention, ffn = (tuple(map(sliceable, stack)) for stack in run)
-                whole, sliced = self._parted(kind, attention, ffn)
+            for (kind, start, stop), leaves in zip(self.config.runs(), runs, strict=True):
                 of_layers = tables[len(loads)] if kind.ffn.router else None
-                scanned = (jnp.arange(stop - start, dtype=jnp.int32), sliced, of_layers)
-                layer = functools.partial(self._layer, kind, start, context.batch, whole)
-                (x, pages), load = jax.lax.scan(layer, (x, pages), scanned)
+                stacks = [*map(StackedLeaves.of, self._blocks(kind), leaves)]
+                layer = functools.partial(self._layer, kind, start, context.batch, stacks)
+                inputs = scanned(stop - start, stacks, of_layers)
+                carry, load = jax.lax.scan(layer, carry, inputs)
                 if load is not None:
                     loads.append(load)
+            x, pages = carry
             last, sampled, logits, *lengths = self.end_step(x, last, context.fields, head, bucket)
             counted = map(add_load, counts, loads)
             return last, sampled, logits, x, *pages, *counted, *lengths
 
-        counts, tables = self._bank_arrays(self.banks[: self.stacked_banks])
+        counts, tables = bank_arrays(self.mesh, self.banks[: self.stacked_banks], _DIVIDED)
         return Program(
             "step",
             body,
@@ -114,7 +105,7 @@ class ColocatedPrograms(TokenPrograms):
                 counts,
                 tables,
                 self.leaves(templates.embedding, templates.head),
-                [self._layers(kind, stop - start) for kind, start, stop in self.stacked()],
+                [self._layers(kind, stop - start) for kind, start, stop in self.config.runs()],
             ),
             (
                 *(ROWS, REPLICATED, self.logits_spec, ROWS),
@@ -141,9 +132,8 @@ class ColocatedPrograms(TokenPrograms):
             batch: Array, table: Array, sampled: Array, lengths: Array, drafts: Array, *rest: Any
         ) -> Arrays:
             (x,), pages, counts, tables, (embedding, head), stacks = rest
-            prediction, attention, ffn = (tuple(map(sliceable, stack)) for stack in stacks)
-            whole, sliced = self._parted(kind, attention, ffn)
-            slots = tables[0] if tables else None
+            prediction = tuple(map(sliceable, stacks[0]))
+            blocks = [*map(StackedLeaves.of, self._blocks(kind), stacks[1:])]
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             own = sampled[jax.lax.axis_index("dp")]
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
@@ -154,11 +144,12 @@ class ColocatedPrograms(TokenPrograms):
                 module = [leaf[index] for leaf in prediction]
                 x = enter_module(self, tokens, start, embedding, module)
                 context = self.step_context(bucket, start.batch[None], table)
-                scanned = jax.tree.map(lambda leaf, index=index: leaf[index], (sliced, slots))
+                inputs = scanned(modules, blocks, tables[0] if tables else None)
+                own_inputs = jax.tree.map(lambda leaf, at=index: leaf[at], inputs)
                 layer = functools.partial(
-                    self._layer, kind, self.config.layers, context.batch, whole
+                    self._layer, kind, self.config.layers, context.batch, blocks
                 )
-                (x, pages), load = layer((x, pages), (jnp.int32(index), *scanned))
+                (x, pages), load = layer((x, pages), own_inputs)
                 if load is not None:
                     loads = loads.at[index].add(load)
                 ahead = min(number + 1, modules)
@@ -171,7 +162,7 @@ class ColocatedPrograms(TokenPrograms):
             counted = (add_load(count, loads) for count in counts)
             return jnp.stack(found, axis=1)[None], *pages, *counted
 
-        counts, tables = self._bank_arrays(self.banks[self.stacked_banks :])
+        counts, tables = bank_arrays(self.mesh, self.banks[self.stacked_banks :], _DIVIDED)
         state = self.groups, self.slots
         return Program(
             "predict",
@@ -196,84 +187,40 @@ class ColocatedPrograms(TokenPrograms):
             donates=(6, 7),
         )
 
-    def _bank_arrays(
-        self, banks: Sequence[Bank]
-    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-        """Shapes of the counts and the tables of these banks."""
-        counts = placed(self.mesh, [bank.counts for bank in banks], [_COUNTS] * len(banks))
-        tables = placed(self.mesh, [bank.table for bank in banks], [REPLICATED] * len(banks))
-        return counts, tables
-
     def _layers(
         self, kind: LayerKind, count: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
         """Shapes of the stacked leaves of attention and ffn in layers of one kind."""
-        attention, ffn = self.templates.attention[kind], self.templates.ffn[kind.ffn]
+        attention, ffn = self._blocks(kind)
         return (
             attention.arrays(self.mesh, ATTENTION_RULES, count),
             ffn.arrays(self.mesh, COLOCATED_FFN_RULES, count),
         )
 
-    def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape of x, as `step` returns it."""
-        rows = self.groups * bucket.tokens
-        return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
-
-    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
-        """Returns the residual stream, which is x itself."""
-        return parts[0]
-
-    def _parted(self, kind: LayerKind, *blocks: Sequence[Array]) -> tuple[_Leaves, _Leaves]:
-        """Divides the leaves of attention and ffn into those that stay whole stacks, and those that
-        the scan slices; by their place in the block.
-
-        The scan would copy a layer's experts, and matrices that lie input by input, before every
-        use. Products with these take the whole stack and find their layer; experts of all layers
-        are in one row.
-        """
-        whole: _Leaves = ({}, {})
-        sliced: _Leaves = ({}, {})
-        templates = self.templates.attention[kind], self.templates.ffn[kind.ffn]
-        for number, (template, stacks) in enumerate(zip(templates, blocks, strict=True)):
-            for place, stack in enumerate(stacks):
-                if template.leaves[place].of_slots:
-                    whole[number][place] = stack.reshape(-1, *stack.shape[2:])
-                elif template.leaves[place].input_major:
-                    whole[number][place] = InputMajor(stack)
-                else:
-                    sliced[number][place] = stack
-        return whole, sliced
+    def _blocks(self, kind: LayerKind) -> tuple[Template, Template]:
+        """Templates of attention and ffn in layers of one kind."""
+        return self.templates.attention[kind], self.templates.ffn[kind.ffn]
 
     def _layer(
         self,
         kind: LayerKind,
         start: int,
         batch: RaggedBatch,
-        whole: _Leaves,
-        carry: Any,
-        scanned: Any,
-    ) -> tuple[Any, Array | None]:
-        """Runs one layer of a run that begins at layer `start`."""
-        (x, pages), (layer, sliced, table) = carry, scanned
+        stacks: Sequence[StackedLeaves],
+        carry: tuple[Array, Pages],
+        inputs: Any,
+    ) -> tuple[tuple[Array, Pages], Array | None]:
+        """Runs one layer of a run that begins at layer `start`, on its `scanned` inputs."""
+        (x, pages), (place, sliced, table) = carry, inputs
         attention, ffn = (
-            [_of_layer(leaves[place], layer) for place in range(len(leaves))]
-            for leaves in map(operator.or_, whole, sliced)
+            block.merge(stack.of_layer(own, place))
+            for block, stack, own in zip(self._blocks(kind), stacks, sliced, strict=True)
         )
-        pool, batch = self.pool(kind), self.of_kind(batch, kind)
-        first_page = (pool.layers.index(start) + layer) * pool.pages
-        shifted = batch._replace(page_table=batch.page_table + first_page)
-        block = self.templates.attention[kind].merge(attention)
-        first = self.pools.index(pool) * len(pool.arrays)
-        end = first + len(pool.arrays)
-        x, message, own = block(x, pages[first:end], shifted, self.sentinel)
-        pages = *pages[:first], *own, *pages[end:]
+        at, shifted = with_own_pages(self, kind, start, place, batch)
+        x, message, own = attention(x, pages[at], self.of_kind(shifted, kind), self.sentinel)
+        pages = *pages[: at.start], *own, *pages[at.stop :]
         formats = self.formats[kind.ffn.kind]
-        ffn_block = self.templates.ffn[kind.ffn].merge(ffn)
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
-        rows, load = self.exchanges[kind.ffn.kind](packed, ffn_block, packing, table, layer)
+        rows, load = self.exchanges[kind.ffn.kind](packed, ffn, packing, table, place)
         # Rounded as a link would round them.
         return (x + self.answers.total([self.answers.pack(rows)], x.dtype), pages), load
-
-
-def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:
-    return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf

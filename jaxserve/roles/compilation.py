@@ -9,9 +9,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax._src import compilation_cache, compiler, lru_cache
@@ -29,44 +29,42 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE = "compilation cache: %s cannot be read (%s) and is made again"
 
-ProgramName = (
-    Literal["enter", "attend", "leave", "ffn", "step"]
-    | Literal["fetch", "insert", "count"]
-    | Literal["choose", "score", "logprobs"]
-    | Literal["resolve", "draft", "recall"]
-    | Literal["predict", "first_pass", "again", "further"]
-)
-
 
 class ProgramKey(NamedTuple):
     """Names one program of a deployment."""
 
-    name: ProgramName
-    kind: LayerKind | FFN | Literal["moe"] | None
+    name: str
+    """Name of the function that makes it."""
+    kind: LayerKind | FFN | str | None
     bucket: Bucket
     """Bucket of the program; 1 page or 1 token if it does not depend on pages or tokens."""
 
-
-Compiled = Mapping[ProgramKey, jax.stages.Compiled]
+    @classmethod
+    def of(cls, make: Callable[..., Program], bucket: Bucket, *kind: Any) -> "ProgramKey":
+        """Names the program `make(programs, bucket, *kind)`; one kind at most."""
+        return cls(make.__name__, kind[0] if kind else None, bucket)
 
 
 class Get(Protocol):
-    """Function through which a step's programs are listed once: a caller asks for each executable
-    by its key and says how its program is made. `wanted` collects the programs, and returns
-    nothing; `compile_steps` then returns what was compiled."""
+    """Function through which a step's programs are listed once: a caller asks for the executable of
+    `make(programs, bucket, *kind)`. `wanted` collects the programs, and returns nothing;
+    `compile_steps` then returns what was compiled."""
 
-    def __call__(self, key: ProgramKey, make: Callable[..., Program], *arguments: Any) -> Any: ...
+    def __call__(self, make: Callable[..., Program], bucket: Bucket, *kind: Any) -> Any: ...
 
 
-def wanted(steps: Callable[..., Any], *arguments: Any) -> dict[ProgramKey, Program]:
-    """Collects the programs that `steps(*arguments, get)` asks for, each made once."""
+def wanted(
+    steps: Callable[..., Any], programs: Any, sizes: Sequence[Any]
+) -> dict[ProgramKey, Program]:
+    """Collects the programs that `steps(programs, sizes, get)` asks for, each made once."""
     found: dict[ProgramKey, Program] = {}
 
-    def get(key: ProgramKey, make: Callable[..., Program], *of: Any) -> None:
+    def get(make: Callable[..., Program], bucket: Bucket, *kind: Any) -> None:
+        key = ProgramKey.of(make, bucket, *kind)
         if key not in found:
-            found[key] = make(*of)
+            found[key] = make(programs, bucket, *kind)
 
-    steps(*arguments, get)
+    steps(programs, sizes, get)
     return found
 
 
@@ -103,16 +101,11 @@ def compile_all[Key](
     return {key: done[key] for key in programs}
 
 
-def compile_steps[Steps](
-    steps: Callable[..., Steps], *arguments: Any, others: Mapping[ProgramKey, Program] = {}
-) -> tuple[Steps, Compiled]:
-    """Compiles the programs that `steps(*arguments, get)` asks for, and others.
-
-    Returns:
-      the result of `steps` with its executables, and everything that was compiled.
-    """
-    compiled = compile_all(wanted(steps, *arguments) | {**others})
-    return steps(*arguments, lambda key, *_: compiled[key]), compiled
+def compile_steps[Steps](steps: Callable[..., Steps], programs: Any, sizes: Sequence[Any]) -> Steps:
+    """Compiles the programs that `steps(programs, sizes, get)` asks for; returns its result with
+    these executables."""
+    compiled = compile_all(wanted(steps, programs, sizes))
+    return steps(programs, sizes, lambda *one: compiled[ProgramKey.of(*one)])
 
 
 class WholeEntries(lru_cache.LRUCache):

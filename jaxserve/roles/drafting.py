@@ -1,9 +1,8 @@
 """Keeps drafts on the device, so that a lane's next step can use them before the host knows them.
 
-The workers that hold the head call `Drafting` around every step of a deployment with drafts: first
-`resolve`, after sampling `end`, and `keep` with the drafts that a drafter then proposes. Drafters
-are `PromptLookup` here and the prediction modules, which run as layers of the workers. A wrong or
-stale draft costs time and changes no token (`TokenPrograms.draw`).
+`TokenLanes` runs these programs around every step of a deployment with drafts, and keeps what
+drafters propose. Drafters are `PromptLookup` here and the prediction modules, which run as layers
+of the workers. A wrong or stale draft costs time and changes no token (`TokenPrograms.draw`).
 
 The device alone knows how many drafts of a step in flight are right. `resolve` writes the resulting
 tokens and lengths into the batch array of the next step, so that only the sampling program has to
@@ -22,10 +21,9 @@ from jaxtyping import Array, Int
 
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.attention.batch import positions
-from jaxserve.roles.compilation import Get, ProgramKey
+from jaxserve.roles.compilation import Get
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket
 from jaxserve.roles.program import ROWS, Program
-from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import SaidTokens, StepPlan
 from jaxserve.roles.token_programs import TokenPrograms
 
@@ -107,7 +105,7 @@ def draft(programs: TokenPrograms, bucket: Bucket) -> Program:
     )
 
 
-def recall(programs: TokenPrograms) -> Program:
+def recall(programs: TokenPrograms, _any: Bucket) -> Program:
     """(history, words) → history: writes `RECALLED` tokens a DP group (`recall_words`)."""
     slots, width = programs.slots, history_width(programs)
 
@@ -212,82 +210,9 @@ def drafting_executables(
     if not programs.deployment.drafts:
         return None
     tokens = bucket.of_tokens.undrafted
-    resolving = get(ProgramKey("resolve", None, tokens), resolve, programs, tokens)
     if programs.config.modules:
-        return DraftingExecutables(resolving)
-    return DraftingExecutables(
-        resolving,
-        get(ProgramKey("draft", None, tokens), draft, programs, tokens),
-        get(ProgramKey("recall", None, _ANY), recall, programs),
-    )
-
-
-class Drafting:
-    """Cache lengths and drafts of every slot of every lane, on the device.
-
-    Args:
-      programs: programs of the deployment.
-      put: puts an array `[groups, …]` on the mesh.
-    """
-
-    def __init__(self, programs: TokenPrograms, put: Callable[[np.ndarray], jax.Array]):
-        state = programs.groups, programs.slots
-        lanes, drafts = programs.deployment.lanes, programs.deployment.drafts
-        self._lengths = [put(np.zeros(state, np.int32)) for _ in range(lanes)]
-        self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in range(lanes)]
-        self._lookup = None if programs.config.modules else PromptLookup(programs, put)
-
-    def resolve(
-        self, executables: DraftingExecutables, plan: StepPlan, batch: jax.Array, last: jax.Array
-    ) -> jax.Array:
-        """Returns the step's batch array with every `FROM_DEVICE` replaced."""
-        lane = plan.lane
-        if not plan.proposes and not plan.on_device:
-            return batch
-        if self._lookup is not None and plan.said:
-            self._lookup.take_in(executables, plan)
-        batch, self._lengths[lane] = executables.resolve(
-            batch, last, self._lengths[lane], self._drafts[lane]
-        )
-        return batch
-
-    def end(
-        self,
-        finished: Finished,
-        batch: jax.Array,
-        table: jax.Array,
-        stream: Sequence[jax.Array],
-        last: jax.Array,
-        lengths: Sequence[jax.Array],
-    ) -> StepEnd:
-        """Returns the sampled step, from which drafters start.
-
-        Args:
-          lengths: cache lengths from the program that verified drafts; empty if the step had none.
-        """
-        plan, lane = finished.plan, finished.plan.lane
-        if lengths:
-            (self._lengths[lane],) = lengths
-        return StepEnd(
-            plan,
-            batch,
-            table,
-            stream,
-            finished.sampled,
-            last,
-            self._lengths[lane],
-            self._drafts[lane],
-        )
-
-    def look_up(self, executables: DraftingExecutables, end: StepEnd) -> jax.Array:
-        """Returns the proposals of `PromptLookup`, int32 [groups, slots, drafts]."""
-        assert self._lookup is not None
-        return self._lookup.draft(executables, end)
-
-    def keep(self, finished: Finished, drafts: jax.Array) -> Finished:
-        """Stores the drafts for the lane's next step to verify, and returns the step."""
-        self._drafts[finished.plan.lane] = drafts
-        return finished._replace(last=drafts)
+        return DraftingExecutables(get(resolve, tokens))
+    return DraftingExecutables(get(resolve, tokens), get(draft, tokens), get(recall, _ANY))
 
 
 class PromptLookup:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
+from jaxserve.config.model import ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import AnyMesh, Rules, placed
 from jaxserve.model.ffn.block import FFNTemplates
@@ -53,6 +54,25 @@ class Bank(NamedTuple):
         return PartitionSpec(None, axes)
 
 
+def stacked_banks(config: ModelConfig, sizes: SlotSizes) -> tuple[Bank, ...]:
+    """Returns a bank for each run of equal layers with routed experts."""
+    runs = [range(start, stop) for kind, start, stop in config.runs() if kind.ffn.router]
+    return tuple(Bank(tuple(layers), sizes) for layers in runs)
+
+
+def bank_arrays(
+    mesh: Mesh, banks: Sequence[Bank], axes: tuple[str, ...]
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Shapes of the counts and the tables of these banks, as arguments of programs.
+
+    Args:
+      axes: mesh axes that the slots are divided over.
+    """
+    specs = [Bank.counts_spec(axes)] * len(banks)
+    counts = placed(mesh, [bank.counts for bank in banks], specs)
+    return counts, placed(mesh, [bank.table for bank in banks], [REPLICATED] * len(banks))
+
+
 def expert_bytes(template: Template, sizes: SlotSizes) -> int:
     """Returns the bytes of one expert's weights in one layer, summed over the devices that share
     it.
@@ -86,7 +106,7 @@ class ExpertPrograms:
 
     Args:
       templates: Templates of a model with routed experts.
-      settings: How fast experts move.
+      settings: Source and rate of moves.
       mesh: Mesh of the experts.
       rules: Sharding rules of the mesh.
       axes: Mesh axes that the slots are divided over.
@@ -107,7 +127,7 @@ class ExpertPrograms:
         self.templates, self.template = templates, (template := templates.moe)
         self.sizes, self.axes = templates.slots, axes
         self.mesh = cast(Mesh, mesh)  # an abstract mesh suffices to compute shapes
-        self.rules, self._stacked = rules, stacked
+        self.rules, self.settings, self._stacked = rules, settings, stacked
         self.pieces = move_pieces(templates, settings)
         self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
         """Places in the block of the leaves with one entry for each slot."""
@@ -148,10 +168,8 @@ class ExpertPrograms:
                 start = jnp.minimum(piece * rows, held.shape[axis] - rows)
                 inner, place = [local, *held.shape[1:]], [jnp.int32(0)] * held.ndim
                 inner[axis], place[axis] = rows, start
-                if self._stacked:
-                    part = jax.lax.dynamic_slice(leaf, [layer, *place], (1, *inner))[0]
-                else:
-                    part = jax.lax.dynamic_slice(leaf, place, inner)
+                stack = leaf if self._stacked else leaf[None]
+                part = jax.lax.dynamic_slice(stack, [layer, *place], (1, *inner))[0]
                 mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=axis)
                 mine = jnp.moveaxis(mine, axis, 1)
                 sent = in_bytes(jnp.moveaxis(part, axis, 1))
@@ -232,14 +250,8 @@ class ExpertPrograms:
         def body(*counts: Array) -> Array:
             return jnp.concatenate(counts)
 
-        spec = PartitionSpec(None, self.axes)
-        return Program(
-            "count_experts",
-            body,
-            self.mesh,
-            placed(self.mesh, [bank.counts for bank in banks], [spec] * len(banks)),
-            spec,
-        )
+        counts, _ = bank_arrays(self.mesh, banks, self.axes)
+        return Program("count_experts", body, self.mesh, counts, Bank.counts_spec(self.axes))
 
     def _leaves(
         self, layers: int

@@ -7,15 +7,14 @@ thread that enqueues its steps. Decides no moves (see `expert_balancer.py`).
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.ffn.placement import (
@@ -33,13 +32,16 @@ from jaxserve.roles.actions import (
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.compilation import Compiled, ProgramKey
+from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_moves import Counted
 from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms
-from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program
-from jaxserve.roles.weights import LeafSource, Leaves
+from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights
 from pallas_kernels.quantize import array_bytes
+
+if TYPE_CHECKING:
+    from jaxserve.roles.colocated_programs import ColocatedPrograms
+    from jaxserve.roles.ffn import FFNPrograms
 
 
 class ExpertReader:
@@ -51,21 +53,14 @@ class ExpertReader:
 
     Args:
       programs: Programs of the mesh that the experts belong to.
-      settings: Source and rate of moves.
       names: Names of the checkpoint's tensors.
       source: Source of the worker's weights.
     """
 
-    def __init__(
-        self,
-        programs: ExpertPrograms,
-        settings: Experts,
-        names: CheckpointNames,
-        source: LeafSource,
-    ):
+    def __init__(self, programs: ExpertPrograms, names: CheckpointNames, source: LeafSource):
         self._programs, self._names, self._source = programs, names, source
-        self._from_peers = settings.source == "peer"
-        self._bytes_per_second = settings.move_gb_per_second * 1e9
+        self._from_peers = programs.settings.source == "peer"
+        self._bytes_per_second = programs.settings.move_gb_per_second * 1e9
 
     def read(self, layer: int, experts: Sequence[int]) -> tuple[jax.Array, ...]:
         """Reads the leaves of one expert for each rank, laid out as `ExpertPrograms.room`. Waits
@@ -100,40 +95,19 @@ class Snapshot(NamedTuple):
     """How often counts had been reset to zero by then."""
 
 
-class BankWeights(Protocol):
-    """Where a worker keeps the leaves of its layers (`roles.weights`)."""
-
-    def bank(self, number: int) -> Leaves:
-        """All leaves of a bank's blocks."""
-        ...
-
-    def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Replaces all leaves of a bank's blocks."""
-        ...
+SlotProgram = tuple[Literal["fetch", "insert", "count"], int]
+"""Name of a program, and the layers of the banks that it is for; 0: all banks."""
 
 
-def slot_programs(
-    programs: ExpertPrograms | None, banks: Sequence[Bank]
-) -> dict[ProgramKey, Program]:
+def slot_programs(programs: ExpertPrograms, banks: Sequence[Bank]) -> dict[SlotProgram, Program]:
     """Returns the programs that count and move the experts of these banks; on one device none
     move."""
-    if programs is None:
-        return {}
-    wanted = {_COUNT: programs.count(banks)}
+    wanted: dict[SlotProgram, Program] = {("count", 0): programs.count(banks)}
     if programs.sizes.ranks > 1:
         for layers in sorted({len(bank.layers) for bank in banks}):
-            wanted[_key("fetch", layers)] = programs.fetch(layers)
-            wanted[_key("insert", layers)] = programs.insert(layers)
+            wanted["fetch", layers] = programs.fetch(layers)
+            wanted["insert", layers] = programs.insert(layers)
     return wanted
-
-
-def _key(name: Literal["fetch", "insert", "count"], layers: int) -> ProgramKey:
-    """Names a program for banks of this number of layers."""
-    return ProgramKey(name, "moe", Bucket(layers, 1))
-
-
-_COUNT = _key("count", 1)
-"""Counts the tokens of all banks."""
 
 
 class ExpertSlots:
@@ -146,7 +120,7 @@ class ExpertSlots:
       room: leaves of one expert for each rank on its way to a slot; empty with a single rank.
       placements: the expert of every slot, by layer.
       compiled: `slot_programs`, compiled.
-      reader: reads experts from the checkpoint; None if they cannot be read.
+      reader: reads experts from the checkpoint.
       changing: lock held while experts are moved into slots and `placements` is updated. A thread
         that reads slots holds it until its read is enqueued.
     """
@@ -155,9 +129,9 @@ class ExpertSlots:
         self,
         programs: ExpertPrograms,
         banks: Sequence[Bank],
-        weights: BankWeights,
-        compiled: Compiled,
-        reader: ExpertReader | None = None,
+        weights: RoleWeights,
+        compiled: Mapping[SlotProgram, jax.stages.Compiled],
+        reader: ExpertReader,
     ):
         self.changing = threading.Lock()
         self._reader = reader
@@ -230,7 +204,7 @@ class ExpertSlots:
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
-                counts = self._compiled[_COUNT](*self.counts)
+                counts = self._compiled["count", 0](*self.counts)
                 counts.copy_to_host_async()
                 self.counted = Snapshot(number, counts, self._renewals)
 
@@ -238,7 +212,7 @@ class ExpertSlots:
         """Fetches one piece of every expert of a round."""
         number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
         index = self.banks[number].layers.index(fetch.layer)
-        run = self._compiled[_key("fetch", len(self.banks[number].layers))]
+        run = self._compiled["fetch", len(self.banks[number].layers)]
         room = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
@@ -254,8 +228,6 @@ class ExpertSlots:
         With several processes, each waits for the read: all must enqueue the same in the same
         order.
         """
-        if self._reader is None:
-            raise ValueError("there is no checkpoint to read experts from")
         self._bank(read.layer)
         experts = [EMPTY] * self.sizes.all_ranks
         for expert, target in read.experts:
@@ -295,7 +267,7 @@ class ExpertSlots:
 
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
         """Puts fetched experts into a bank."""
-        run = self._compiled[_key("insert", len(self.banks[number].layers))]
+        run = self._compiled["insert", len(self.banks[number].layers)]
         inserted = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
@@ -337,6 +309,21 @@ class ExpertSlots:
         whole = np.asarray(value)
         sharding = cached_sharding(self._mesh, REPLICATED)
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
+def open_slots(
+    programs: "ColocatedPrograms | FFNPrograms",
+    weights: RoleWeights,
+    names: CheckpointNames,
+    source: LeafSource,
+) -> ExpertSlots | None:
+    """Compiles the programs of a worker's routed experts, and returns their slots, which read
+    experts from where its weights came from; None without routed experts."""
+    if (experts := programs.experts) is None:
+        return None
+    compiled = compile_all(slot_programs(experts, programs.banks))
+    reader = ExpertReader(experts, names, source)
+    return ExpertSlots(experts, programs.banks, weights, compiled, reader)
 
 
 def lost(array: jax.Array) -> bool:

@@ -10,7 +10,6 @@ of a device; slots without a piece hold padding. The exchange brings rows to the
 them, and results back to the rows' devices.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -30,12 +29,12 @@ from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, p
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.exchange import RowBlocks, make_exchanges
-from jaxserve.roles.compilation import Get, ProgramKey, compile_steps, hot_call
-from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load
-from jaxserve.roles.expert_slots import ExpertReader, ExpertSlots, slot_programs
+from jaxserve.roles.compilation import Get, compile_steps, hot_call
+from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load, bank_arrays
+from jaxserve.roles.expert_slots import ExpertSlots, open_slots
 from jaxserve.roles.layout import Bucket, token_sizes
-from jaxserve.roles.program import REPLICATED, Program
-from jaxserve.roles.weights import HeldBlock, LeafSource, Leaves, load_leaves, load_progress
+from jaxserve.roles.program import Program
+from jaxserve.roles.weights import HeldBlock, LeafSource, RoleWeights, load_progress
 from jaxserve.roles.worker import Passed, Stages, layers_of
 
 if TYPE_CHECKING:
@@ -81,15 +80,15 @@ class FFNPrograms:
                 templates, deployment.experts, mesh, rules, divided, stacked=False
             )
 
-    def ffn(self, tokens: int, spec: FFN) -> Program:
-        """(message, table, counts, layer) → (pieces of the answer…, counts), for steps with this
-        number of tokens a DP group.
+    def ffn(self, bucket: Bucket, spec: FFN) -> Program:
+        """(message, table, counts, layer) → (pieces of the answer…, counts), for steps with as
+        many tokens a DP group as the bucket.
 
         The message has one array for each slot. Layers without routed experts have neither table
         nor counts.
         """
         layer, slots = self.templates.ffn[spec], self.route.slots
-        message, rows = self.formats[spec.kind], self.contract.piece_rows(tokens)
+        message, rows = self.formats[spec.kind], self.contract.piece_rows(bucket.tokens)
         packing, exchange = PackedRows(message, self.dtype), self.exchanges[spec.kind]
         moe = spec.router is not None
 
@@ -101,9 +100,8 @@ class FFNPrograms:
 
         pieces = PartitionSpec(tuple(self.mesh.shape))
         piece = jax.ShapeDtypeStruct((self.mesh.size * rows, message.width), message.word)
-        bank = Bank((0,), self.slots)
-        counts = bank.counts_spec(expert_axes(self.mesh))
-        tables = placed(self.mesh, [bank.table] * moe, [REPLICATED] * moe)
+        axes = expert_axes(self.mesh)
+        counts, tables = bank_arrays(self.mesh, [Bank((0,), self.slots)] * moe, axes)
         return Program(
             f"ffn_{spec.kind}",
             body,
@@ -111,52 +109,26 @@ class FFNPrograms:
             (
                 placed(self.mesh, [piece] * slots, [pieces] * slots),
                 tables,
-                placed(self.mesh, [bank.counts] * moe, [counts] * moe),
+                counts,
                 layer.arrays(self.mesh, ffn_rules(self.mesh)),
             ),
-            (*[pieces] * slots, *(counts,) * moe),
+            (*[pieces] * slots, *[Bank.counts_spec(axes)] * moe),
             donates=(2,),
             cuda_graphs="off",
             ragged=moe and self.templates.exchange == "alltoall",
         )
 
 
-class FFNWeights:
-    """Weights of an ffn worker: one tuple of leaves for each layer, layers of prediction modules
-    included. Each layer with routed experts is a bank."""
+class FFNWeights(RoleWeights):
+    """Weights of an ffn worker: a block for each layer, layers of prediction modules included.
+    Each layer with routed experts is a bank."""
 
     def __init__(self, source: LeafSource, names: CheckpointNames, programs: FFNPrograms):
+        super().__init__(source, programs.mesh)
         templates, config = programs.templates, programs.config
-        self.layers = [
-            load_leaves(
-                source,
-                templates.ffn[config.layer(layer).ffn],
-                names.ffn[layer],
-                programs.mesh,
-                ffn_rules(programs.mesh),
-            )
-            for layer in range(config.all_layers)
-        ]
-        self._banks = [bank.layers[0] for bank in programs.banks]
-        self.held = [
-            HeldBlock(
-                f"layers.{layer}.ffn",
-                names.ffn[layer],
-                templates.ffn[config.layer(layer).ffn],
-                functools.partial(self.layers.__getitem__, layer),
-                layer,
-            )
-            for layer in range(config.all_layers)
-        ]
-        """Blocks of the checkpoint that this process holds."""
-
-    def bank(self, number: int) -> Leaves:
-        """All leaves of a bank's layer."""
-        return self.layers[self._banks[number]]
-
-    def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Replaces all leaves of a bank's layer or layers."""
-        self.layers[self._banks[number]] = leaves
+        for layer in range(config.all_layers):
+            block, rules = templates.ffn[config.layer(layer).ffn], ffn_rules(programs.mesh)
+            self.add("ffn", block, names.ffn[layer], rules, layer)
 
 
 FFNExecutables = dict[tuple[FFN, MessageSize], jax.stages.Compiled]
@@ -166,9 +138,7 @@ FFNExecutables = dict[tuple[FFN, MessageSize], jax.stages.Compiled]
 def ffn_executables(programs: FFNPrograms, token_sizes: Sequence[int], get: Get) -> FFNExecutables:
     """Compiles the programs of `FFNWorker` for steps with these numbers of tokens a DP group."""
     return {
-        (spec, programs.contract.size(tokens)): get(
-            ProgramKey("ffn", spec, Bucket(tokens, 1)), programs.ffn, tokens, spec
-        )
+        (spec, programs.contract.size(tokens)): get(FFNPrograms.ffn, Bucket(tokens, 1), spec)
         for tokens in sorted(set(token_sizes))
         for spec in programs.templates.ffn
     }
@@ -185,12 +155,8 @@ def build_ffn(
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
     with load_progress(source, templates.config.all_layers) as counted:
         weights = FFNWeights(counted, names, programs)
-    moving = slot_programs(programs.experts, programs.banks)
-    executables, compiled = compile_steps(ffn_executables, programs, sizes, others=moving)
-    slots = None
-    if programs.experts is not None:
-        reader = ExpertReader(programs.experts, deployment.experts, names, source)
-        slots = ExpertSlots(programs.experts, programs.banks, weights, compiled, reader)
+    executables = compile_steps(ffn_executables, programs, sizes)
+    slots = open_slots(programs, weights, names, source)
     return programs, executables, weights, slots
 
 
@@ -258,7 +224,7 @@ class FFNWorker:
         return self._runs[layer, size]
 
     def _bind(self, layer: int, size: MessageSize) -> Callable[[Arrays], Arrays]:
-        leaves, number = self._weights.layers, self._bank.get(layer)
+        leaves, number = self._weights.blocks, self._bank.get(layer)
         compiled = hot_call(self._executables[self._specs[layer], size])
         if number is None:
             return lambda message: compiled(*message, *leaves[layer])

@@ -18,7 +18,7 @@ from jaxserve.config.formats import FormatName
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, layer_entries, row_arrays
 from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
-from jaxserve.roles.token_programs import TokenPrograms, stacked_pages
+from jaxserve.roles.token_programs import TokenPrograms
 from pallas_kernels.quantize import as_bits, from_bits
 from pallas_kernels.quantize.api import quantize_rows
 
@@ -49,7 +49,7 @@ class PagePrograms:
         self.pools, self.tables = programs.pools, programs.tables
         self.format: FormatName = deployment.cache_format
         self._stacked, self._kinds = stacked, len(programs.pages_specs) * len(programs.pools)
-        self.shape = programs.shape
+        self.shape, self._all_pages = programs.shape, programs.all_pages
         self.entries = layer_entries(config, deployment)
         self.kv_heads = self.entries[0].heads
         self._scaled = [entry for entry in self.entries if not entry.plain]
@@ -82,7 +82,7 @@ class PagePrograms:
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the pages of all layers, as programs take them."""
         if self._stacked:
-            return tuple(array for pool in self.pools for array in stacked_pages(pool))
+            return self._all_pages
         owners = sorted((layer, pool.arrays) for pool in self.pools for layer in pool.layers)
         return tuple(array for _, arrays in owners for array in arrays)
 

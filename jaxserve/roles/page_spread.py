@@ -17,12 +17,11 @@ from jaxtyping import Array, Int
 
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.copy import fast_shards
-from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
+from jaxserve.roles.program import PIECES, REPLICATED, Arrays, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 AXES = ("dp", "tp")
@@ -93,11 +92,8 @@ class SpreadPages(PageTransfer):
         on all others."""
         devices = self.programs.mesh.devices.size
         whole = (devices * wire.shape[0], *wire.shape[1:])
-        shards_of, make_assemble = fast_shards()
-        zeros = self._nothing.get((wire.shape, str(wire.dtype)))
-        if zeros is None:
-            zeros = shards_of(sharded_zeros(whole, wire.dtype, self._pieces))
-            self._nothing[wire.shape, str(wire.dtype)] = zeros
+        _, make_assemble = fast_shards()
+        zeros = self._zeros(wire.shape, wire.dtype)
         parts = list(zeros) if arrived is None else [arrived, *zeros[1:]]
         return make_assemble(whole, wire.dtype, self._pieces)(parts)
 
@@ -150,14 +146,6 @@ class SpreadPages(PageTransfer):
             (programs.everywhere(wire * programs.kv_heads),),
             (PIECES,) * (len(wire) * programs.heads),
         )
-
-    def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array]:
-        """Puts arrays with one row for each DP group on the groups' devices."""
-        sharding = cached_sharding(self.programs.mesh, ROWS)
-        return [
-            jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-            for array in arrays
-        ]
 
 
 def _added_up(parts: Sequence[Array]) -> list[Array]:

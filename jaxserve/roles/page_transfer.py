@@ -118,7 +118,10 @@ class PageTransfer:
         process it returns them unchanged: the programs' own transfer is cheaper."""
         if jax.process_count() == 1:
             return arrays
-        return jax.device_put(arrays, (self._rows,) * len(arrays))
+        return [
+            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)
+            for array in arrays
+        ]
 
     def _gathered(self, pages: Pages, run: PageRun, tokens: int) -> Sequence[jax.Array]:
         """Calls the program and returns its output arrays."""
@@ -191,21 +194,22 @@ class PageTransfer:
             if programs.head(rank, index) == head
         )
 
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Sequence[jax.Array]:
+        """Returns a shard of zeros of this shape for each of this process's devices."""
+        if (shape, str(dtype)) not in self._nothing:
+            whole = (self._devices.size * shape[0], *shape[1:])
+            take_apart, _ = fast_shards()
+            zeros = take_apart(sharded_zeros(whole, dtype, self._pieces))
+            self._nothing[shape, str(dtype)] = zeros
+        return self._nothing[shape, str(dtype)]
+
     def _assembled(self, group: int, shards: Sequence[jax.Array]) -> jax.Array:
         """Builds one argument of `scatter`: the group's shards, arbitrary ones for others."""
         shape, dtype = shards[0].shape, shards[0].dtype
         devices = self._devices
         whole = (devices.size * shape[0], *shape[1:])
-        take_apart, make_assemble = fast_shards()
-        parts: list[jax.Array] = []
-        if len(devices) > 1:
-            nothing = self._nothing.get((shape, str(dtype)))
-            if nothing is None:
-                nothing = take_apart(sharded_zeros(whole, dtype, self._pieces))
-                self._nothing[shape, str(dtype)] = nothing
-            parts = list(nothing)
-        else:
-            parts = list(shards)
+        _, make_assemble = fast_shards()
+        parts = list(self._zeros(shape, dtype) if len(devices) > 1 else shards)
         for rank, shard in enumerate(shards):
             device = devices[group, rank]
             if shard.devices() != {device}:  # several devices hold this head

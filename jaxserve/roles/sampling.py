@@ -18,7 +18,7 @@ from jaxserve.mesh import sharded_zeros
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import LogitRules, adjust, count, log_probabilities
-from jaxserve.roles.compilation import Get, ProgramKey
+from jaxserve.roles.compilation import Get
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.step_arrays import rules_array, targets_array
@@ -105,10 +105,10 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
     )
 
 
-def logprobs(programs: TokenPrograms, drafts: int) -> Program:
+def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
     with drafts `[groups, slots, 1 + drafts, …]`."""
-    groups, slots = programs.groups, programs.slots
+    groups, slots, drafts = programs.groups, programs.slots, bucket.drafts
     shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
     def body(logits: Array, sampled: Array) -> Array:
@@ -201,12 +201,7 @@ def sampling_executables(
         return None
     tokens, any_step = bucket.of_tokens, Bucket(1, 1, bucket.drafts)
     return SamplingExecutables(
-        get(ProgramKey("choose", None, tokens), choose, programs, bucket),
-        get(
-            ProgramKey("logprobs", None, any_step),
-            *(logprobs, programs, bucket.drafts),
-        ),
-        get(ProgramKey("score", None, tokens.undrafted), score, programs, bucket),
+        get(choose, tokens), get(logprobs, any_step), get(score, tokens.undrafted)
     )
 
 

@@ -13,7 +13,7 @@ from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.errors import ConfigError
-from jaxserve.roles.capacity import GB, RoleBytes
+from jaxserve.roles.capacity import GB, RoleBytes, changed
 from jaxserve.roles.parameters import count_parameters
 from jaxserve.roles.role_bytes import role_bytes
 
@@ -331,15 +331,6 @@ class _Sizes:
         while (size := min(pages) // 4) >= least:
             pages.add(size)
         self._set("scheduler.page_buckets", sorted(pages), "quarters of the longest sequence")
-
-
-def changed(deployment: Deployment, key: str, value: Any) -> Deployment:
-    """The deployment with another value of a dotted key."""
-    section, _, name = key.rpartition(".")
-    if not section:
-        return msgspec.structs.replace(deployment, **{name: value})
-    part = msgspec.structs.replace(getattr(deployment, section), **{name: value})
-    return msgspec.structs.replace(deployment, **{section: part})
 
 
 def _halved(most: int, least: int) -> Iterator[int]:

@@ -85,6 +85,16 @@ class TokenPrograms:
             caches[kind.attention] = self.of_kind(ragged, kind).page_table, pages
         return StepContext(with_shared(ragged, self.dtype, caches), fields)
 
+    @property
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The pages of all layers: an array for each pool and kind of rows, in which a DP group's
+        pages lie layer after layer."""
+        return tuple(
+            array.update(shape=(len(pool.layers) * array.shape[0], *array.shape[1:]))
+            for pool in self.pools
+            for array in pool.arrays
+        )
+
     def pool(self, kind: LayerKind) -> PagePool:
         """Returns the pool that holds the pages of layers of a kind."""
         return self.pools[-1 if kind.attention.window else 0]
@@ -195,11 +205,12 @@ class TokenPrograms:
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of the arrays that hold the residual stream after the last layer."""
-        raise NotImplementedError
+        rows = self.groups * bucket.tokens
+        return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
 
     def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
         """Assembles the residual stream from these parts."""
-        raise NotImplementedError
+        return parts[0]
 
     def shape(
         self, *shape: int, dtype: Any = jnp.int32, spec: PartitionSpec = ROWS
@@ -219,14 +230,6 @@ class TokenPrograms:
             self.shape(self.groups, self.layout(bucket.tokens).width),
             self.shape(self.groups, self.slots, bucket.pages * self.tables),
         )
-
-
-def stacked_pages(pool: PagePool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """One array for the pages of all layers of a pool: a DP group's lie layer after layer."""
-    layers = len(pool.layers)
-    return tuple(
-        array.update(shape=(layers * array.shape[0], *array.shape[1:])) for array in pool.arrays
-    )
 
 
 def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"]:

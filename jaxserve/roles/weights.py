@@ -5,8 +5,9 @@ reads only the parts that its own devices hold. Colocated mode stacks the layers
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -17,6 +18,9 @@ from jaxserve.mesh import Rules, cached_sharding, sharded_zeros
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.model.module import Template
 from jaxserve.progress import Progress
+
+if TYPE_CHECKING:  # an ffn worker in a runtime of its own has no attention blocks
+    from jaxserve.model.blocks import AttentionTemplates
 
 Leaves = tuple[jax.Array, ...]
 
@@ -116,6 +120,64 @@ def load_leaves(
     stacked = () if isinstance(sources, dict) else (None,)
     specs = [PartitionSpec(*stacked, *spec) for spec in template.specs(rules)]
     return tuple(source.leaves(template, sources, [cached_sharding(mesh, s) for s in specs]))
+
+
+class RoleWeights:
+    """Weights of a worker: blocks of the checkpoint, each alone or in a stack of equal layers.
+
+    Attributes:
+      blocks: leaves of the attention, ffn and prediction blocks, or of their stacks, in the order
+        in which they were added.
+      held: blocks of the checkpoint that this process holds.
+    """
+
+    def __init__(self, source: LeafSource, mesh: Mesh):
+        self._source, self._mesh = source, mesh
+        self.blocks: list[Leaves] = []
+        self.held: list[HeldBlock] = []
+        self._banks: list[int] = []  # numbers of the blocks with experts
+
+    def add(
+        self,
+        part: str,
+        template: Template,
+        sources: Sources | Sequence[Sources],
+        rules: Rules,
+        first: int,
+    ) -> Leaves:
+        """Loads a block of layer `first`, or a stack of those of the layers from there on."""
+        number, alone = len(self.blocks), isinstance(sources, dict)
+        made = load_leaves(self._source, template, sources, self._mesh, rules)
+        self.blocks.append(made)
+        if any(leaf.of_slots for leaf in template.leaves):
+            self._banks.append(number)
+        leaves = functools.partial(self.blocks.__getitem__, number)
+        of_layers = cast(Sequence[Sources], [sources] if alone else sources)
+        for layer, own in enumerate(of_layers, first):
+            entry, name = None if alone else layer - first, f"layers.{layer}.{part}"
+            self.held.append(HeldBlock(name, own, template, leaves, layer, entry))
+        return made
+
+    def add_ends(
+        self, templates: "AttentionTemplates", names: CheckpointNames, rules: Rules
+    ) -> tuple[Leaves, Leaves]:
+        """Loads embedding and head."""
+
+        def load(name: str, template: Template, sources: Sources) -> Leaves:
+            leaves = load_leaves(self._source, template, sources, self._mesh, rules)
+            self.held.append(HeldBlock(name, sources, template, lambda: leaves))
+            return leaves
+
+        embedding = load("embedding", templates.embedding, names.embedding)
+        return embedding, load("head", templates.head, names.head)
+
+    def bank(self, number: int) -> Leaves:
+        """All leaves of a bank's ffn block or blocks."""
+        return self.blocks[self._banks[number]]
+
+    def replace_bank(self, number: int, leaves: Leaves) -> None:
+        """Replaces all leaves of a bank's ffn block or blocks."""
+        self.blocks[self._banks[number]] = leaves
 
 
 def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:

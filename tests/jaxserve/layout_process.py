@@ -13,6 +13,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.assembly import DEFAULTS, open_engine, open_follower
@@ -20,6 +21,7 @@ from jaxserve.fleet.following import Following
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.expert_slots import ExpertReader
+from jaxserve.roles.step_programs import Wire
 from tests.jaxserve import layouts
 
 SECONDS = 120
@@ -34,6 +36,8 @@ def main() -> None:
     parser.add_argument("--written", type=Path, required=True)
     parser.add_argument("--figures", action="store_true")
     parser.add_argument("--moving", action="store_true")
+    parser.add_argument("--crowded", action="store_true")
+    parser.add_argument("--reordered", action="store_true")
     options = parser.parse_args()
     deployment = layouts.deployment(options.model, options.overrides)
     with bootstrap.joined(from_arguments(options), deployment) as peers:
@@ -42,6 +46,8 @@ def main() -> None:
         else:
             if options.moving and peers.identity.process_id == 2:
                 read_nothing_once()
+            if options.reordered:
+                forget_the_order()
             Following(open_follower(deployment, peers), peers).run()
 
 
@@ -50,7 +56,8 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     engine.pipeline()  # Asking has it measured.
     if options.moving:
         move(engine)
-    tokens, view = layouts.generate(engine), engine.pipeline()
+    tokens = crowded(engine) if options.crowded else layouts.generate(engine)
+    view = engine.pipeline()
     deadline = time.monotonic() + SECONDS
     while options.figures and time.monotonic() < deadline:
         if view.measured_at is not None and view.experts.expert_tokens:
@@ -58,6 +65,7 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
         tokens = layouts.generate(engine)
         view = engine.pipeline()
     layouts.idle(engine)
+    assert engine.compilations_after_ready == 0
     engine.close()
     options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
 
@@ -75,6 +83,27 @@ def move(engine: Engine) -> None:
             assert time.monotonic() < deadline
             layouts.generate(engine)
         assert (experts.view().moves > 0) == (number > 0)
+
+
+def crowded(engine: Engine) -> list[list[int]]:
+    """The tokens, where requests are preempted, and one is cancelled at its first token."""
+    other = layouts.Collector()
+
+    def cancel(output: TokenOutput) -> None:
+        other(output)
+        engine.cancel(output.request_id)
+
+    other.submit(engine, [5], layouts.GREEDY, on_output=cancel, request_id="cancelled")
+    tokens = layouts.generate(engine)
+    assert other.wait()["cancelled"].finish_reason == "cancelled"
+    assert engine.load().preemptions > 0
+    return tokens
+
+
+def forget_the_order() -> None:
+    """Exchanges in steps of this process do not depend on each other."""
+    exchange = Wire.exchange
+    Wire.exchange = lambda *given: (exchange(*given)[0], given[-1])  # type: ignore
 
 
 def read_nothing_once() -> None:

@@ -66,6 +66,35 @@ def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference,
     check(reference, tokens, "2 domains")
 
 
+STEPS = [
+    (2, 1, {}),
+    (2, 2, {"attention.tp": 2, "ffn.ep": 2, "cache.pages": 24}),
+    (2, 4, {"attention.dp": 2, "ffn.tp": 2}),
+    (4, 3, {"attention.dp": 2, "ffn.ep": 2, "ffn.exchange": "alltoall"}),
+]
+"""Processes, lanes, and the sizes of the roles; with four processes each has one device."""
+
+
+@pytest.mark.nightly
+@pytest.mark.multihost
+@pytest.mark.parametrize(("processes", "lanes", "sizes"), STEPS)
+def test_steps_of_one_dispatch_give_the_colocated_tokens(
+    processes, lanes, sizes, tiny_model, reference, tmp_path
+):
+    """Each process plays one role. With few pages, requests are preempted and one is cancelled."""
+    overrides = {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
+    crowded = ["--crowded"] if "cache.pages" in sizes else []
+    check(reference, run(tiny_model, overrides, processes, tmp_path, *crowded).tokens, sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.multihost
+def test_roles_that_order_their_messages_otherwise_do_not_start(tiny_model, tmp_path):
+    digests = r"exchanges = (\w{16}) on process 1, .*exchanges = (?!\1)\w{16} on the leader"
+    with pytest.raises(AssertionError, match=digests):
+        run(tiny_model, {"pipeline": "step"}, 2, tmp_path, "--reordered")
+
+
 BOTH_ROLES = [
     (4, 2, Case("2A4F", 2, "alltoall", "device_put")),
     (2, 4, Case("2A4F", 3, "gather", "ppermute")),

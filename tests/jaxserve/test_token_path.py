@@ -76,7 +76,7 @@ def programs_of(runtime) -> Iterable[Program]:
     ffn = FFNPrograms(templates, deployment, meshes.ffn)
     kinds = {runtime.config.layer(layer): None for layer in range(runtime.config.layers)}
     blocks = [attention.attend(bucket, kind) for kind in kinds]
-    return [*blocks, attention.leave(bucket), *(ffn.ffn(bucket.tokens, kind.ffn) for kind in kinds)]
+    return [*blocks, attention.leave(bucket), *(ffn.ffn(bucket, kind.ffn) for kind in kinds)]
 
 
 @pytest.mark.parametrize("name", ["colocated_runtime", "afd_runtime"])

@@ -73,7 +73,7 @@ class Opened:
             kind = self.config.layer(layer)
             for template, leaves in (
                 (self.templates.attention[kind], attention.layers[layer]),
-                (self.templates.ffn[kind.ffn], ffn.layers[layer]),
+                (self.templates.ffn[kind.ffn], ffn.blocks[layer]),
             ):
                 yield layer, template, dict(zip(template.names, leaves, strict=True))
 
@@ -124,5 +124,5 @@ def leaves_of(weights: list[Any]) -> list[jax.Array]:
         return [*weights[0].flat, *weights[0].modules]
     attention, ffn = weights
     outer = (attention.embedding, attention.head)
-    blocks = (*outer, *attention.layers, *ffn.layers, *attention.predictions)
+    blocks = (*outer, *attention.layers, *ffn.blocks, *attention.predictions)
     return [leaf for block in blocks for leaf in block]

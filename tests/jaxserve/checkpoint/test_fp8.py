@@ -174,7 +174,7 @@ def test_stacks_are_the_blocks_stacked(weights, layout, folder):
     (loaded,) = opened.weights()
     flat = loaded.flat
     flat = flat[len(templates.embedding.names) + len(templates.head.names) :]
-    for kind, start, stop in programs.stacked():
+    for kind, start, stop in programs.config.runs():
         for template, tables, rules in (
             (templates.attention[kind], names.attention, ATTENTION_RULES),
             (templates.ffn[kind.ffn], names.ffn, meshes.ffn_rules),

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import AbstractSubmeshes, Submeshes
-from jaxserve.model.matrix_formats import placed
+from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve import layouts
-from tests.jaxserve.both_roles import load_both
+from tests.jaxserve.checkpoint.opened import Opened
 from tests.reference.tiny_step3 import write_tiny_step3
 
 IN_FLOAT32 = {"attention.weights": "float32", "ffn.weights": "float32"}
@@ -35,22 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def leaves(folder: Path, overrides: dict[str, Any]) -> dict[str, np.ndarray]:
     """The first layer's leaves with experts, embedding and head, by name."""
-    deployment = layouts.deployment(folder, overrides)
-    meshes, (config, names) = Submeshes(deployment), read_config(folder)
-    templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
-    weights = load_both(HFCheckpoint(folder, names), names, templates, deployment, meshes)
-    kind = config.layer(1)
-    blocks = (
-        (templates.embedding, weights.embedding),
-        (templates.head, weights.head),
-        (templates.attention[kind], weights.attention[1]),
-        (templates.ffn[kind.ffn], weights.ffn[1]),
-    )
-    return {
-        name: np.asarray(leaf)
-        for template, own in blocks
-        for name, leaf in zip(template.names, own, strict=True)
-    }
+    opened = Opened(folder, overrides, on_cpus=True)
+    outer, templates = opened.weights()[0], opened.templates
+    found = dict(zip(templates.embedding.names, outer.embedding, strict=True))
+    found |= dict(zip(templates.head.names, outer.head, strict=True))
+    for layer, _, leaves in opened.blocks():
+        found |= leaves if layer == 1 else {}
+    return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
 def test_matrices_are_as_the_files_have_them(folder: Path) -> None:

@@ -55,10 +55,6 @@ def ffn_of(tmp_path):
     return programs_of(FFNPrograms, layouts.deployment(tmp_path, {}))
 
 
-def executables(steps, *arguments):
-    return compile_steps(steps, *arguments)[0]
-
-
 def test_one_a_bucket_and_kind(compiled, tmp_path):
     compile_all(
         wanted(attention_executables, attention_of(tmp_path), BUCKETS)
@@ -72,7 +68,7 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
 
 
 def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
-    made = executables(attention_executables, attention_of(tmp_path), BUCKETS)
+    made = compile_steps(attention_executables, attention_of(tmp_path), BUCKETS)
     assert list(made) == BUCKETS
     small, same, large = (made[bucket] for bucket in BUCKETS[:3])
     assert small.leave is same.leave
@@ -85,7 +81,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
 
 
 def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
-    made = executables(ffn_executables, ffn_of(tmp_path), [8, 24])
+    made = compile_steps(ffn_executables, ffn_of(tmp_path), [8, 24])
     sizes = [(1, 8), (1, 24)]
     assert sorted((spec.kind, size) for spec, size in made) == [
         (kind, size) for kind in ("dense", "moe") for size in sizes
@@ -94,7 +90,7 @@ def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
 
 def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
     programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, layouts.COLOCATED))
-    bound = executables(colocated_executables, programs, BUCKETS)
+    bound = compile_steps(colocated_executables, programs, BUCKETS)
     assert sorted(compiled) == sorted(["step"] * 4 + ["choose", "score"] * 2 + ["logprobs"])
     assert list(bound) == BUCKETS
 
@@ -105,7 +101,7 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Program, "compile", fail)
     with pytest.raises(RuntimeError, match="cannot compile"):
-        executables(attention_executables, attention_of(tmp_path), BUCKETS[:1])
+        compile_steps(attention_executables, attention_of(tmp_path), BUCKETS[:1])
 
 
 def test_hot_call_returns_what_the_program_does():

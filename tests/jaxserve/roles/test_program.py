@@ -125,6 +125,6 @@ def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
 def test_programs_that_exchange_rows(name, ragged):
     config, deployment = load(name)
     programs = programs_of(FFNPrograms, deployment, config, AbstractSubmeshes(deployment))
-    moe, dense = (programs.ffn(128, config.layer(n).ffn) for n in (4, 0))
+    moe, dense = (programs.ffn(Bucket(128, 1), config.layer(n).ffn) for n in (4, 0))
     assert (moe.ragged, dense.ragged) == (ragged, False)
     assert moe.cuda_graphs == "off"

@@ -47,10 +47,10 @@ def test_shapes_of_1a1f(tmp_path):
     made = jax.eval_shape(enter.mapped(), *enter.arguments)
     assert [array.shape for array in made[4:]] == shared
     p_ffn = programs(tmp_path, FFNPrograms, link__dispatch="int8")
-    packed = p_ffn.ffn(24, p.config.moe).arguments[0]
+    packed = p_ffn.ffn(Bucket(24, 1), p.config.moe).arguments[0]
     # 64 values, a scale of 4 bytes, three ids and three gates of 4 bytes.
     assert (packed.shape, packed.dtype) == ((24, 64 + 4 + 12 + 12), jnp.uint8)
-    assert p_ffn.ffn(24, p.config.layer(0).ffn).arguments[0].shape == (24, 64 + 4)
+    assert p_ffn.ffn(Bucket(24, 1), p.config.layer(0).ffn).arguments[0].shape == (24, 64 + 4)
     assert p.leave(bucket).arguments[3].shape == (24, 64)
 
 
@@ -72,7 +72,7 @@ def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path)
     attend = attention.attend(Bucket(24, 18), attention.config.layer(1))
     message = jax.eval_shape(attend.mapped(), *attend.arguments)[1]
     assert message.shape == (rows, 64 + 3 + 3)
-    ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(24, attention.config.moe)
+    ffn = programs(tmp_path, FFNPrograms, **overrides).ffn(Bucket(24, 1), attention.config.moe)
     *made, counts = jax.eval_shape(ffn.mapped(), *ffn.arguments)
     assert [array.shape for array in made] == answers
     assert counts.shape == (1, ranks, 7)
@@ -81,7 +81,7 @@ def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path)
 
 def test_layers_of_a_kind_share_their_programs(tmp_path):
     p = programs(tmp_path, ColocatedPrograms)
-    runs = [(kind.ffn.kind, start, stop) for kind, start, stop in p.stacked()]
+    runs = [(kind.ffn.kind, start, stop) for kind, start, stop in p.config.runs()]
     assert runs == [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]
     dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
     assert list(dense.formats) == ["dense"]

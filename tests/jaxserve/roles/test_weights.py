@@ -3,37 +3,25 @@
 import dataclasses
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.hf import HFCheckpoint
-from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.random_leaves import RandomLeaves
-from jaxserve.mesh import Submeshes
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.weights import zeroed
 from pallas_kernels import input_major
 from tests import golden
 from tests.jaxserve import layouts
-from tests.jaxserve.both_roles import load_both
-from tests.jaxserve.roles.building import programs_of
+from tests.jaxserve.checkpoint.opened import Opened, leaves_of
+from tests.jaxserve.roles.building import CONFIG, programs_of
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
 def load(model, overrides, source=None, modules=0, input_major=False):
-    deployment = layouts.deployment(model, overrides)
-    config, names = read_config(model, modules=modules)
-    config = msgspec.structs.replace(config, platform="cpu" if input_major else "tpu")
-    meshes = Submeshes(deployment)
-    source = source or HFCheckpoint(model, names)
-    if deployment.mode == "colocated":
-        programs = programs_of(ColocatedPrograms, deployment, config, meshes)
-        return programs, ColocatedWeights(source, names, programs)
-    programs = programs_of(AttentionPrograms, deployment, config, meshes)
-    return programs, load_both(source, names, programs.templates, deployment, meshes)
+    """The opened model, and its weights: of attention and ffn, or colocated."""
+    opened = Opened(model, overrides, modules=modules, on_cpus=input_major, source=source)
+    return opened, *opened.weights()
 
 
 def expected_leaves(layer: int | None, role: str, sizes=layouts.SIZES) -> dict[str, np.ndarray]:
@@ -102,20 +90,21 @@ def check(template, leaves, expected):
 # Of the sizes in `layouts.py` no axis divides: every one of these pads experts, d_ff or vocab.
 @golden.table("roles/loaded_layouts.yaml")
 def test_afd(tiny_model, overrides):
-    programs, weights = load(tiny_model, overrides)
-    templates = programs.templates
-    check(templates.embedding, weights.embedding, expected_leaves(None, "embedding"))
-    check(templates.head, weights.head, expected_leaves(None, "head"))
-    for layer, (attention, ffn) in enumerate(zip(weights.attention, weights.ffn, strict=True)):
-        kind = programs.config.layer(layer)
-        check(templates.attention[kind], attention, expected_leaves(layer, "attention"))
-        check(templates.ffn[kind.ffn], ffn, expected_leaves(layer, "ffn"))
+    opened, attention, ffn = load(tiny_model, overrides)
+    templates = opened.templates
+    check(templates.embedding, attention.embedding, expected_leaves(None, "embedding"))
+    check(templates.head, attention.head, expected_leaves(None, "head"))
+    for layer, leaves in enumerate(zip(attention.layers, ffn.blocks, strict=True)):
+        kind = opened.config.layer(layer)
+        check(templates.attention[kind], leaves[0], expected_leaves(layer, "attention"))
+        check(templates.ffn[kind.ffn], leaves[1], expected_leaves(layer, "ffn"))
     assert layer == 3
 
 
 def test_devices_hold_their_slices_alone(tiny_model):
-    programs, weights = load(tiny_model, {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2})
-    ffn = dict(zip(programs.templates.moe.names, weights.ffn[1], strict=True))
+    sizes = {"attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2}
+    opened, attention_weights, ffn_weights = load(tiny_model, sizes)
+    ffn = dict(zip(opened.templates.moe.names, ffn_weights.blocks[1], strict=True))
     shards = {name: {s.data.shape for s in leaf.addressable_shards} for name, leaf in ffn.items()}
     assert shards == {
         "experts.gate": {(4, 17, 64)},  # 7 of 8 experts, 33 of 34 columns
@@ -126,8 +115,8 @@ def test_devices_hold_their_slices_alone(tiny_model):
         "dense.down": {(64, 11)},
     }
     assert [s.device.id for s in ffn["experts.gate"].addressable_shards] == [2, 3, 4, 5]
-    attention = programs.templates.attention[programs.config.layer(1)]
-    leaves = dict(zip(attention.names, weights.attention[1], strict=True))
+    attention = opened.templates.attention[opened.config.layer(1)]
+    leaves = dict(zip(attention.names, attention_weights.layers[1], strict=True))
     assert {s.data.shape for s in leaves["attention.up"].addressable_shards} == {(64, 48)}
     assert {s.data.shape for s in leaves["attention.out"].addressable_shards} == {(64, 64)}
     assert {s.data.shape for s in leaves["attention.down"].addressable_shards} == {(112, 64)}
@@ -139,8 +128,8 @@ def test_devices_hold_their_slices_alone(tiny_model):
     ids=str,
 )
 def test_colocated_stacks_are_the_layers(tiny_model, overrides):
-    programs, weights = load(tiny_model, layouts.COLOCATED | overrides)
-    templates, flat = programs.templates, list(weights.flat)
+    opened, weights = load(tiny_model, layouts.COLOCATED | overrides)
+    templates, flat = opened.templates, list(weights.flat)
 
     def take(template):
         nonlocal flat
@@ -149,7 +138,7 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
 
     check(templates.embedding, take(templates.embedding), expected_leaves(None, "embedding"))
     check(templates.head, take(templates.head), expected_leaves(None, "head"))
-    for kind, start, stop in programs.stacked():
+    for kind, start, stop in opened.config.runs():
         roles = {"attention": templates.attention[kind], "ffn": templates.ffn[kind.ffn]}
         for role, template in roles.items():
             stacks = take(template)
@@ -171,15 +160,13 @@ def test_colocated_stacks_are_the_layers(tiny_model, overrides):
 def test_input_by_input(tiny_model, overrides, monkeypatch):
     """All matrices, and those of the other tests with their rows in several tiles."""
     monkeypatch.setattr(input_major, "TILE", 16)
-    plain = load(tiny_model, overrides)[1]
-    programs, weights = load(tiny_model, overrides, input_major=True)
+    _, *plain = load(tiny_model, overrides)
+    opened, *weights = load(tiny_model, overrides, input_major=True)
     if "ffn.ep" in overrides:
-        own, kind = programs.templates, programs.config.layer(1)
-        check(own.attention[kind], weights.attention[1], expected_leaves(1, "attention"))
-        check(own.moe, weights.ffn[1], expected_leaves(1, "ffn"))
-        pairs = zip(plain.leaves, weights.leaves, strict=True)
-    else:
-        pairs = zip(plain.flat, weights.flat, strict=True)
+        own, kind = opened.templates, opened.config.layer(1)
+        check(own.attention[kind], weights[0].layers[1], expected_leaves(1, "attention"))
+        check(own.moe, weights[1].blocks[1], expected_leaves(1, "ffn"))
+    pairs = zip(leaves_of(plain), leaves_of(weights), strict=True)
     most, tiled = 0, 0
     for leaf, made in pairs:
         if leaf.shape == made.shape:
@@ -202,51 +189,55 @@ class TestPredictionModules:
     SIZES = dataclasses.replace(layouts.SIZES, mtp=True, mtp_repeats_head=True)
     ROLES = ("prediction", "attention", "ffn")
 
-    def check(self, programs, blocks):
-        templates, kind = programs.templates, programs.config.layer(4)
+    def check(self, opened, blocks):
+        templates, kind = opened.templates, opened.config.layer(4)
         own = templates.prediction, templates.attention[kind], templates.moe
         for role, template, leaves in zip(self.ROLES, own, blocks, strict=True):
             check(template, leaves, expected_leaves(4, role, self.SIZES))
 
     def test_afd(self, with_module):
-        programs, weights = load(with_module, {"attention.tp": 2, "ffn.ep": 3}, modules=1)
-        assert (len(weights.attention), len(weights.ffn)) == (5, 5)
-        self.check(programs, (weights.predictions[0], weights.attention[4], weights.ffn[4]))
+        sizes = {"attention.tp": 2, "ffn.ep": 3}
+        opened, attention, ffn = load(with_module, sizes, modules=1)
+        assert (len(attention.layers), len(ffn.blocks)) == (5, 5)
+        self.check(opened, (attention.predictions[0], attention.layers[4], ffn.blocks[4]))
 
     def test_colocated(self, with_module):
         overrides = layouts.COLOCATED | {"attention.dp": 2, "attention.tp": 2}
-        programs, weights = load(with_module, overrides, modules=1)
+        opened, weights = load(with_module, overrides, modules=1)
         leaves = [np.asarray(stack)[0] for stack in weights.modules]
-        first = len(programs.templates.prediction.leaves)
-        second = len(leaves) - len(programs.templates.moe.leaves)
-        self.check(programs, (leaves[:first], leaves[first:second], leaves[second:]))
-        bank = len(programs.banks) - 1
-        assert programs.banks[bank].layers == (4,)
-        assert weights.bank(bank) == weights.modules[second:]
+        first = len(opened.templates.prediction.leaves)
+        second = len(leaves) - len(opened.templates.moe.leaves)
+        self.check(opened, (leaves[:first], leaves[first:second], leaves[second:]))
+        given = opened.templates, opened.deployment, opened.meshes.attention
+        banks = ColocatedPrograms(*given).banks
+        assert banks[-1].layers == (4,)
+        assert weights.bank(len(banks) - 1) == weights.modules[second:]
 
     def test_only_those_that_are_asked_for(self, with_module):
-        _, weights = load(with_module, {})
-        assert (len(weights.attention), len(weights.ffn), weights.predictions) == (4, 4, [])
+        _, attention, ffn = load(with_module, {})
+        assert (len(attention.layers), len(ffn.blocks), attention.predictions) == (4, 4, [])
         _, weights = load(with_module, layouts.COLOCATED)
         assert weights.modules == ()
 
 
 def test_bfloat16(tiny_model):
-    _, weights = load(tiny_model, {"dtype": "bfloat16"})
-    assert {leaf.dtype for leaf in weights.leaves} == {jnp.dtype(jnp.bfloat16)}
+    _, *weights = load(tiny_model, {"dtype": "bfloat16"})
+    assert {leaf.dtype for leaf in leaves_of(weights)} == {jnp.dtype(jnp.bfloat16)}
     table = expected_leaves(None, "embedding")["table"].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(weights.embedding[0]), table)
+    np.testing.assert_array_equal(np.asarray(weights[0].embedding[0]), table)
 
 
 def test_random_leaves_are_the_same_every_time(tiny_model):
-    first, again = (load(tiny_model, {}, RandomLeaves(3))[1] for _ in range(2))
-    for a, b in zip(first.ffn[1], again.ffn[1], strict=True):
+    first, again = (load(tiny_model, {}, RandomLeaves(3))[2].blocks for _ in range(2))
+    for a, b in zip(first[1], again[1], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert not np.array_equal(np.asarray(first.ffn[1][0]), np.asarray(first.ffn[2][0]))
+    assert not np.array_equal(np.asarray(first[1][0]), np.asarray(first[2][0]))
 
 
 def test_pages_are_zero_and_one_pair_a_layer(tiny_model):
-    programs, _ = load(tiny_model, {"attention.dp": 2})
+    programs = programs_of(
+        AttentionPrograms, layouts.deployment(tiny_model, {"attention.dp": 2}), CONFIG
+    )
     pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(4)]
     assert [(k.shape, v.shape) for k, v in pages] == [((320, 1, 8, 32),) * 2] * 4
     assert len({id(array) for pair in pages for array in pair}) == 8

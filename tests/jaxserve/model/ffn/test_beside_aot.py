@@ -13,6 +13,7 @@ from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
 from jaxserve.planner.scheduled import windows
 from jaxserve.roles.ffn import FFNPrograms
+from jaxserve.roles.layout import Bucket
 from pallas_kernels.small_ops import instructions
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
@@ -35,7 +36,7 @@ def beside(layout: str) -> list[tuple[str, int]]:
     """Collectives and the number of kernels beside each."""
     config, deployment = load(layout)
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    program = programs_of(FFNPrograms, deployment, config, meshes).ffn(128, config.moe)
+    program = programs_of(FFNPrograms, deployment, config, meshes).ffn(Bucket(128, 1), config.moe)
     schedule = instructions(program.compile().as_text() or "")
     return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
 

@@ -1,0 +1,43 @@
+"""The ways in which the processes of one runtime run its steps, by name, one file each.
+
+A process imports the file of its own deployment's pipeline only.
+"""
+
+import pkgutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from jaxserve.checkpoint.source import CheckpointNames
+    from jaxserve.mesh import Submeshes
+    from jaxserve.model.templates import ModelTemplates
+    from jaxserve.roles.weights import LeafSource
+
+
+class OpenModel(NamedTuple):
+    """A model opened for this process's devices, before anything large is read."""
+
+    config: ModelConfig
+    names: "CheckpointNames"
+    meshes: "Submeshes"
+    templates: "ModelTemplates"
+    source: "LeafSource"
+
+
+PIPELINES = {
+    "colocated": "colocated:build_worker",
+    "layer": "layer_pipeline:build_cell",
+    "step": "step_pipeline:build_pipeline",
+}
+"""File in this folder, and function in it, that builds each pipeline's driver
+(`engine.runtime.Driver`) from an open model, its deployment and an observer or None. It loads and
+compiles this process's part of every step, and raises ConfigError if the process cannot play it."""
+
+
+def build(model: OpenModel, deployment: Deployment, observer: Any) -> Any:
+    """Builds the driver of a deployment. Colocated mode has a pipeline of its own."""
+    name = "layer" if deployment.pipeline == "auto" else deployment.pipeline
+    place = PIPELINES["colocated" if deployment.topology.has("colocated") else name]
+    return pkgutil.resolve_name(f"jaxserve.roles.{place}")(model, deployment, observer)

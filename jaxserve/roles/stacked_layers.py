@@ -1,0 +1,77 @@
+"""Runs of equal layers whose leaves are stacked along a first axis, for scans over layers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxserve.config.model import LayerKind
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.module import Template
+from jaxserve.roles.token_programs import TokenPrograms
+from pallas_kernels.input_major import InputMajor
+from pallas_kernels.quantize import sliceable
+
+
+class StackedLeaves(NamedTuple):
+    """Leaves of one block of a run's layers, by their place in the block.
+
+    A scan would copy a layer's experts, and matrices that lie input by input, before every use.
+    Products with these take the whole stack and find their layer; experts of all layers are in one
+    row.
+    """
+
+    whole: dict[int, Any]
+    """Leaves that stay whole stacks."""
+    sliced: dict[int, Any]
+    """Leaves that the scan slices."""
+
+    @classmethod
+    def of(cls, template: Template, stacks: Sequence[Array]) -> "StackedLeaves":
+        """Divides the stacked leaves of a block."""
+        whole: dict[int, Any] = {}
+        sliced: dict[int, Any] = {}
+        for place, stack in enumerate(map(sliceable, stacks)):
+            if template.leaves[place].of_slots:
+                whole[place] = stack.reshape(-1, *stack.shape[2:])
+            elif template.leaves[place].input_major:
+                whole[place] = InputMajor(stack)
+            else:
+                sliced[place] = stack
+        return cls(whole, sliced)
+
+    def of_layer(self, sliced: dict[int, Any], layer: Array) -> list[Any]:
+        """Returns the leaves of one layer of the run, in the order of the block.
+
+        Args:
+          sliced: entries of `self.sliced` for this layer.
+        """
+        leaves = self.whole | sliced
+        return [_of_layer(leaves[place], layer) for place in range(len(leaves))]
+
+
+def scanned(layers: int, stacks: Sequence[StackedLeaves], tables: Array | None = None) -> Any:
+    """What a scan over a run hands to each layer: its place in the run, the `sliced` leaves of its
+    blocks, and its table of experts."""
+    return jnp.arange(layers, dtype=jnp.int32), [stack.sliced for stack in stacks], tables
+
+
+def with_own_pages(
+    programs: TokenPrograms, kind: LayerKind, start: int, layer: Array, batch: RaggedBatch
+) -> tuple[slice, RaggedBatch]:
+    """Returns where the page arrays of a layer are among those of all layers
+    (`TokenPrograms.all_pages`), and the batch with a page table that points at the layer's part.
+
+    Args:
+      kind, start, layer: kind and first layer of a run, and the layer's place in the run.
+    """
+    pool = programs.pool(kind)
+    first_page = (pool.layers.index(start) + layer) * pool.pages
+    first = programs.pools.index(pool) * len(pool.arrays)
+    shifted = batch._replace(page_table=batch.page_table + first_page)
+    return slice(first, first + len(pool.arrays)), shifted
+
+
+def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:
+    return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf

@@ -1,0 +1,172 @@
+"""Drives steps of which one dispatch runs all layers and lanes of a role (`pipeline: step`).
+
+A process plays one role. Lanes whose steps have begun and have the same number of tokens go into
+one dispatch; `advance` then hands out their results one by one. All processes get the same plans in
+the same order, so they make the same dispatches.
+"""
+
+import abc
+from collections.abc import Sequence
+
+import jax
+import msgspec
+from jax.sharding import Mesh
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
+from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, has_local_devices
+from jaxserve.roles.compilation import Get, compile_all, compile_steps
+from jaxserve.roles.expert_slots import open_slots
+from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
+from jaxserve.roles.pipelines import OpenModel
+from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.step_programs import (
+    AttentionStepPrograms,
+    Dispatch,
+    FFNStepPrograms,
+    exchanges_digest,
+    union_mesh,
+)
+from jaxserve.roles.token_lanes import TokenLanes
+from jaxserve.roles.token_programs import KVArrays
+from jaxserve.roles.weights import RoleWeights, load_progress, zeroed
+from jaxserve.roles.whole_steps import WholeSteps
+from jaxserve.roles.worker import Observer, Passed
+
+
+class StepPipeline(WholeSteps, abc.ABC):
+    """Runs the steps of all lanes for this process's role.
+
+    Attributes:
+      executables: program of every dispatch.
+    """
+
+    executables: dict[Dispatch, jax.stages.Compiled]
+
+    def renew(self) -> bool:
+        """Returns False: after a lost step the two roles' processes cannot begin anew."""
+        return False
+
+    def kv_arrays(self, domain: int = 0) -> KVArrays:
+        """Raises ConfigError: pages of this pipeline are not handed over."""
+        raise ConfigError("pipeline = step: pages cannot be handed over to or from other workers")
+
+    def advance(self) -> Finished | Passed:
+        """Returns the next result of the latest dispatch; if none is left, dispatches first."""
+        if not self._left:
+            plans = self._take()
+            for plan, made in zip(plans, self._run(plans), strict=True):
+                self._left.append((plan, made))
+                self._observe(plan, made)
+        return self._left.popleft()[1]
+
+    @abc.abstractmethod
+    def _run(self, plans: Sequence[StepPlan]) -> Sequence[Finished | Passed]:
+        """Enqueues these steps as one program."""
+
+    def _next(self) -> list[StepPlan]:
+        tokens = self._begun[0].bucket.tokens
+        return [plan for plan in self._begun if plan.bucket.tokens == tokens]
+
+
+class AttentionPipeline(StepPipeline):
+    """The attention role's part of every step."""
+
+    def __init__(
+        self, model: OpenModel, deployment: Deployment, mesh: Mesh, observer: Observer | None
+    ):
+        config, names, _, templates, source = model
+        programs = AttentionStepPrograms(templates, deployment, mesh)
+        with load_progress(source, 2 + config.layers) as counted:
+            weights = RoleWeights(counted, mesh)
+            embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
+            for kind, first, stop in config.runs():
+                block, sources = templates.attention[kind], names.attention[first:stop]
+                weights.add("attention", block, sources, ATTENTION_RULES, first)
+        super().__init__(deployment.lanes, weights, observer=observer)
+        self._leaves = sum(weights.blocks, embedding + head)
+        buckets, lanes = deployment_buckets(deployment), range(1, 1 + deployment.lanes)
+        self.executables = compile_all(
+            {(b, n): programs.step(b, n) for b in buckets for n in lanes}
+        )
+        self._sampling = compile_steps(_sampling, programs, buckets)
+        self._pages = list(zeroed(programs.all_pages, mesh))
+        self._tokens = TokenLanes(programs, head)
+
+    def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
+        bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
+        steps = []
+        for plan in plans:
+            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
+            steps.append((*self._tokens.begin(plan, None, batch), table))
+        step = self.executables[bucket, len(plans)]
+        made = step(*(array for one in steps for array in one), *self._pages, *self._leaves)
+        self._pages = made[4 * len(plans) : -1]
+        finished = []
+        for number, (plan, arrays) in enumerate(zip(plans, steps, strict=True)):
+            *left, x = made[4 * number : 4 * number + 4]
+            programs = self._sampling[bucket], None
+            finished.append(self._tokens.end(plan, programs, arrays, tuple(left), (x,))[0])
+        return finished
+
+
+class FFNPipeline(StepPipeline):
+    """The ffn role's part of every step."""
+
+    attends = False
+
+    def __init__(
+        self, model: OpenModel, deployment: Deployment, mesh: Mesh, observer: Observer | None
+    ):
+        config, names, meshes, templates, source = model
+        programs = FFNStepPrograms(templates, deployment, meshes.ffn, mesh)
+        with load_progress(source, config.layers) as counted:
+            weights = RoleWeights(counted, mesh)
+            for kind, first, stop in config.runs():
+                weights.add("ffn", templates.ffn[kind.ffn], names.ffn[first:stop], FFN_RULES, first)
+        sizes, lanes = token_sizes(deployment), range(1, 1 + deployment.lanes)
+        self.executables = compile_all(
+            {(Bucket(size, 1), n): programs.step(size, n) for size in sizes for n in lanes}
+        )
+        slots = open_slots(programs, weights, names, source)
+        super().__init__(deployment.lanes, weights, slots, observer)
+
+    def _run(self, plans: Sequence[StepPlan]) -> list[Passed]:
+        slots, size = self.slots, Bucket(plans[0].bucket.tokens, 1)
+        experts = [] if slots is None else [*slots.tables, *slots.counts]
+        leaves = (leaf for block in self._weights.blocks for leaf in block)
+        *counts, token = self.executables[size, len(plans)](*experts, *leaves)
+        if slots is not None:
+            slots.counts = counts
+        return [Passed(token)] * len(plans)
+
+
+def build_pipeline(
+    model: OpenModel, deployment: Deployment, observer: Observer | None = None
+) -> StepPipeline:
+    """Loads and compiles this process's role.
+
+    Raises:
+      ConfigError: not on this platform, or this process has devices of both roles.
+    """
+    meshes = model.meshes
+    platform = meshes.ffn.devices.flat[0].platform
+    if platform != "cpu":
+        raise ConfigError(f"pipeline = step: not on {platform}, only on cpu")
+    attends, serves = has_local_devices(meshes.attention), has_local_devices(meshes.ffn)
+    if attends and serves:
+        raise ConfigError(
+            "pipeline = step: this process has devices of both roles; start a process for each "
+            "(--processes 2), or take pipeline = layer"
+        )
+    mesh = union_mesh(meshes.attention, meshes.ffn, meshes.attention if attends else meshes.ffn)
+    role = (AttentionPipeline if attends else FFNPipeline)(model, deployment, mesh, observer)
+    role.exchanges = f", exchanges = {exchanges_digest(role.executables, meshes.ffn.size)}"
+    return role
+
+
+def _sampling(
+    programs: AttentionStepPrograms, buckets: Sequence[Bucket], get: Get
+) -> dict[Bucket, SamplingExecutables | None]:
+    return {bucket: sampling_executables(programs, bucket, get) for bucket in buckets}

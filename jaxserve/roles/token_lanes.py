@@ -1,0 +1,88 @@
+"""State of every lane on the mesh that has embedding and head, between the lane's steps.
+
+The workers with the head call `begin` before the programs of a step and `end` after them, and
+`keep` with the drafts that prediction modules then make.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
+from jaxserve.roles.sampling import Finished, Sampling, SamplingExecutables
+from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import GroupPut, TokenPrograms
+from jaxserve.roles.weights import Leaves
+
+
+class TokenLanes:
+    """Last tokens, token counts, cache lengths and drafts of all lanes, on the device.
+
+    Args:
+      head: leaves of the head.
+
+    Attributes:
+      put: makes the arrays of each step; called once a plan, in order.
+    """
+
+    def __init__(self, programs: TokenPrograms, head: Leaves):
+        self.put, lanes = GroupPut(programs), range(programs.deployment.lanes)
+        state, put = (programs.groups, programs.slots), self.put.rows
+        self._last = [self.put.last_tokens() for _ in lanes]
+        self._sampling = Sampling(programs, head, put)
+        self._lookup = None
+        if drafts := programs.deployment.drafts:
+            self._lengths = [put(np.zeros(state, np.int32)) for _ in lanes]
+            self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in lanes]
+            self._lookup = None if programs.config.modules else PromptLookup(programs, put)
+
+    def begin(
+        self, plan: StepPlan, drafting: DraftingExecutables | None, batch: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the lane's last tokens; and the batch array, in deployments with drafts with
+        every `FROM_DEVICE` replaced."""
+        lane, before = plan.lane, self._last[plan.lane]
+        if drafting is not None and (plan.proposes or plan.on_device):
+            if self._lookup is not None and plan.said:
+                self._lookup.take_in(drafting, plan)
+            batch, self._lengths[lane] = drafting.resolve(
+                batch, before, self._lengths[lane], self._drafts[lane]
+            )
+        return before, batch
+
+    def end(
+        self,
+        plan: StepPlan,
+        programs: tuple[SamplingExecutables | None, DraftingExecutables | None],
+        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        left: tuple[jax.Array, ...],
+        stream: Sequence[jax.Array],
+    ) -> tuple[Finished, StepEnd | None]:
+        """Runs the options of requests, and looks up drafts for the lane's next step.
+
+        Args:
+          programs: those of the step's bucket.
+          arrays: the lane's last tokens before the step, its batch array and its page table.
+          left, stream: see `Sampling.finish`.
+
+        Returns:
+          the finished step, and what prediction modules need to draft; None: no drafts are wanted.
+        """
+        (sampling, drafting), (before, batch, table) = programs, arrays
+        last, finished, lengths = self._sampling.finish(plan, sampling, batch, before, left, stream)
+        self._last[plan.lane] = last
+        if drafting is None or not plan.proposes:
+            return finished, None
+        if lengths:
+            (self._lengths[plan.lane],) = lengths
+        kept = self._lengths[plan.lane], self._drafts[plan.lane]
+        end = StepEnd(plan, batch, table, stream, finished.sampled, last, *kept)
+        if self._lookup is not None:
+            finished = self.keep(finished, self._lookup.draft(drafting, end))
+        return finished, end
+
+    def keep(self, finished: Finished, drafts: jax.Array) -> Finished:
+        """Stores the drafts for the lane's next step to verify, and returns the step."""
+        self._drafts[finished.plan.lane] = drafts
+        return finished._replace(last=drafts)

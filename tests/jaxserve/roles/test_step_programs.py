@@ -1,0 +1,44 @@
+"""The order of the exchanges between the roles' programs of a whole step, as compiled."""
+
+import pytest
+
+from jaxserve.errors import EngineFailedError
+from jaxserve.mesh import Submeshes
+from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.step_programs import (
+    AttentionStepPrograms,
+    FFNStepPrograms,
+    exchanges,
+    union_mesh,
+)
+from tests.jaxserve import layouts
+from tests.jaxserve.roles.building import CONFIG
+
+DENSE, MOE, ANSWER = "u32[12,64]", "u32[12,70]", "u32[12,64]"
+SENT, BACK, BOTH = "{0,2},{1,3", "{2,0},{3,1", "{0,2},{2,0},{1,3},{3,1"
+LAYERS = DENSE, MOE, MOE, DENSE
+ORDERS = {
+    1: [line for layer in LAYERS for line in (f"{layer} {SENT}", f"{ANSWER} {BACK}")],
+    2: [f"{layer} {BOTH}" for layer in LAYERS for _ in "ab"] + [f"{ANSWER} {BACK}"],
+}
+"""Two lanes: a message and the answer of the turn before in one exchange, and after the last turn
+its answer. Layers of a kind are in a loop; exchanges inside a role do not count."""
+
+
+@pytest.mark.unoptimised
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_both_roles_compile_the_order_of_the_schedule(lanes):
+    deployment = layouts.deployment(".", {"lanes": lanes, "attention.tp": 2, "ffn.ep": 2})
+    meshes = Submeshes(deployment)
+    templates = ModelTemplates(CONFIG, deployment, meshes)
+    own = meshes.attention, meshes.ffn
+    attention, ffn = (union_mesh(*own, mesh) for mesh in own)
+    for program in (
+        AttentionStepPrograms(templates, deployment, attention).step(Bucket(24, 18), lanes),
+        FFNStepPrograms(templates, deployment, meshes.ffn, ffn).step(24, lanes),
+    ):
+        text = program.compile().as_text()
+        assert exchanges(text, 2) == ORDERS[lanes]
+        with pytest.raises(EngineFailedError, match="a compiled loop has no known trip count"):
+            exchanges(text.replace("known_trip_count", "turns"), 2)
