@@ -68,11 +68,13 @@ LONG = REPOSITORY / "tests" / "nightly.txt"
 is the one that kills a mutant (`mutants.jsonl`)."""
 
 UNOPTIMISED = (
+    "jaxserve/link/dispatch",
     "jaxserve/model",
     "pallas_kernels/attention",
     "pallas_kernels/grouped_matmul",
     "pallas_kernels/norm_quantize",
     "pallas_kernels/quantize",
+    "pallas_kernels/rotate_and_write",
 )
 """Folders whose tests are `unoptimised`, but for those that compile for a TPU or a GPU."""
 
