@@ -262,16 +262,8 @@ class Sizer:
         return self._deployment(fleet, demand, found) if self._meets(found) else None
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
-        """Decode units of the layouts that come closest."""
-        for plan in self._closest(plans):
-            unit = self.unit(plan)
-            if isinstance(unit, DecodeUnit):
-                yield unit
-            else:
-                self._reasons[f"decode: {plan.layout.text}"] = unit
-
-    def _closest(self, plans: list[Plan]) -> Iterator[Plan]:
-        """The layouts of every mode that are cheapest for the rate, by the search's figures."""
+        """Decode units of the layouts of every mode that are cheapest for the rate, by the search's
+        figures."""
         demand = self.asked.demand
         tokens = demand.rate * float(self.requests(demand).output.mean())
 
@@ -283,8 +275,11 @@ class Sizer:
         for plan in sorted(plans, key=lambda plan: (dollars(plan), plan.layout.devices)):
             mode = plan.layout.mode
             left[mode] = left.get(mode, TRIED) - 1
-            if left[mode] >= 0:
-                yield plan
+            unit = self.unit(plan) if left[mode] >= 0 else ""
+            if isinstance(unit, DecodeUnit):
+                yield unit
+            elif unit:
+                self._reasons[f"decode: {plan.layout.text}"] = unit
 
     # -------------------------------------------------------------------------- decode units
 
@@ -299,7 +294,10 @@ class Sizer:
         requests = self.requests(demand or self.asked.demand)
         hardware = self.searcher.memory.on(layout)
         pace = Pace(self.searcher, layout, self.times(layout, hardware), requests)
-        room = min(self._room(plan, requests), most or plan.batch)
+        # Sequences of unequal lengths fit with twice the standard deviation of their sum above it.
+        spread = requests.context_spread / (plan.batch * layout.lanes) ** 0.5
+        length = (requests.context + 2 * spread) / self.context
+        room = min(max(1, int(plan.batch / length)), most or plan.batch)
         slots = pace.largest(room, target)
         if not slots:
             return (
@@ -310,14 +308,6 @@ class Sizer:
         lanes, output = layout.dp * layout.lanes, float(requests.output.mean())
         capacity = lanes * taken / (output * pace.seconds(max(1, round(taken))))
         return DecodeUnit(plan, slots, hardware, pace, capacity)
-
-    def _room(self, plan: Plan, requests: Requests) -> int:
-        """Slots whose sequences fit with their unequal lengths, twice the standard deviation of
-        their sum above the mean."""
-        count = plan.batch * plan.layout.lanes
-        more = 2 * requests.context_spread / (requests.context * count**0.5)
-        longer = requests.context / self.context
-        return max(1, int(plan.batch / longer / (1 + more)))
 
     def _least_decode(self, unit: DecodeUnit) -> float:
         """USD an hour of the fewest units that could do."""

@@ -159,6 +159,7 @@ def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
     weights = "auto" if kept else formats.weights
     group = max(calculator.model.ffn, key=lambda each: each.experts)
     exchange = calculator.exchange_kind(group, layout.ffn_mesh, f)
+    near = os.path.relpath(file.model, file.path.resolve().parent)
 
     def of_role(role: str, name: str, hardware: Hardware) -> Tree:
         return {
@@ -169,7 +170,7 @@ def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
         }
 
     return {
-        "model": _path(file.model, file.path.resolve().parent),
+        "model": str(file.model) if near.startswith("../..") else near,
         "dtype": "float32" if a.platform == "cpu" else "bfloat16",
         **unit,
         **of_role("attention", layout.attention, a),
@@ -186,12 +187,6 @@ def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
         "speculative.method": "mtp" if layout.drafts else None,
         "speculative.drafts": layout.drafts or None,
     }
-
-
-def _path(model: Path, folder: Path) -> str:
-    """The model's path relative to the file, if they are near each other."""
-    relative = os.path.relpath(model, folder)
-    return str(model) if relative.startswith("../..") else relative
 
 
 def _comments(file: PlanFile, plan: Plan, calculator: Calculator) -> list[str]:

@@ -58,25 +58,24 @@ def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) ->
     """Returns the collectives of a scheduled program that kernels run beside. A kernel within two
     windows counts for the collective that starts first, since one moves after the other."""
     open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
-    found = []
+    ended = []
     for one in schedule:
         if one.op.endswith("-done"):
-            found += [open_.pop(operand) for operand in one.operands if operand in open_]
+            ended += [open_.pop(operand) for operand in one.operands if operand in open_]
         elif one.op.endswith("-start") and _COLLECTIVE.search(one.line):
             open_[one.name] = one, []
         elif open_ and not one.moved.exchanged:
             _, beside = next(iter(open_.values()))
             beside.append(one.moved)
-    made = []
-    for start, parts in found:
-        if parts:
-            kernels, (name, size) = sum_up(parts), _exchanged(start.line, devices, ragged)
-            exchanging = start.moved.exchanged
-            if name.startswith("ragged"):  # of its buffers the rows that go, and those that come
-                exchanging = min(exchanging, 2 * size)
-            read = kernels.bytes - kernels.absent
-            made.append(Beside(name, size, exchanging, kernels.instructions, read))
-    return made
+    found = []
+    for start, parts in ((start, parts) for start, parts in ended if parts):
+        kernels, (name, size) = sum_up(parts), _exchanged(start.line, devices, ragged)
+        exchanging = start.moved.exchanged
+        if name.startswith("ragged"):  # of its buffers the rows that go, and those that come
+            exchanging = min(exchanging, 2 * size)
+        read = kernels.bytes - kernels.absent
+        found.append(Beside(name, size, exchanging, kernels.instructions, read))
+    return found
 
 
 def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:

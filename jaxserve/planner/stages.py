@@ -457,9 +457,7 @@ class Calculator(NamedTuple):
 
     def dispatch_bytes(self) -> int:
         """Bytes of a row on its way to the ffn role, as the engine packs it."""
-        moe = self.model.moe
-        top_k = moe.top_k if moe else 0
-        return self._row_bytes(top_k).packed
+        return self._row_bytes(self.model.moe.top_k if self.model.moe else 0).packed
 
     def combine_bytes(self) -> int:
         """Bytes of a row on its way back."""
@@ -479,19 +477,14 @@ class Calculator(NamedTuple):
 
     def sequence_bytes(self, tp: int) -> float:
         """Bytes of cache that one sequence takes on a device of its DP group."""
-        return sum(
-            group.layers * self.cache_row(group, tp) * group.seen(self.context)
-            for group in self.model.attention
-        )
+        groups = self.model.attention
+        return sum(g.layers * self.cache_row(g, tp) * g.seen(self.context) for g in groups)
 
     @property
     def handed_over(self) -> float:
         """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
-        return sum(
-            group.layers * self.cache_row(group, 1)
-            for group in self.model.attention
-            if not isinstance(group.spec, Lightning)
-        )
+        paged = (g for g in self.model.attention if not isinstance(g.spec, Lightning))
+        return sum(group.layers * self.cache_row(group, 1) for group in paged)
 
     def attention_weights(self, tp: int) -> float:
         """Bytes of weights on an attention device."""
@@ -523,9 +516,8 @@ class Calculator(NamedTuple):
             width = slots * group.expert_d_ff / tp
             if not (group.experts and mesh.shared):  # else it has such slots
                 apart = self.exchange_kind(group, mesh, hardware) == "alltoall"
-                parts = mesh.ranks * tp
-                if apart or self._is_whole(group, mesh):
-                    parts = tp * mesh.instances
+                whole = apart or self._is_whole(group, mesh)
+                parts = tp * mesh.instances if whole else mesh.ranks * tp
                 if group.experts and mesh.whole:
                     parts = mesh.instances if mesh.split else tp
                 width += group.shared_d_ff / parts
