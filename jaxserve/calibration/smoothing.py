@@ -58,15 +58,16 @@ def smoothed(
     if group > 1:
         rows, columns = rows.max(axis=1), columns.max(axis=1)
     shape = rows.shape
-    best: tuple[float, Smoothing] | None = None
-    for strength in STRENGTHS:
-        scales = _scales(rows.reshape(-1), columns.reshape(-1), strength)
-        spread = spread_over(scales, shape, group)
-        error = sum(_error(reader, spread, target) for reader in readers)
-        if best is None or error < best[0]:
-            best = error, Smoothing(scales, strength)
-    assert best is not None
-    return best[1]
+    tried = [
+        Smoothing(_scales(rows.reshape(-1), columns.reshape(-1), strength), strength)
+        for strength in STRENGTHS
+    ]
+
+    def error(one: Smoothing) -> float:
+        spread = spread_over(one.scales, shape, group)
+        return sum(_error(reader, spread, target) for reader in readers)
+
+    return min(tried, key=error)
 
 
 def spread_over(scales: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:
@@ -101,10 +102,9 @@ def _error(reader: Reader, scales: np.ndarray, target: RoundingTarget) -> float:
     rows = reader.rows[::step]
     if not len(rows):
         return 0.0
-    divided = rows / scales
-    x = divided
+    x = rows / scales
     if target.int8_rows:
-        x_scales = row_scales(divided)
-        x = np.clip(np.rint(divided / x_scales), -LARGEST, LARGEST) * x_scales
+        x_scales = row_scales(x)
+        x = np.clip(np.rint(x / x_scales), -LARGEST, LARGEST) * x_scales
     difference = x @ rounded(reader.weight * scales, target).floats.T - rows @ reader.weight.T
     return float(np.sum(np.square(difference, dtype=np.float64)))

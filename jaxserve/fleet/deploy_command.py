@@ -102,17 +102,14 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    file_simulated, command = None, ""
+    of_file, command = None, ""
     if options.write:
         planned = _write(options, sizer, planned, hardware)
         arguments = _simulation(options, asked, planned.best)
         command = "python -m jaxserve.plan " + shlex.join(arguments)
-        if options.simulate:
-            file_simulated = _simulate(arguments, asked)
-    prices = price_lines(hardware, options.price)
-    title = f"{options.model}: {asked.text}"
-    shown = Shown(title, asked, sizer, planned, prices, file_simulated, command)
-    show(options, deploy_report(shown))
+        of_file = _simulate(arguments, asked) if options.simulate else None
+    prices, title = price_lines(hardware, options.price), f"{options.model}: {asked.text}"
+    show(options, deploy_report(Shown(title, asked, sizer, planned, prices, of_file, command)))
     return 0
 
 
@@ -220,10 +217,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("compute", "core"):
         if (value := getattr(options, name)) != "auto":
             raise ConfigError(f"--simulate: a deployment has no --{name} {value}; auto")
-    if options.drafts:
-        raise ConfigError(
-            f"--simulate: simulated fleets make no drafts (--drafts {options.drafts})"
-        )
+    if drafts := options.drafts:
+        raise ConfigError(f"--simulate: simulated fleets make no drafts (--drafts {drafts})")
 
 
 def _asked(
@@ -236,26 +231,23 @@ def _asked(
             f"{most} positions"
         )
     between, repair = options.failures
+    demand = Demand(
+        rate=options.rate,
+        prompt=options.prompts,
+        output=options.outputs,
+        spread=options.spread,
+        hits=options.prefix_hits,
+    )
+    alike = ("ttft", "tpot", "pages_latency", "prefill_devices", "decode_devices")
+    target = read_target(options, options.tpot.seconds, options.modes)
+    devices = max(options.max_devices, options.prefill_devices, options.decode_devices)
     return Asked(
-        demand=Demand(
-            rate=options.rate,
-            prompt=options.prompts,
-            output=options.outputs,
-            spread=options.spread,
-            hits=options.prefix_hits,
-        ),
-        ttft=options.ttft,
-        tpot=options.tpot,
+        demand=demand,
         positions=most,
         page=max(page_tokens(one.platform, formats.cache) for one in hardware.values()),
-        target=msgspec.structs.replace(
-            read_target(options, options.tpot.seconds, options.modes),
-            max_devices=max(options.max_devices, options.prefill_devices, options.decode_devices),
-        ),
+        target=msgspec.structs.replace(target, max_devices=devices),
         spares=Spares(count=options.spares, between=between, repair=repair),
-        pages_latency=options.pages_latency,
-        prefill_devices=options.prefill_devices,
-        decode_devices=options.decode_devices,
+        **{name: getattr(options, name) for name in alike},
     )
 
 

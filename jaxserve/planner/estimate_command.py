@@ -45,13 +45,8 @@ def run(options: argparse.Namespace) -> None:
     stages = estimate.measurements(counts)
     parts = [Part(lines=estimate.lines(counts))]
     if options.calibration is not None:
-        found = read_measurements(options.calibration)
-        parts.append(
-            Part(
-                lines=estimate.measured_lines(counts, found)
-                or ["no stage was measured at this load"]
-            )
-        )
+        told = estimate.measured_lines(counts, read_measurements(options.calibration))
+        parts.append(Part(lines=told or ["no stage was measured at this load"]))
     if options.config is None and options.counts is None:
         paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         others = (read_json(each, estimate.Counts) for each in paths)
@@ -214,8 +209,7 @@ def _counted(case: str) -> dict[str, Any]:
     Raises:
       ConfigError: the case was not counted.
     """
-    counts: list[dict[str, Any]] = kernels.read_counts()["h200"]
-    for one in counts:
-        if one["case"] == case:
-            return one
-    raise ConfigError(f"no counts of {case!r}: {', '.join(one['case'] for one in counts)}")
+    counts: dict[str, dict[str, Any]] = {one["case"]: one for one in kernels.read_counts()["h200"]}
+    if case not in counts:
+        raise ConfigError(f"no counts of {case!r}: {', '.join(counts)}")
+    return counts[case]

@@ -121,9 +121,8 @@ def _table(rows: Rows) -> str:
     heading, *others = rows
     parts = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in heading) + "</tr>"]
     for row in others:
-        marks = (' class="wrong"' if cell.endswith("!") else "" for cell in row)
         cells = "".join(
-            f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)
+            f"<td{' class="wrong"' * cell.endswith('!')}>{escape(cell)}</td>" for cell in row
         )
         muted = ' class="muted"' if row[0].startswith("  ") else ""
         parts.append(f"<tr{muted}>{cells}</tr>")
