@@ -50,6 +50,9 @@ class RoleMemory(NamedTuple):
         return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
 
 
+NOTHING_HELD = RoleMemory(0.0, 0.0, 0)
+
+
 def usable(hardware: Hardware, reserve: float) -> float:
     """Bytes that a deployment may fill: written as `memory_gb`, in tenths of a GB."""
     return round(hardware.memory_gb * (1 - reserve / 2), 1) * 1e9
@@ -63,14 +66,11 @@ def token_budget(batch: int, drafts: int) -> int:
 class _Fixed(NamedTuple):
     """Sizes of a layout that do not depend on the batch."""
 
-    attention: float
-    ffn: float
-    """Bytes of weights."""
+    roles: tuple[RoleMemory, ...]
+    """Weights, and room for an expert on its way."""
     sequence: float
     """Bytes of a sequence's cache."""
     kinds: tuple[FFNWidths, ...]
-    moving: float
-    """Bytes of an expert on its way."""
 
 
 class Memory:
@@ -106,22 +106,18 @@ class Memory:
         pieces = layout.attention_devices
         multiplying = ffn_activations(step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds)
         cache = layout.lanes * batch * fixed.sequence
-        if layout.topology.has("ffn"):
-            return (
-                RoleMemory(fixed.attention, cache, attending),
-                RoleMemory(fixed.ffn, 0.0, multiplying, fixed.moving),
-            )
-        weights, activations = fixed.attention + fixed.ffn, attending + multiplying
-        return (RoleMemory(weights, cache, activations, fixed.moving),)
+        attention, *ffn = fixed.roles
+        if not ffn:
+            attending += multiplying
+        attention = attention._replace(cache=cache, activations=attending)
+        return attention, *(part._replace(activations=multiplying) for part in ffn)
 
     def kept(self, layout: Layout, batch: int) -> tuple[float, float]:
         """Bytes of weights and cache on a device of the attention and of the ffn role; of the
         latter 0, if colocated."""
         fixed = self._fixed(layout)
-        cache = layout.lanes * batch * fixed.sequence
-        if layout.topology.has("ffn"):
-            return fixed.attention + cache, fixed.ffn
-        return fixed.attention + fixed.ffn + cache, 0.0
+        attention, ffn = fixed.roles if len(fixed.roles) > 1 else (fixed.roles[0], NOTHING_HELD)
+        return attention.weights + layout.lanes * batch * fixed.sequence, ffn.weights
 
     def fits(self, layout: Layout, batch: int) -> bool:
         """Whether `batch` sequences a DP group and lane fit."""
@@ -179,13 +175,12 @@ class Memory:
             )
             for group in model.ffn
         )
-        return _Fixed(
-            calculator.attention_weights(layout.tp) + entrance,
-            calculator.ffn_weights(mesh, hardware, layout.redundant_slots),
-            calculator.sequence_bytes(layout.tp),
-            tuple(kinds),
-            moving,
-        )
+        attention = calculator.attention_weights(layout.tp) + entrance
+        ffn = calculator.ffn_weights(mesh, hardware, layout.redundant_slots)
+        roles: tuple[RoleMemory, ...] = (RoleMemory(attention + ffn, 0.0, 0, moving),)
+        if layout.topology.has("ffn"):
+            roles = RoleMemory(attention, 0.0, 0), RoleMemory(ffn, 0.0, 0, moving)
+        return _Fixed(roles, calculator.sequence_bytes(layout.tp), tuple(kinds))
 
     def _step_sizes(self, layout: Layout, batch: int, budget: int) -> StepSizes:
         calculator = self._calculator

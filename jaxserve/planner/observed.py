@@ -5,6 +5,7 @@ less than a tenth are alike. Times are means over ordinary steps, those of the m
 durations: such means add up to a step, as medians do not, and a pause counts as little in them.
 """
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -148,11 +149,9 @@ def _steps(
     """Seconds from the end of the lane's step before to a step's own, where both are alike."""
     found: dict[_Alike, dict[_LaneStep, float]] = defaultdict(dict)
     for lane, of_lane in ends.items():
-        before: tuple[int, _Alike] | None = None
-        for step, (end, alike) in sorted(of_lane.items()):
-            if before is not None and before[1] == alike:
+        for (_, before), (step, (end, alike)) in itertools.pairwise(sorted(of_lane.items())):
+            if before[1] == alike:
                 found[alike][lane, step] = (end - before[0]) / 1e9
-            before = end, alike
     return found
 
 
@@ -176,9 +175,8 @@ def _timed(values: Iterable[tuple[_LaneStep, float]], ordinary: set[_LaneStep]) 
     The end of a span is noted late now and then, and the next one seems to take no time: the mean
     counts both, so that stages add up.
     """
-    seconds = [(of, value) for of, value in values]
-    longer = [value for _, value in seconds if value > 0]
-    if not longer:
-        return None
-    mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
-    return Timed(len(longer), mean)
+    seconds = list(values)
+    if longer := [value for _, value in seconds if value > 0]:
+        mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
+        return Timed(len(longer), mean)
+    return None

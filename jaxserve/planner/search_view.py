@@ -218,16 +218,11 @@ class Case(NamedTuple):
     """The cheapest plan of each mode that meets the TPOT."""
 
     @property
-    def colocated(self) -> Plan | None:
-        """The cheaper of EP and TP."""
-        found = [self.best[mode] for mode in ("ep", "tp") if mode in self.best]
-        return min(found, key=lambda plan: plan.dollars, default=None)
-
-    @property
     def ratio(self) -> float | None:
-        """Cost of AFD over that of colocation; None: one of them does not meet the TPOT."""
-        afd, colocated = self.best.get("afd"), self.colocated
-        return afd.dollars / colocated.dollars if afd and colocated else None
+        """Cost of AFD over the cheaper of EP and TP; None: one of both does not meet the TPOT."""
+        afd = self.best.get("afd")
+        colocated = [plan.dollars for mode, plan in self.best.items() if mode != "afd"]
+        return afd.dollars / min(colocated) if afd and colocated else None
 
     @property
     def winner(self) -> PlannedMode | None:
