@@ -19,7 +19,7 @@ import msgspec
 from jaxserve.errors import ConfigError
 from jaxserve.link.bulk import CorruptBulk, HostBuffers
 from jaxserve.link.pages.connection import Landing, PagesConnection
-from jaxserve.link.pages.ends import FetchedPiece, FetchJob, PagesError
+from jaxserve.link.pages.ends import FetchJob, PagesError
 from jaxserve.link.pages.frames import Release, Renew
 from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
@@ -96,7 +96,7 @@ class PagesClient:
     ):
         self.lease_seconds, self.landing, self.deadlines = lease_seconds, landing, deadlines
         self.streams = streams
-        self._hello, self._token, self._buffers = hello, token, HostBuffers()
+        self.hello, self.token, self.buffers = hello, token, HostBuffers()
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._jobs: dict[Hashable, FetchJob] = {}
@@ -167,17 +167,6 @@ class PagesClient:
         end = time.monotonic() + seconds
         for peer in peers:
             peer.join(max(0.0, end - time.monotonic()))
-
-    def connect(self, address: str, peer: "_Peer") -> PagesConnection:
-        """Opens a connection for a stream. Raises as `PagesConnection.open`."""
-        return PagesConnection.open(
-            address,
-            self._hello,
-            self._token,
-            buffers=self._buffers,
-            deadlines=self.deadlines,
-            on_tick=peer.tick,
-        )
 
     def arrived(self, size: int) -> None:
         """Counts a piece that has arrived."""
@@ -341,7 +330,14 @@ class _Peer:
             if connection is None or connection.failure is not None:
                 self._drop(connection)
                 connection = None
-                connection = self._client.connect(self._address, self)
+                connection = PagesConnection(
+                    self._address,
+                    self._client.hello,
+                    self._client.token,
+                    buffers=self._client.buffers,
+                    deadlines=self._client.deadlines,
+                    on_tick=self.tick,
+                )
                 self._connections.add(connection)
             if job is not None:
                 self._serve(connection, job)
@@ -367,17 +363,11 @@ class _Peer:
     def _serve(self, connection: PagesConnection, job: FetchJob) -> None:
         """Fetches the missing pieces of a job one by one."""
         job.attempts += 1
-        landing = self._client.landing
-        pieces = connection.fetch(
-            job.source, job.token_ids, job.start, job.stop, job.group, landing,
-            lambda: job.cancelled,
-        )  # fmt: skip
-        for first, tokens, size, nbytes, arrays, done in pieces:
-            job.start = first + tokens
-            self._client.arrived(nbytes)
+        for fetch, size, piece in connection.fetch(job, self._client.landing):
+            job.start = fetch.stop
+            self._client.arrived(size)
             if not job.cancelled:
-                piece = FetchedPiece(size, connection.cache_format, arrays, done)
-                job.on_piece(first, tokens, piece)
+                job.on_piece(fetch.start, fetch.stop - fetch.start, piece)
 
     def _lost(self, job: FetchJob | None, text: str, connected: bool) -> None:
         """Continues a fetch that lost its connection over another one, once."""

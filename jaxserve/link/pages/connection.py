@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.ends import PagesError
+from jaxserve.link.pages.ends import FetchedPiece, FetchJob, PagesError
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines, dial
+from jaxserve.link.session.channel import TICK_SECONDS, Deadlines, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.messages import Bulk
@@ -50,19 +50,6 @@ class Landing(Protocol):
         ...
 
 
-class Arrival(NamedTuple):
-    """A piece that has arrived whole."""
-
-    first: int
-    tokens: int
-    size: int
-    """Size of the piece in tokens, padding included."""
-    nbytes: int
-    arrays: Sequence[jax.Array]
-    done: Callable[[], object]
-    """The receiver calls this once it has written the piece; then another piece is asked for."""
-
-
 class _Asked(NamedTuple):
     """A piece that the prefill worker has been asked for."""
 
@@ -71,26 +58,37 @@ class _Asked(NamedTuple):
 
 
 class PagesConnection(Session):
-    """The owner's thread fetches and closes; any thread may `fail` it.
+    """Dials, proves the token and introduces this worker. The owner's thread fetches and closes;
+    any thread may `fail` it.
 
     Args:
       on_tick: called several times a second with this connection, on the thread that reads.
+
+    Raises: as `dial` and `greet`.
     """
 
     greeting = frames.Welcome
 
     def __init__(
         self,
-        channel: Channel,
+        address: str,
+        hello: Hello,
+        token: str,
         *,
         buffers: HostBuffers,
         deadlines: Deadlines,
         on_tick: Callable[["PagesConnection"], None],
     ):
+        join, seconds = frames.Join(hello), deadlines.handshake
+        channel = dial(address, token, seconds)
+        try:
+            welcome = greet(channel, join, frames.Welcome, self.decode, seconds)
+        except BaseException:
+            channel.close()
+            raise
         super().__init__(channel, deadlines)
-        self.cache_format = ""
+        self.cache_format, self._model = welcome.cache_format, welcome.hello.digest
         self._buffers, self._on_tick = buffers, on_tick
-        self._model = ""
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
         """Pieces that the owner has asked for. Answers arrive in this order and remove them."""
@@ -99,53 +97,20 @@ class PagesConnection(Session):
         self._busy_since: float | None = None
         self._doubted = False
         self._reader = threading.Thread(target=self.read, name="pages reader", daemon=True)
-
-    @classmethod
-    def open(
-        cls,
-        address: str,
-        hello: Hello,
-        token: str,
-        *,
-        buffers: HostBuffers,
-        deadlines: Deadlines,
-        on_tick: Callable[["PagesConnection"], None],
-    ) -> "PagesConnection":
-        """Dials, proves the token and introduces this worker; raises as `dial` and `greet`."""
-        channel = dial(address, token, deadlines.handshake)
-        try:
-            join, seconds = frames.Join(hello), deadlines.handshake
-            welcome = greet(channel, join, frames.Welcome, cls.decode, seconds)
-        except BaseException:
-            channel.close()
-            raise
-        connection = cls(channel, buffers=buffers, deadlines=deadlines, on_tick=on_tick)
-        connection._model = welcome.hello.digest
-        connection.cache_format = welcome.cache_format
-        connection._reader.start()
-        return connection
+        self._reader.start()
 
     def fetch(
-        self,
-        source: PagesSource,
-        token_ids: Sequence[int],
-        start: int,
-        stop: int,
-        group: int,
-        landing: Landing,
-        given_up: Callable[[], bool],
-    ) -> Iterator[Arrival]:
-        """Asks for a range of tokens and yields its pieces as they arrive, in order.
-
-        Args:
-          token_ids: all tokens that the source claims to hold.
-          given_up: returns whether the caller has given up the fetch.
+        self, job: FetchJob, landing: Landing
+    ) -> Iterator[tuple[frames.Fetch, int, FetchedPiece]]:
+        """Asks for the rest of a job and yields its pieces as they arrive, in order, each with its
+        range and its bytes. Ends early when the job is cancelled.
 
         Raises:
           PagesError: the other end does not hold the range, or cannot send it.
           CorruptBulk: the checksum of a piece is wrong; the piece was not given to the caller.
           OSError, RuntimeError: the connection was lost.
         """
+        source, token_ids = job.source, job.token_ids
         if self.cache_format not in landing.imports:
             raise Refusal(
                 f"cache.format {self.cache_format} of {source.address} is none that is taken "
@@ -160,13 +125,13 @@ class PagesConnection(Session):
             )
         room = threading.Semaphore(ASKED_AHEAD)
         asked: deque[_Asked] = deque()
-        waiting = deque(_ranges(start, stop, landing.pieces))
+        waiting = deque(_ranges(job.start, job.stop, landing.pieces))
         try:
-            while (asked or waiting) and not given_up():
+            while (asked or waiting) and not job.cancelled:
                 # Pieces that were not written yet hold up further ones, not those that are asked.
                 while waiting and room.acquire(timeout=0 if asked else TICK_SECONDS):
                     wanted = waiting.popleft()
-                    shapes = landing.landing(group, wanted.size, self.cache_format)
+                    shapes = landing.landing(job.group, wanted.size, self.cache_format)
                     asked.append(self._ask(source, wanted, shapes))
                 if self.failure is not None:
                     raise OSError(self.failure)
@@ -183,8 +148,8 @@ class PagesConnection(Session):
                         f"tokens {fetch.start} to {fetch.stop} are corrupt: {error}"
                     ) from None
                 arrays = jax.device_put(received, [shape.sharding for shape in shapes])
-                tokens = fetch.stop - fetch.start
-                yield Arrival(fetch.start, tokens, fetch.size, len(buffer), arrays, room.release)
+                piece = FetchedPiece(fetch.size, self.cache_format, arrays, room.release)
+                yield fetch, len(buffer), piece
         finally:
             self._busy_since = None
 

@@ -40,20 +40,18 @@ PieceShape = Callable[[str, int], jax.ShapeDtypeStruct]
 """(kind, rows of a piece) → shape of a piece of the answer."""
 
 
-class LinkCounters(msgspec.Struct, frozen=True, kw_only=True):
+class LinkCounters(msgspec.Struct, kw_only=True):
     """Counts of a link's work since it was opened.
 
     Attributes:
       messages: answered messages.
       resends: messages sent again.
-      reconnects: connections beyond the first to every address.
       failures: connections lost while they were in use.
       last_failure: why the last one was lost; empty if none was.
     """
 
     messages: int = 0
     resends: int = 0
-    reconnects: int = 0
     failures: int = 0
     last_failure: str = ""
 
@@ -104,8 +102,7 @@ class MessageClient:
         self._active: MessageConnection | None = None
         self._last_used = ""
         self._closed = False
-        self._messages = self._resends = self._failures = 0
-        self._last_failure = ""
+        self.counters = LinkCounters()
         us = Join(hello, domain, mesh.size, tuple(rows))
         self.peers = [
             Peer(
@@ -165,7 +162,7 @@ class MessageClient:
                 message.connection.wait_for(message)
             if message.answer is not None:
                 del self._unanswered[lane]
-                self._messages += 1
+                self.counters.messages += 1
                 return message.answer
             if message.error is not None:
                 raise message.error
@@ -193,15 +190,9 @@ class MessageClient:
         self._notify()
 
     @property
-    def counters(self) -> LinkCounters:
-        """Counts of the link's work so far."""
-        return LinkCounters(
-            messages=self._messages,
-            resends=self._resends,
-            reconnects=sum(max(0, peer.connections - 1) for peer in self.peers),
-            failures=self._failures,
-            last_failure=self._last_failure,
-        )
+    def reconnects(self) -> int:
+        """Connections beyond the first to every address."""
+        return sum(max(0, peer.connections - 1) for peer in self.peers)
 
     @property
     def problems(self) -> list[str]:
@@ -214,8 +205,8 @@ class MessageClient:
         if self._active is not None:
             if self._active.failure is None:
                 return self._active
-            self._failures += 1
-            self._last_failure = self._active.failure
+            self.counters.failures += 1
+            self.counters.last_failure = self._active.failure
             self._active = None
         # The worker lost last may be up again and answer probes, but not messages.
         order = sorted(self.peers, key=lambda peer: peer.address == self._last_used)
@@ -233,19 +224,20 @@ class MessageClient:
         for message in list(self._unanswered.values()):
             if message.connection is connection:
                 continue
-            self._resends += message.connection is not None
+            self.counters.resends += message.connection is not None
             self._check(message)
             connection.post(message)
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
             raise EngineFailedError(
-                f"ffn workers refused {message} {message.refusals} times: {self._last_failure}"
+                f"ffn workers refused {message} {message.refusals} times: "
+                f"{self.counters.last_failure}"
             )
         if message.posts >= MOST_POSTS:
             raise EngineFailedError(
                 f"{message.posts} connections were lost over {message}; the last: "
-                f"{self._last_failure}"
+                f"{self.counters.last_failure}"
             )
 
     def _make_answer_shape(self, kind: str, rows: int) -> AnswerShape:

@@ -5,6 +5,7 @@ the memory that XLA adopts on CPUs. Called by `checkpoint/peer.py`, by one threa
 neither models nor meshes.
 """
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -12,12 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from jaxserve.link.session.channel import (
-    DEFAULT_DEADLINES,
-    AuthenticationError,
-    Deadlines,
-    dial,
-)
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.messages import Refused, decoder, encode
@@ -51,15 +47,14 @@ class WeightsPeer:
     ):
         self.address = address
         self._number = 0
+        join, seconds = frames.Join(hello), deadlines.handshake
         try:
-            self._channel = dial(address, token, deadlines.handshake, frames.MAX_FRAME_BYTES)
-        except (AuthenticationError, EOFError, OSError) as error:
-            raise PeerError(f"{address}: {error or 'end of file'}") from None
-        try:
-            join, seconds = frames.Join(hello), deadlines.handshake
-            welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
-        except (EOFError, OSError, Refusal, msgspec.DecodeError) as error:
-            self._channel.close()
+            with contextlib.ExitStack() as stack:
+                self._channel = dial(address, token, seconds, frames.MAX_FRAME_BYTES)
+                stack.callback(self._channel.close)
+                welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
+                stack.pop_all()
+        except (AuthenticationError, EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             raise PeerError(f"{address}: {error or 'end of file'}") from None
         self.worker, self.held = welcome.hello.worker, welcome.held
 
