@@ -9,22 +9,11 @@ from jaxserve.launch import pods
 from jaxserve.launch.kubernetes import head
 from jaxserve.launch.options import Rendering
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import placed
+from jaxserve.launch.settings import placed, trees
 
 RESTARTS = 1000
 """Restarts of all Jobs before Kubernetes gives the JobSet up."""
 JOBSET = "jobset.sigs.k8s.io"
-WRONG: Tree = {
-    "action": "FailJob",
-    "onExitCodes": {"containerName": "jaxserve", "operator": "In", "values": [2]},
-}
-WRONG_JOB: Tree = {
-    "name": "wrongconfiguration",
-    "action": "FailJobSet",
-    "onJobFailureReasons": ["PodFailurePolicy"],
-}
-"""A process whose configuration is wrong ends with 2. The Job fails with the reason
-`PodFailurePolicy`, for which the JobSet ends instead of starting again."""
 
 
 def render(rendering: Rendering) -> dict[str, str]:
@@ -54,50 +43,29 @@ def render(rendering: Rendering) -> dict[str, str]:
         environment = [{"name": "JAXSERVE_SLICE", "valueFrom": {"fieldRef": field}}]
     template = pods.pod(deployment, work, options, given, environment=environment)
     template["spec"]["restartPolicy"] = "Never"
-    hosts = work.processes // work.slices
     metadata: Tree = {"name": options.name, "labels": pods.labels(options, work)}
     if work.tpu:
         metadata["annotations"] = {
             f"alpha.{JOBSET}/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
-    job_set = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": RESTARTS,
-                "rules": [WRONG_JOB],
-            },
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [
-                {
-                    "name": "slice",
-                    "replicas": work.slices,
-                    "template": {
-                        "spec": {
-                            "parallelism": hosts,
-                            "completions": hosts,
-                            "completionMode": "Indexed",
-                            "backoffLimit": 0,
-                            "podFailurePolicy": {"rules": [WRONG]},
-                            "template": template,
-                        }
-                    },
-                }
-            ],
-        },
-    }
+    (job_set,) = trees(
+        "jobset",
+        metadata=metadata,
+        restarts=RESTARTS,
+        slices=work.slices,
+        hosts=work.processes // work.slices,
+        pod=template,
+    )
     first = {
         f"{JOBSET}/jobset-name": options.name,
         f"{JOBSET}/job-index": "0",
         "batch.kubernetes.io/job-completion-index": "0",
     }
-    trees = [
+    objects = [
         pods.config_map(deployment, options),
         job_set,
         pods.client_service(deployment, options, first),
         pods.network_policy(deployment, options),
         pods.pod_monitor(deployment, options),
     ]
-    return {"jobset.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"}
+    return {"jobset.yaml": f"{head(rendering, deployment)}{pods.yaml_of(options, objects)}"}

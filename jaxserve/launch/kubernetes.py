@@ -9,7 +9,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.launch import autoscaling, clusters, pods
 from jaxserve.launch.options import Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import placed
+from jaxserve.launch.settings import placed, trees
 from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
 
 LWS = "leaderworkerset.sigs.k8s.io"
@@ -39,8 +39,8 @@ def render(rendering: Rendering) -> dict[str, str]:
     deployment = placed(rendering.deployment, pods.container_places(rendering, **addresses))
     files = {}
     for name, workers in parts.items():
-        trees = _cluster(deployment, workers, options)
-        text = f"{head(rendering, deployment)}{pods.yaml_of(options, trees)}"
+        objects = _cluster(deployment, workers, options)
+        text = f"{head(rendering, deployment)}{pods.yaml_of(options, objects)}"
         files[f"{name}.yaml"] = text
         if "domain" in kinds:
             prefix = f"{name}-" if options.clusters > 1 else ""
@@ -52,19 +52,19 @@ def render(rendering: Rendering) -> dict[str, str]:
 
 def _cluster(deployment: Deployment, works: list[Workload], options: Options) -> list[Tree]:
     """Returns the objects of one cluster."""
-    trees = [pods.config_map(deployment, options)]
+    objects = [pods.config_map(deployment, options)]
     for work in works:
-        trees += _objects(deployment, work, options)
+        objects += _objects(deployment, work, options)
         if work.kind == "prefill" and options.clusters > 1:
-            trees.append(clusters.export(_leaders(options, work), options))
+            objects.append(clusters.export(_leaders(options, work), options))
     policy = pods.network_policy(deployment, options)
     faces = next((work for work in works if work.faces), None)
     if faces is None:
         policy["spec"]["ingress"][-1] = clusters.ingress(options)
-        return [*trees, policy]
+        return [*objects, policy]
     selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
     return [
-        *trees,
+        *objects,
         pods.client_service(deployment, options, selector),
         policy,
         pods.pod_monitor(deployment, options),
@@ -96,24 +96,14 @@ def _objects(deployment: Deployment, work: Workload, options: Options) -> list[T
     """The objects of one workload."""
     if work.kind == "router":
         return _router(deployment, work, options)
-    made = [_leader_worker_set(deployment, work, options)]
+    made = _leader_worker_set(deployment, work, options)
     if work.kind in ("prefill", "domain"):
-        made.append(
-            {
-                "apiVersion": "v1",
-                "kind": "Service",
-                "metadata": {"name": _leaders(options, work)},
-                "spec": {
-                    "clusterIP": "None",
-                    "selector": _first(options, work),
-                    "ports": [{"name": "worker", "port": WORKER_PORT}],
-                },
-            }
-        )
+        names = {"name": _leaders(options, work), "selector": _first(options, work)}
+        made += trees("leader_service", **names, port=WORKER_PORT)
     return made
 
 
-def _leader_worker_set(deployment: Deployment, work: Workload, options: Options) -> Tree:
+def _leader_worker_set(deployment: Deployment, work: Workload, options: Options) -> list[Tree]:
     group: Tree = {"size": work.processes, "restartPolicy": "RecreateGroupOnPodRestart"}
     if work.processes > 1:
         # LeaderWorkerSet sets these variables in every container.
@@ -126,43 +116,13 @@ def _leader_worker_set(deployment: Deployment, work: Workload, options: Options)
     if work.tpu and work.tpu.hosts > 1:
         # All pods of a group on one slice, which is one node pool.
         metadata["annotations"] = {f"{LWS}/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": metadata,
-        "spec": {
-            "replicas": work.workers,
-            "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {
-                "type": "RollingUpdate",
-                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
-            },
-            "leaderWorkerTemplate": group,
-        },
-    }
+    return trees("leader_worker_set", metadata=metadata, workers=work.workers, group=group)
 
 
 def _router(deployment: Deployment, work: Workload, options: Options) -> list[Tree]:
-    name, own = pods.name_of(options, work), pods.labels(options, work)
-    return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": name, "labels": own},
-            "spec": {
-                "replicas": work.workers,
-                "selector": {"matchLabels": own},
-                "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-                "template": pods.pod(deployment, work, options, []),
-            },
-        },
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": {"name": name},
-            "spec": {"minAvailable": 1, "selector": {"matchLabels": own}},
-        },
-    ]
+    names = {"name": pods.name_of(options, work), "own": pods.labels(options, work)}
+    pod = pods.pod(deployment, work, options, [])
+    return trees("router", **names, workers=work.workers, pod=pod)
 
 
 def _leaders(options: Options, work: Workload) -> str:

@@ -16,7 +16,7 @@ from jaxserve.launch.options import (
     Rendering,
     files_of,
 )
-from jaxserve.launch.settings import Places, deployment_text, to_yaml
+from jaxserve.launch.settings import Places, deployment_text, to_yaml, trees
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
 
 Tree = dict[str, Any]
@@ -319,59 +319,44 @@ def _placement(work: Workload, options: Options) -> Tree:
     }
 
 
-def yaml_of(options: Options, trees: Sequence[Tree]) -> str:
+def yaml_of(options: Options, objects: Sequence[Tree]) -> str:
     """Returns objects as YAML, in the namespace of the options."""
     if options.namespace:
-        for tree in trees:
+        for tree in objects:
             tree["metadata"] = {**tree["metadata"], "namespace": options.namespace}
-    return to_yaml(*trees)
+    return to_yaml(*objects)
 
 
 def config_map(deployment: Deployment, options: Options) -> Tree:
     """The deployment file."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": options.name},
-        "data": {"deployment.yaml": deployment_text(deployment)},
-    }
+    (made,) = trees("config_map", name=options.name, deployment=deployment_text(deployment))
+    return made
 
 
 def client_service(deployment: Deployment, options: Options, selector: dict[str, str]) -> Tree:
     """The one Service of clients."""
+    ports = [
+        {"name": name, "port": port, "targetPort": name}
+        for name, port in _faces(deployment).items()
+    ]
+    (made,) = trees("client_service", name=f"{options.name}-api", selector=selector, ports=ports)
+    return made
+
+
+def _faces(deployment: Deployment) -> dict[str, int]:
+    """Ports for clients, by their names."""
     server = deployment.server
     ports = {"http": server.http_port, "grpc": server.grpc_port}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{options.name}-api"},
-        "spec": {
-            "selector": selector,
-            "ports": [
-                {"name": name, "port": port, "targetPort": name}
-                for name, port in ports.items()
-                if port > 0
-            ],
-        },
-    }
+    return {name: port for name, port in ports.items() if port > 0}
 
 
 def network_policy(deployment: Deployment, options: Options) -> Tree:
     """Clients reach the faces; everything else is between the pods of the deployment: neither the
     control plane nor JAX's own services are encrypted."""
-    server = deployment.server
-    faces = [{"port": port} for port in (server.http_port, server.grpc_port) if port > 0]
+    faces = [{"port": port} for port in _faces(deployment).values()]
     own = {"matchLabels": {"app.kubernetes.io/instance": options.name}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": options.name},
-        "spec": {
-            "podSelector": own,
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": own}]}, {"ports": faces}],
-        },
-    }
+    (made,) = trees("network_policy", name=options.name, own=own, faces=faces)
+    return made
 
 
 def pod_monitor(deployment: Deployment, options: Options) -> Tree:
@@ -384,12 +369,5 @@ def pod_monitor(deployment: Deployment, options: Options) -> Tree:
         own = {"secret": {"name": options.name, "key": SECRET_FILES["tls_certificate"]}}
         trusted = {"ca": own, "serverName": f"{options.name}-api"}
         endpoint |= {"scheme": "https", "tlsConfig": trusted}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": {"name": options.name},
-        "spec": {
-            "selector": {"matchLabels": {"app.kubernetes.io/instance": options.name}},
-            "podMetricsEndpoints": [endpoint],
-        },
-    }
+    (made,) = trees("pod_monitor", name=options.name, endpoint=endpoint)
+    return made

@@ -109,3 +109,9 @@ def filled(template: str, /, **values: object) -> str:
     """Returns a template beside this file with a value in the place of each `@name@`."""
     text = (Path(__file__).parent / f"{template}.template").read_text(encoding="utf-8")
     return re.sub("@([a-z]+)@", lambda place: str(values[place[1]]), text)
+
+
+def trees(template: str, /, **values: object) -> list[dict[str, Any]]:
+    """Returns the documents of a YAML template; a value may be a tree itself."""
+    texts = {name: msgspec.json.encode(value).decode() for name, value in values.items()}
+    return list(yaml.safe_load_all(filled(f"{template}.yaml", **texts)))
