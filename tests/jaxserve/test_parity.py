@@ -61,12 +61,10 @@ CHUNKED = LIMITS | {"scheduler.token_budget": 16, "scheduler.token_buckets": [16
 TABLES = yaml.safe_load(golden.text("reference/parity.yaml"))
 AFD: dict[str, dict[str, Any]] = TABLES["afd"]
 """2A2F for every family; those with biases on devices that must not add them twice."""
-IN_OTHER_LAYOUTS = {"deepseek_v3", "qwen3_window"}
-"""`test_families_layouts.py` has these on other devices; here only `-m nightly` looks at them."""
 
 SHOWN_BY_ANOTHER: dict[str, str] = TABLES["shown_by_another"]
-"""Models with nothing that the models named beside them have not: they cost a compilation each, so
-only `pytest -m nightly` looks at them."""
+"""Models with nothing that the models and tests beside them do not show. Each costs a compilation,
+so only `pytest -m nightly` runs them."""
 
 RANDOM_MODELS = 16
 
@@ -166,10 +164,7 @@ def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in IN_OTHER_LAYOUTS)) for name in AFD],
-)
+@pytest.mark.parametrize("name", AFD)
 def test_greedy_on_two_meshes(name: str, tmp_path: Path):
     folder = CATALOGUE[name].write(tmp_path, shards=2)
     assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens
@@ -178,14 +173,8 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("minimax_m2", "colocated"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                *(("glm4_moe", "colocated"), ("kimi_k2", "colocated")),
-                *(("step3p5", "afd"), ("gpt_oss", "afd")),
-            )
-        ),
+        *(("minimax_m2", "colocated"), ("glm4_moe", "colocated"), ("kimi_k2", "colocated")),
+        *(("step3p5", "afd"), ("gpt_oss", "afd")),
     ],
 )
 def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(
