@@ -225,13 +225,8 @@ def read_packed(region: Region, on_read: Callable[[int], None]) -> None:
     row, column = divmod(region.first, tensor.shape[1])
     rows, columns = slice(row, row + region.rows), slice(column, column + region.columns)
     reader = _PackedReader(tensor, on_read)
-    if tensor.seen == "numbers":
-        of = {"scaled": _scaled, "packed": _compressed, "gptq": _gptq, "awq": _awq}
-        numbers = of[tensor.packing.layout](reader, rows, columns)
-    else:
-        parts = {"codes": _codes, "scales": _scales, "zeros": _zeros}
-        numbers = parts[tensor.seen](reader, rows, columns)
-    region.target[...] = numbers.astype(region.target.dtype)
+    parts = {"numbers": _numbers, "codes": _codes, "scales": _scales, "zeros": _zeros}
+    region.target[...] = parts[tensor.seen](reader, rows, columns).astype(region.target.dtype)
 
 
 class _PackedReader(NamedTuple):
@@ -271,11 +266,40 @@ class _PackedReader(NamedTuple):
         flat = flat[:, first : first + wanted.stop - wanted.start]
         return flat.T if packed == 0 else flat
 
-    def groups(self, columns: slice, part: str) -> np.ndarray:
+    def matrix(self, rows: slice, columns: slice) -> np.ndarray:
+        """Codes of a rectangle of the matrix, uint8 [rows, columns]."""
+        if (layout := self.tensor.packing.layout) == "packed":
+            return self.codes("weight_packed", rows, columns, packed=1)
+        return self.codes("qweight", columns, rows, packed=int(layout == "awq")).T
+
+    def zeros(self, rows: slice, groups: slice) -> np.ndarray:
+        """Codes of zero points, uint8 [rows, groups]; the middle of the range if none is stored."""
+        packing = self.tensor.packing
+        if packing.layout != "packed":
+            # With `zero_plus` 1, a zero point of 0 is stored as -1: all bits set.
+            stored = self.codes("qzeros", groups, rows, packed=1).T + np.uint8(packing.zero_plus)
+            return stored & np.uint8((1 << packing.bits) - 1)
+        if packing.symmetric:
+            shape = rows.stop - rows.start, groups.stop - groups.start
+            return np.full(shape, 1 << (packing.bits - 1), np.uint8)
+        return self.codes("weight_zero_point", rows, groups, packed=0)
+
+    def scales(self, rows: slice, groups: slice) -> np.ndarray:
+        """Scales, FP32 [rows, groups]."""
+        if self.tensor.packing.layout == "packed":
+            return self.floats("weight_scale", rows, groups)
+        return self.floats("scales", groups, rows).T
+
+    @property
+    def order(self) -> str:
+        """Name of the optional tensor with the scale group of each column."""
+        return "weight_g_idx" if self.tensor.packing.layout == "packed" else "g_idx"
+
+    def groups(self, columns: slice) -> np.ndarray:
         """Index of the scale group of each column (along d_in)."""
         packing, d_in = self.tensor.packing, self.tensor.shape[1]
-        if part in self.tensor.parts:
-            index = self._read(part, slice(0, 1), columns, np.dtype(np.int32))[0]
+        if self.order in self.tensor.parts:
+            index = self._read(self.order, slice(0, 1), columns, np.dtype(np.int32))[0]
             if (index >= 0).all():
                 return index
         return np.arange(columns.start, columns.stop) // (packing.group or d_in)
@@ -289,34 +313,33 @@ class _PackedReader(NamedTuple):
         read_regions([region], self.on_read)
         return target
 
-    @property
-    def all_groups(self) -> int:
-        d_in, group = self.tensor.shape[1], self.tensor.packing.group
-        return -(-d_in // group) if group else 1
+
+def _numbers(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
+    """Dequantises a rectangle: (code - zero point) · scale."""
+    if reader.tensor.packing.layout == "scaled":
+        return reader.floats("weight", rows, columns) * _channel_scales(reader, rows)
+    of, d_in, group = reader.groups(columns), reader.tensor.shape[1], reader.tensor.packing.group
+    every = slice(0, -(-d_in // group) if group else 1)
+    zeros = reader.zeros(rows, every).astype(np.float32)
+    return (reader.matrix(rows, columns) - zeros[:, of]) * reader.scales(rows, every)[:, of]
 
 
 def _codes(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     """The codes of an INT4 matrix, -8..7. Raises CheckpointError if columns are out of order, or a
     matrix declared symmetric has zero points."""
     packing = reader.tensor.packing
-    if packing.layout == "packed":
-        codes = reader.codes("weight_packed", rows, columns, packed=1)
-    else:
-        codes = reader.codes("qweight", columns, rows, packed=int(packing.layout == "awq")).T
-    index = "weight_g_idx" if packing.layout == "packed" else "g_idx"
     neighbours = np.arange(columns.start, columns.stop) // packing.group
-    if not np.array_equal(reader.groups(columns, index), neighbours):
+    if not np.array_equal(reader.groups(columns), neighbours):
         raise CheckpointError(
-            f"{reader.tensor.path}: {index} has columns in an order of their own, which INT4 in "
-            "memory has not: set attention.weights and ffn.weights"
+            f"{reader.tensor.path}: {reader.order} has columns in an order of their own, which "
+            "INT4 in memory has not: set attention.weights and ffn.weights"
         )
-    if packing.layout == "gptq" and packing.symmetric:
-        groups = slice(int(neighbours[0]), int(neighbours[-1]) + 1)
-        if _zero_codes(reader, rows, groups).any():
-            raise CheckpointError(
-                f"{reader.tensor.path}: quantization_config.sym is true, and there are zero points"
-            )
-    return codes.astype(np.int8) - np.int8(8)
+    groups = slice(int(neighbours[0]), int(neighbours[-1]) + 1)
+    if packing.symmetric and (reader.zeros(rows, groups) != 8).any():
+        raise CheckpointError(
+            f"{reader.tensor.path}: quantization_config.sym is true, and there are zero points"
+        )
+    return reader.matrix(rows, columns).astype(np.int8) - np.int8(8)
 
 
 def _places(reader: _PackedReader, columns: slice) -> tuple[slice, np.ndarray]:
@@ -331,29 +354,13 @@ def _scales(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
     if reader.tensor.packing.layout == "scaled":
         return _channel_scales(reader, rows)
     groups, of = _places(reader, columns)
-    if reader.tensor.packing.layout == "packed":
-        return reader.floats("weight_scale", rows, groups)[:, of]
-    return reader.floats("scales", groups, rows)[of].T
+    return reader.scales(rows, groups)[:, of]
 
 
 def _zeros(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
-    groups, of = _places(reader, columns)
-    return _zero_codes(reader, rows, groups)[:, of]
-
-
-def _zero_codes(reader: _PackedReader, rows: slice, groups: slice) -> np.ndarray:
     """The zero points of an INT4 matrix, -8..7."""
-    packing = reader.tensor.packing
-    if packing.layout == "packed":
-        zeros = reader.codes("weight_zero_point", rows, groups, packed=0)
-    else:
-        zeros = (reader.codes("qzeros", groups, rows, packed=1).T + packing.zero_plus) & 15
-    return zeros.astype(np.int8) - np.int8(8)
-
-
-def _scaled(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
-    """Dequantises the layout `scaled`: values · scale."""
-    return reader.floats("weight", rows, columns) * _channel_scales(reader, rows)
+    groups, of = _places(reader, columns)
+    return reader.zeros(rows, groups)[:, of].astype(np.int8) - np.int8(8)
 
 
 def _channel_scales(reader: _PackedReader, rows: slice) -> np.ndarray:
@@ -366,38 +373,3 @@ def _channel_scales(reader: _PackedReader, rows: slice) -> np.ndarray:
     if len(reader.tensor.parts["weight_scale"].shape) == 1:
         return reader.floats("weight_scale", first, rows).T
     return reader.floats("weight_scale", rows, first)
-
-
-def _compressed(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
-    """Dequantises the layout `packed`: (code - offset - zero) · scale. Zero points have the same
-    offset and are packed along d_out."""
-    offset = 1 << (reader.tensor.packing.bits - 1)
-    codes = reader.codes("weight_packed", rows, columns, packed=1).astype(np.float32) - offset
-    of, all_groups = reader.groups(columns, "weight_g_idx"), slice(0, reader.all_groups)
-    if not reader.tensor.packing.symmetric:
-        zeros = reader.codes("weight_zero_point", rows, all_groups, packed=0)
-        codes -= (zeros.astype(np.float32) - offset)[:, of]
-    return codes * reader.floats("weight_scale", rows, all_groups)[:, of]
-
-
-def _gptq(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
-    """Dequantises GPTQ: (code - zero) · scale, stored as [d_in, d_out] with zero points packed
-    along d_out."""
-    codes = reader.codes("qweight", columns, rows, packed=0)
-    return _grouped(reader, codes, rows, columns)
-
-
-def _awq(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
-    """Dequantises AWQ: like GPTQ, but values are packed along d_out, too."""
-    codes = reader.codes("qweight", columns, rows, packed=1)
-    return _grouped(reader, codes, rows, columns)
-
-
-def _grouped(reader: _PackedReader, codes: np.ndarray, rows: slice, columns: slice) -> np.ndarray:
-    packing = reader.tensor.packing
-    of, all_groups = reader.groups(columns, "g_idx"), slice(0, reader.all_groups)
-    zeros = reader.codes("qzeros", all_groups, rows, packed=1).astype(np.int32)
-    # With `zero_plus` 1, a zero point of 0 is stored as -1: all bits set.
-    zeros = (zeros + packing.zero_plus) & ((1 << packing.bits) - 1)
-    scales = reader.floats("scales", all_groups, rows)
-    return ((codes.astype(np.float32) - zeros[of]) * scales[of]).T
