@@ -26,8 +26,8 @@ from jaxserve.server.interceptors import Refusals, tenant
 from jaxserve.server.status import StatusError, status_error
 from jaxserve.server.structured_outputs import FIELD, form
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
-from jaxserve.text.grammars import Grammars
 from jaxserve.text.output import GenerationOutput
+from jaxserve.text.structured import GrammarCompiler
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 MODEL_INFO = ("model", "vocab_size", "max_length", "dtype", "mode", "attention", "ffn", "lanes")
@@ -284,7 +284,7 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
 
 
 async def _constrained(
-    params: SamplingParams, request: pb.GenerateRequest, grammars: Grammars
+    params: SamplingParams, request: pb.GenerateRequest, grammars: GrammarCompiler
 ) -> SamplingParams:
     """Adds the grammar that the request asks for to the parameters."""
     if not request.HasField(FIELD):

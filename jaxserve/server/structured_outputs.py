@@ -1,4 +1,4 @@
-"""The structured outputs that clients ask for, as grammars for `Grammars.compiled`.
+"""The structured outputs that clients ask for, as grammars for `GrammarCompiler.compiled`.
 
 Called by the handlers of both faces, whose requests have the field `structured_outputs`.
 """
@@ -11,8 +11,7 @@ import llguidance
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text import structured
-from jaxserve.text.grammars import Form
-from jaxserve.text.structured import GrammarError
+from jaxserve.text.structured import Form, GrammarError
 
 FIELD = "structured_outputs"
 """The request field of both faces that asks for one."""

@@ -21,9 +21,9 @@ from jaxserve.text.generation import (
     checked_request_id,
     new_request_id,
 )
-from jaxserve.text.grammars import Grammars
 from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.output import GenerationOutput, joined
+from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex]
@@ -70,7 +70,7 @@ class TextGenerator:
         info = engine.model_info()
         self._vocab_size: int = info["vocab_size"]
         self._max_length: int = info["max_length"]
-        self.grammars = Grammars(tokenizer, self._vocab_size)
+        self.grammars = GrammarCompiler(tokenizer, self._vocab_size)
         self._observe = observe
         self._closed = False
         self._live: dict[str, Generation] = {}

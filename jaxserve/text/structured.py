@@ -7,16 +7,18 @@ of that request alone. llguidance's limits bound the work per step, but not the 
 memory of compiling. So each grammar is first compiled in a process that may crash
 (`grammar_worker.py`), with a smaller stack, and compiled here only if that succeeded.
 
-Compiling releases the GIL but takes long: never call it on an event loop. Called by `grammars.py`;
-does not know requests.
+Compiling releases the GIL but takes up to tens of milliseconds: event loops await
+`GrammarCompiler.compiled`. Called by the faces' handlers and by workers; does not know requests.
 """
 
+import asyncio
 import dataclasses
 import functools
 import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -39,6 +41,11 @@ RULE = re.compile(r"^[ \t!?]*[A-Za-z_][^:\n]*:", re.MULTILINE)
 """Beginning of a rule or terminal in Lark's form."""
 KEPT = 64
 """Number of compiled grammars that are cached."""
+COMPILE_SECONDS = 10.0
+"""How long compiling a grammar may take, including the wait for those before it."""
+
+Form = Callable[[], str]
+"""Makes a grammar for `GrammarCompiler`; raises GrammarError."""
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
@@ -53,10 +60,6 @@ LIMITS: dict[str, Any] = {
 
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n]{0,20}"}
 """Bounds the white space between JSON tokens: a model could write it forever."""
-
-
-RULED = "rules:"
-"""Prefix of a serialised grammar with rules (`TokenGrammar.serialised`)."""
 
 
 class GrammarError(ValueError):
@@ -117,7 +120,7 @@ class _Serialised(msgspec.Struct):
     """A grammar with rules, as sent to other processes."""
 
     grammar: str
-    rules: TokenRules = NO_RULES
+    rules: TokenRules
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,9 +151,7 @@ class TokenGrammar:
     @property
     def serialised(self) -> str:
         """The grammar in its first state, for another process's `GrammarCompiler.restored`."""
-        if self.rules == NO_RULES:
-            return self.source
-        return RULED + msgspec.json.encode(_Serialised(self.source, self.rules)).decode()
+        return msgspec.json.encode(_Serialised(self.source, self.rules)).decode()
 
     def copy(self) -> "TokenGrammar":
         """An independent copy in the same state."""
@@ -261,6 +262,9 @@ def structural_tags(tags: Sequence[llguidance.StructTag]) -> str:
 class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe.
 
+    A client may send a grammar made to take long. `compiled` therefore compiles one at a time, on a
+    thread that starts with the first one, and within a deadline; cached grammars do not wait.
+
     Args:
       tokenizer: the model's tokenizer.
       vocab_size: vocabulary size of the model; may be larger than the tokenizer's.
@@ -272,6 +276,30 @@ class GrammarCompiler:
         self._words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._kept: dict[str, TokenGrammar] = {}
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    async def compiled(self, field: str, form: Form) -> TokenGrammar:
+        """Compiles a grammar for one request.
+
+        Raises:
+          InvalidRequestError: it is invalid, or was not compiled in time; names the field.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            asked = form()
+            if (kept := self.kept(asked)) is not None:
+                return kept
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await loop.run_in_executor(self._thread, self.grammar, asked)
+        except GrammarError as error:
+            raise InvalidRequestError(field, str(error)) from None
+        except TimeoutError:
+            message = f"was not compiled within {COMPILE_SECONDS:g} s"
+            raise InvalidRequestError(field, message) from None
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def kept(self, compiled: str) -> TokenGrammar | None:
         """The grammar in its first state if it is cached, else None."""
@@ -311,9 +339,7 @@ class GrammarCompiler:
         Raises:
           InvalidRequestError: compiling it exceeded a limit.
         """
-        found = _Serialised(serialised)
-        if serialised.startswith(RULED):
-            found = msgspec.json.decode(serialised.removeprefix(RULED), type=_Serialised)
+        found = msgspec.json.decode(serialised, type=_Serialised)
         try:
             grammar = self.grammar(found.grammar) if found.grammar else None
         except GrammarError as error:

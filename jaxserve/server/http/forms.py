@@ -14,8 +14,7 @@ from jaxserve.server.http.service import Service
 from jaxserve.server.structured_outputs import ANY_OBJECT, form
 from jaxserve.text import structured
 from jaxserve.text.answer_format import AnswerFormat
-from jaxserve.text.grammars import Form
-from jaxserve.text.structured import JSON_OPTIONS, TokenGrammar, TokenRules, quoted
+from jaxserve.text.structured import JSON_OPTIONS, Form, TokenGrammar, TokenRules, quoted
 
 
 async def grammar(

@@ -5,7 +5,6 @@ import functools
 import json
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.structured_outputs import form
 from jaxserve.text import structured
-from jaxserve.text.grammars import Grammars
 from jaxserve.text.structured import GrammarCompiler, GrammarError, TokenGrammar
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import TokenizersVocabulary
@@ -211,7 +209,7 @@ def test_others_do_not_wait_for_a_grammar_that_takes_too_long() -> None:
             await slow
         assert sorted(allowed(await grammars.compiled(*form({"regex": "a"})))) == ["a"]
 
-    grammars = Grammars(LETTERS, 300)
+    grammars = GrammarCompiler(LETTERS, 300)
     asyncio.run(scenario())
     grammars.close()
 
@@ -226,8 +224,8 @@ def test_grammars_are_compiled_one_at_a_time() -> None:
     async def scenario() -> None:
         await asyncio.gather(*(grammars.compiled("regex", lambda: "a") for _ in range(2)))
 
-    grammars: Any = Grammars(LETTERS, 300)
-    grammars._compiler = SimpleNamespace(kept=lambda _: None, grammar=slow)
+    grammars: Any = GrammarCompiler(LETTERS, 300)
+    grammars.kept, grammars.grammar = lambda _: None, slow
     asyncio.run(scenario())
     grammars.close()
     assert len(threads) == 1
