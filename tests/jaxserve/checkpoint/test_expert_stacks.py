@@ -7,9 +7,12 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.load import load_deployment
 from jaxserve.errors import CheckpointError
+from jaxserve.fleet.assembly import build_runtime
 from pallas_kernels.quantize import E8M0
 from tests.jaxserve.checkpoint.opened import Opened, changed, edit_config
+from tests.jaxserve.test_parity import CHUNKED, COLOCATED, Expected, check_logits, llm_tokens
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyGptOss
 
@@ -25,8 +28,7 @@ PARTS = {"gate_up_proj": (2 * D_FF, D), "down_proj": (D, D_FF)}
 
 def packed(rng: np.random.Generator, d_out: int, d_in: int) -> tuple[np.ndarray, np.ndarray]:
     grid = EXPERTS, d_out, d_in // 32
-    blocks = rng.integers(0, 256, (*grid, 16), np.uint8)
-    return blocks, rng.integers(118, 130, grid, np.uint8)
+    return rng.integers(0, 256, (*grid, 16), np.uint8), rng.integers(120, 124, grid, np.uint8)
 
 
 def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -93,6 +95,17 @@ def test_gate_and_up_take_turns(folders, which, weights, on_cpus):
         bias = MODEL.tensors()[f"model.layers.{layer}.mlp.experts.gate_up_proj_bias"]
         given = bias.astype(ml_dtypes.bfloat16).astype(leaves["experts.bias"].dtype)
         np.testing.assert_array_equal(np.asarray(leaves["experts.bias"])[:, : 2 * D_FF], given)
+
+
+@pytest.mark.parametrize("layout", [{"attention.dp": 2, "ffn.ep": 2}, {"ffn.tp": 2}], ids=str)
+def test_tokens_are_those_of_the_numbers_as_floats(folders, layout):
+    floats, mxfp4, _ = folders
+    assert llm_tokens(mxfp4, CHUNKED | layout) == Expected.numpy(floats).tokens
+
+
+def test_logits_are_those_of_the_numbers_as_floats(folders):
+    runtime = build_runtime(load_deployment(folders[1], COLOCATED))
+    check_logits(runtime, Expected.numpy(folders[0]), 16)
 
 
 def test_scales_that_are_missing_and_wrong_shapes_are_told(folders, tmp_path):
