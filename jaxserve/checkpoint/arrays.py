@@ -396,6 +396,24 @@ def quantised_here[Block](
     return of_values, of_scales, *others
 
 
+def by_layers[Block](
+    leaf: Leaf, blocks: Sequence[Block], make: Callable[[Block, Leaf], jax.Array]
+) -> jax.Array:
+    """Makes a leaf of one block, or a stack of several, one after the other to save memory."""
+    if leaf.layers is None:
+        return make(blocks[0], leaf)
+    one = leaf.of_one_layer()
+    for index, block in enumerate(blocks):
+        layer = make(block, one)
+        if index == 0:
+            assert isinstance(layer.sharding, NamedSharding)
+            spec = PartitionSpec(None, *layer.sharding.spec)
+            sharding = NamedSharding(leaf.sharding.mesh, spec)
+            stack = sharded_zeros((leaf.layers, *layer.shape), leaf.dtype, sharding)
+        stack = jax.block_until_ready(fill(stack, layer, index))
+    return stack
+
+
 def zeroed(leaf: Leaf) -> jax.Array:
     """An array of zeros for this leaf; `fill` writes its layers."""
     return sharded_zeros(leaf.full_shape, leaf.dtype, leaf.sharding)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.reading import Region, read_regions
@@ -25,11 +24,6 @@ GROUP = 32
 """Numbers along d_in that share a scale in MXFP4."""
 MXFP4 = "MXFP4"
 """Kind of a stack in MXFP4, beside safetensors' names of dtypes."""
-
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_PAIRS = _NUMBERS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]
-"""The two numbers of every byte, [256, 2]."""
 
 
 class ExpertStack(NamedTuple):
@@ -46,7 +40,7 @@ class ExpertStack(NamedTuple):
     """Scales of MXFP4 values [experts, d_out, d_in / 32]; None: floats."""
 
     def read(self, region: Region, on_read: Callable[[int], None]) -> None:
-        """Fills a region with floats. Its rows lie a whole number of matrix rows apart.
+        """Fills a region of floats, whose rows lie a whole number of matrix rows apart.
 
         Raises:
           CheckpointError: a file is missing or has become shorter.
@@ -54,30 +48,13 @@ class ExpertStack(NamedTuple):
         _, d_out, d_in = self.shape
         row, column = divmod(region.first, d_in)
         step, columns = region.stride // d_in, region.columns
-        if self.scales is None:
-            expert, row = divmod(row, d_out)
-            outputs = step * (region.rows - 1) + 1
-            numbers = np.empty((columns, outputs), self.values.dtype)
-            first = (expert * d_in + column) * d_out + row
-            wanted = Region(self.values, first, d_out, columns, outputs, numbers)
-            read_regions([wanted], on_read)
-            region.target[...] = numbers[:, ::step].T
-            return
-        groups = slice(column // GROUP, -(-(column + columns) // GROUP))
-
-        def part(tensor: Tensor, width: int) -> np.ndarray:
-            size, pitch = (groups.stop - groups.start) * width, d_in // GROUP * width
-            target = np.empty((region.rows, size), np.uint8)
-            first = row * pitch + groups.start * width
-            wanted = Region(tensor, first, step * pitch, region.rows, size, target)
-            read_regions([wanted], on_read)
-            return target
-
-        scales = part(self.scales, 1).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-        pairs = _PAIRS[part(self.values, GROUP // 2)]
-        numbers = pairs.reshape(*scales.shape, GROUP) * scales[:, :, None]
-        start = column - groups.start * GROUP
-        region.target[...] = numbers.reshape(region.rows, -1)[:, start : start + columns]
+        expert, row = divmod(row, d_out)
+        outputs = step * (region.rows - 1) + 1
+        numbers = np.empty((columns, outputs), self.values.dtype)
+        first = (expert * d_in + column) * d_out + row
+        wanted = Region(self.values, first, d_out, columns, outputs, numbers)
+        read_regions([wanted], on_read)
+        region.target[...] = numbers[:, ::step].T
 
 
 def join_stacks(

@@ -19,12 +19,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
     BlockReader,
     InMemory,
     Leaf,
     block_of,
+    by_layers,
     make_array,
     make_leaves,
     quantised_here,
@@ -42,7 +44,8 @@ from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder
-from pallas_kernels.quantize import from_bytes
+from pallas_kernels.input_major import in_tiles
+from pallas_kernels.quantize import E8M0, QuantArray, dequantize_weight, from_bytes
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
@@ -100,6 +103,8 @@ class HFCheckpoint(BlockReader):
 
     def _plain(self, sources: Sequence[Source], leaf: Leaf) -> jax.Array:
         """A leaf of floats; quantised matrices are dequantised."""
+        if all(self._tensors[name].kind == MXFP4 for s in sources for name in s.all_names):
+            return by_layers(leaf, sources, self._decoded)
         return self._array(sources, leaf, self._tensors, [self._grids(s) for s in sources])
 
     def _quantised(
@@ -145,6 +150,16 @@ class HFCheckpoint(BlockReader):
             seen = [s._replace(shapes=tuple(read[n].shape for n in s.names)) for s in sources]
             made.append(self._array(seen, leaf, read, empty=float(place == 1)))
         return tuple(made)
+
+    def _decoded(self, source: Source, leaf: Leaf) -> jax.Array:
+        """A leaf of floats of one layer that the files store in MXFP4. All columns of a row are on
+        one device until they are decoded, since shares may begin within a group."""
+        spec = PartitionSpec(*leaf.sharding.spec[: len(leaf.shape) - 1])
+        whole = leaf._replace(sharding=NamedSharding(leaf.sharding.mesh, spec), tile=0)
+        grid = *leaf.shape[:-1], -(-leaf.shape[-1] // GROUP)
+        parts = whole.of(jnp.float4_e2m1fn), whole._replace(shape=grid).of(E8M0)
+        found: jax.Array = _decoder(leaf)(*self._mxfp4([source], *parts))
+        return found
 
     def _mxfp4(
         self, sources: Sequence[Source], values: Leaf, scales: Leaf
@@ -228,6 +243,19 @@ class HFCheckpoint(BlockReader):
                 regions.append(Region(tensor, 0, grid.size, 1, grid.size, flat))
         read_regions(regions, self.on_read)
         return grids
+
+
+@functools.lru_cache(maxsize=256)
+def _decoder(leaf: Leaf) -> Callable[..., jax.Array]:
+    """Returns a compiled function that makes a leaf of floats of values and scales."""
+    spec = leaf.sharding.spec
+    spec = PartitionSpec(*spec, None) if leaf.tile else spec
+
+    def decode(values: jax.Array, scales: jax.Array) -> jax.Array:
+        numbers = dequantize_weight(QuantArray(values, scales, (1, GROUP)), leaf.dtype)
+        return in_tiles(numbers, leaf.tile) if leaf.tile else numbers
+
+    return jax.jit(decode, out_shardings=NamedSharding(leaf.sharding.mesh, spec))
 
 
 @functools.lru_cache(maxsize=256)
