@@ -2,6 +2,6 @@
 
 from pallas_kernels.rotate_and_write.api import rotate_and_write
 from pallas_kernels.rotate_and_write.latents import Latents, norm_and_write
-from pallas_kernels.rotate_and_write.reference import rotate
+from pallas_kernels.rotate_and_write.reference import kept, rotate
 
-__all__ = ["Latents", "norm_and_write", "rotate", "rotate_and_write"]
+__all__ = ["Latents", "kept", "norm_and_write", "rotate", "rotate_and_write"]

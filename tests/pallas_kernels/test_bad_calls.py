@@ -8,19 +8,10 @@ import inspect
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import chunk_attention, merge, paged_attention, write_rows
-from pallas_kernels.attention.work_items import work_items
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.grouped_matmul.routed import routed_choices
-from pallas_kernels.norm_quantize import rms_norm_quantize
-from pallas_kernels.quantize import (
-    QuantArray,
-    dequantize_rows,
-    dequantize_weight,
-    quantize_rows,
-    quantize_weight,
-    scales_shape,
-)
+from pallas_kernels import attention, grouped_matmul, norm_quantize, quantize, sparse_attention
+from pallas_kernels.attention import work_items
+from pallas_kernels.grouped_matmul import routed
+from pallas_kernels.quantize import QuantArray, scales_shape
 from tests import golden
 
 
@@ -39,54 +30,12 @@ def int8(*shape):
 WHERE = {"page_table": ints(1, 2), "sequence_of_token": ints(3), "position": ints(3)}
 TOKENS = {"sequence_of_token": ints(3), "position": ints(3)}
 FP8 = jnp.float8_e4m3fn
-GOOD = {
-    write_rows: {"pages": (zeros(2, 1, 4),), "rows": (zeros(3, 1),), **WHERE},
-    paged_attention: {
-        "queries": zeros(3, 4, 8),
-        "k_pages": zeros(2, 2, 4, 8),
-        "v_pages": zeros(2, 2, 4, 6),
-        "scale": 1.0,
-        **WHERE,
-    },
-    chunk_attention: {
-        "queries": zeros(3, 2, 6),
-        "keys": zeros(3, 2, 6),
-        "values": zeros(3, 2, 4),
-        "scale": 1.0,
-        **TOKENS,
-    },
-    merge: {"outputs": [zeros(2, 3, 4)], "lses": [zeros(2, 3)]},
-    work_items: {**TOKENS, "sequences": 1, "largest": 1},
-    grouped_matmul: {"rows": zeros(3, 256), "weights": zeros(2, 8, 256), "group_sizes": ints(2)},
-    grouped_swiglu: {
-        "rows": zeros(4, 3),
-        "gate_weights": zeros(2, 5, 3),
-        "up_weights": zeros(2, 5, 3),
-        "down_weights": zeros(2, 3, 5),
-        "group_sizes": ints(2),
-    },
-    routed_choices: {
-        "x": zeros(9, 3),
-        "choices": ints(9, 3),
-        "gates": zeros(9, 3),
-        "gate_weights": zeros(2, 5, 3),
-        "up_weights": zeros(2, 5, 3),
-        "down_weights": zeros(2, 3, 5),
-    },
-    quantize_rows: {"x": zeros(2, 3), "format": "fp8"},
-    dequantize_rows: {
-        "values": ints(2, 3, dtype=jnp.int8),
-        "scales": zeros(2),
-        "dtype": jnp.float32,
-    },
-    quantize_weight: {"w": zeros(3, 4), "format": "fp8"},
-    dequantize_weight: {
-        "w": QuantArray(int8(2, 5, 3), zeros(2, 2, 2), (4, 2)),
-        "dtype": jnp.float32,
-    },
-    rms_norm_quantize: {"x": zeros(2, 3), "weight": zeros(3), "epsilon": 1e-5, "format": "int8"},
-}
-"""Calls that fit."""
+MODULES = attention, work_items, grouped_matmul, routed, norm_quantize, quantize, sparse_attention
+OPS = {name: value for module in MODULES for name, value in vars(module).items()}
+GOOD = dict(
+    line.split("(", 1) for line in golden.text("pallas_kernels/good_calls.txt").splitlines()
+)
+"""Calls that fit: the arguments by the name of the op."""
 
 
 def weight(values, scales, block=(4, 2)):
@@ -99,17 +48,21 @@ def made(dtype, block):
     return weight(values, jnp.ones(scales_shape(values.shape, block)), block)
 
 
+def arguments(written):
+    """The keyword arguments of a call whose name and first bracket are cut off."""
+    return eval(f"dict({written}", globals())
+
+
 def test_what_does_not_fit_is_named():
     """`golden/pallas_kernels/bad_calls.txt` lists the arguments that differ from those that fit."""
 
     def call(text):
         name, _, change = text.partition("(")
-        function = globals()[name]
-        inspect.unwrap(function)(**(GOOD[function] | eval(f"dict({change}", globals())))
+        inspect.unwrap(OPS[name])(**(arguments(GOOD[name]) | arguments(change)))
 
     golden.check_refused("pallas_kernels/bad_calls.txt", ValueError, call)
 
 
 @pytest.mark.parametrize("function", GOOD)
 def test_what_fits(function):
-    inspect.unwrap(function)(**GOOD[function])
+    inspect.unwrap(OPS[function])(**arguments(GOOD[function]))
