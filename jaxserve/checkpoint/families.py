@@ -36,6 +36,8 @@ FAMILIES = {
     "deepseek_v3": "deepseek:DEEPSEEK",
     "kimi_k2": "deepseek:DEEPSEEK",
     "kimi_k25": "deepseek:KIMI_K25",
+    "deepseek_v32": "deepseek_v32:DEEPSEEK_V32",
+    "glm_moe_dsa": "deepseek_v32:GLM_MOE_DSA",
     "glm4_moe": "glm4_moe:GLM4_MOE",
     "gpt_oss": "gpt_oss:GPT_OSS",
     "minimax_m2": "minimax_m2:MINIMAX_M2",

@@ -116,6 +116,18 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa", forbid_unknown_f
     """Whether the softmax of every head has one more score, a weight, whose value is zero."""
 
 
+class Indexer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chooses the cached tokens that a token attends to (DeepSeek-V3.2 §2.1)."""
+
+    heads: int
+    head_dim: int
+    """Width of queries and keys, of which the first columns are rotated, as many as MLA's."""
+    top_k: int
+    """Tokens that are chosen. A token with no more before it attends to all."""
+    interleaved: bool = False
+    """Whether the indexer rotates neighbours, as `Rope.interleaved`."""
+
+
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_fields=True):
     """Multi-head latent attention (DeepSeek-V2 §2.1)."""
 
@@ -136,6 +148,8 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_f
     """Whether the down projections of query and latent, and the output projection, have a bias."""
     latent_epsilon: float = 1e-6
     """Epsilon of the norms of the query latent and the KV latent."""
+    indexer: Indexer | None = None
+    """None: a token attends to all tokens before it."""
 
     @property
     def kv_heads(self) -> int:

@@ -19,7 +19,9 @@ from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3, Yarn
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 
-TABLE = Path(__file__).resolve().parents[1] / "golden" / "reference" / "catalogue.yaml"
+TABLES = Path(__file__).resolve().parents[1] / "golden" / "reference"
+TABLE = TABLES / "catalogue.yaml"
+RANDOM = yaml.safe_load((TABLES / "random_models.yaml").read_text())
 
 
 def _entries() -> Iterator[TinyModel]:
@@ -51,68 +53,53 @@ def random_model(seed: int) -> TinyModel:
     return TinyModel(f"random_{seed}", sizes, seed, spelling)
 
 
+def _drawn(draw: random.Random, section: str) -> dict[str, Any]:
+    """The sizes of a section of `RANDOM`."""
+    return {
+        name: draw.random() < values if isinstance(values, float) else draw.choice(values)
+        for name, values in RANDOM[section].items()
+    }
+
+
 def _random_yarn(draw: random.Random) -> Yarn | None:
-    mscales = draw.choice(((None, None), (1.0, 1.0), (0.707, 0.707), (1.0, 0.5), (0.8, 1.3)))
-    yarn = Yarn(
-        draw.choice((4.0, 32.0, 40.0)),
-        draw.choice((32, 64, 4096)),
-        draw.choice((None, 32.0, 8.0, 1.0)),
-        draw.choice((None, 1.0)),
-        *mscales,
-    )
+    entries = _drawn(draw, "yarn")
+    mscales = dict(zip(("mscale", "mscale_all_dim"), entries.pop("mscales"), strict=True))
+    yarn = Yarn(**entries, **mscales)
     return draw.choice((None, yarn, yarn))
 
 
 def _random_deepseek(draw: random.Random) -> TinyDeepseek:
-    groups = draw.choice((1, 2, 4))
-    group = draw.choice((2, 3, 4))
-    kept = draw.randint(1, groups)
-    layers = draw.choice((2, 3, 4))
+    groups, group = draw.choice((1, 2, 4)), draw.choice((2, 3, 4))
+    kept, layers = draw.randint(1, groups), draw.choice((2, 3, 4))
     return TinyDeepseek(
-        model_type=draw.choice(("deepseek_v3", "kimi_k2")),
-        hidden_size=draw.choice((32, 48, 64)),
         num_hidden_layers=layers,
-        num_attention_heads=draw.choice((1, 2, 4, 6)),
-        q_lora_rank=draw.choice((None, 20, 24)),
-        kv_lora_rank=draw.choice((16, 32, 40)),
-        qk_nope_head_dim=draw.choice((8, 12, 16)),
-        qk_rope_head_dim=draw.choice((4, 6, 8, 16)),
-        v_head_dim=draw.choice((10, 14, 24)),
-        attention_bias=draw.random() < 0.3,
         n_routed_experts=groups * group,
-        n_shared_experts=draw.choice((1, 2)),
-        num_experts_per_tok=draw.randint(1, kept * group),
         n_group=groups,
         topk_group=kept,
-        norm_topk_prob=draw.random() < 0.7,
-        routed_scaling_factor=draw.choice((1.0, 2.5, 2.827)),
+        **_drawn(draw, "deepseek"),
+        num_experts_per_tok=draw.randint(1, kept * group),
+        **_drawn(draw, "deepseek, gates"),
         first_k_dense_replace=draw.choice((0, 0, 1, 1, layers - 1, layers)),
-        moe_layer_freq=draw.choice((1, 1, 1, 2)),
-        rope_theta=draw.choice((10_000.0, 50_000.0)),
+        **_drawn(draw, "deepseek, layers"),
         yarn=_random_yarn(draw),
-        rms_norm_eps=draw.choice((1e-6, 1e-5, 1e-2)),
-        tie_word_embeddings=draw.random() < 0.2,
+        **_drawn(draw, "deepseek, outside"),
     )
 
 
 def _random_qwen3(draw: random.Random, **fixed: Any) -> TinyQwen3:
-    heads = draw.choice((2, 4, 6))
-    layers = draw.choice((2, 3, 4))
-    windowed = draw.random() < 0.4
+    heads, layers, windowed = draw.choice((2, 4, 6)), draw.choice((2, 3, 4)), draw.random() < 0.4
     return TinyQwen3(
         hidden_size=draw.choice((32, 48, 64)),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=draw.choice([n for n in (1, 2, 3, 4, 6) if heads % n == 0]),
-        head_dim=draw.choice((8, 16, 20)),
-        attention_bias=draw.random() < 0.3,
+        **_drawn(draw, "qwen3"),
         use_sliding_window=windowed,
         sliding_window=draw.choice((1, 3, 8, 16)) if windowed else None,
         max_window_layers=draw.randint(0, layers),
         rope_theta=draw.choice((10_000.0, 1e6)),
         yarn=draw.choice((None, None, Yarn(4.0, 64), Yarn(2.0, 4096))),
-        rms_norm_eps=draw.choice((1e-6, 1e-5)),
-        tie_word_embeddings=draw.random() < 0.3,
+        **_drawn(draw, "qwen3, outside"),
         **fixed,
     )
 

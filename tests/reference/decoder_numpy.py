@@ -1,8 +1,8 @@
 """DeepSeek-V3 (and Kimi K2) and Qwen3 in plain NumPy, written from the models' descriptions.
 
 For tests, where transformers is not installed; `step3_numpy.py` has Step-3. Shares no code with
-jaxserve or with the writer of the tiny checkpoints, and knows neither jax nor safetensors. Float64,
-one sequence at a time, everything computed anew for every token: no cache could be wrong.
+jaxserve or with the writer of the tiny checkpoints, and does not know jax. Float64, one sequence at
+a time, everything computed anew for every token: no cache could be wrong.
 """
 
 import json
@@ -10,38 +10,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors import deserialize
+
+DTYPES: dict[str, Any] = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": ml_dtypes.bfloat16}
+DTYPES["F8_E4M3"] = ml_dtypes.float8_e4m3fn
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Reads a safetensors file as float64: 8 bytes of header length, a JSON header, the data."""
-    data: bytes = Path(path).read_bytes()
-    header_length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_length])
-    header.pop("__metadata__", None)
-    tensors: dict[str, np.ndarray] = {}
-    for name, entry in header.items():
-        begin, end = (8 + header_length + offset for offset in entry["data_offsets"])
-        flat = decode(data[begin:end], entry["dtype"]).astype(np.float64)
-        tensors[name] = flat.reshape(entry["shape"])
-    return tensors
-
-
-def decode(data: bytes, dtype: str) -> np.ndarray:
-    """Decodes the bytes of a tensor; a bfloat16 is the upper half of a float32.
-
-    e4m3fn has one sign, four exponent and three mantissa bits, and no infinities.
-    """
-    if dtype == "F8_E4M3":
-        bits = np.frombuffer(data, np.uint8).astype(np.int64)
-        exponent, mantissa = bits >> 3 & 15, bits & 7
-        normal = (8 + mantissa) * 2.0 ** (exponent - 10)
-        values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
-        values = np.where(bits & 127 == 127, np.nan, values)
-        return np.where(bits & 128, -values, values)
-    if dtype == "BF16":
-        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[dtype])
+    """Reads a safetensors file as float64."""
+    return {
+        name: np.frombuffer(entry["data"], DTYPES[entry["dtype"]])
+        .astype(np.float64)
+        .reshape(entry["shape"])
+        for name, entry in deserialize(path.read_bytes())
+    }
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -136,15 +120,16 @@ def attend(
     scale: float,
     window: int,
     sinks: np.ndarray | None = None,
+    shown: Any = True,
 ) -> np.ndarray:
     """Causal attention, [tokens, heads, dim] each; key and value heads serve equal shares.
 
-    A token sees itself and `window - 1` tokens before it; all of them if the window is 0. A head's
-    sink is one more score, of a value that is zero.
+    A token sees itself and `window - 1` tokens before it; all of them if the window is 0; and only
+    those `shown` to it, [tokens, tokens]. A head's sink is one more score, of a value that is zero.
     """
     tokens, heads, _ = query.shape
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
-    visible = (distance >= 0) & ((distance < window) if window else True)
+    visible = (distance >= 0) & ((distance < window) if window else True) & shown
     output = np.empty((tokens, heads, value.shape[-1]))
     for head in range(heads):
         group = head * key.shape[1] // heads
@@ -173,6 +158,7 @@ class DecoderNumpy:
         if config.get("quantization_config"):
             tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
         kinds = {"deepseek_v3": DeepseekNumpy, "kimi_k2": DeepseekNumpy}
+        kinds |= {"deepseek_v32": DeepseekNumpy, "glm_moe_dsa": DeepseekNumpy}
         kinds |= {"glm4_moe": Glm4Numpy, "minimax_m2": MinimaxNumpy}
         kinds |= {"step3p5": Step3p5Numpy, "step3p7": Step3p5Numpy, "gpt_oss": GptOssNumpy}
         return kinds.get(config["model_type"], Qwen3Numpy)(config, tensors)
@@ -254,6 +240,7 @@ class DeepseekNumpy(DecoderNumpy):
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
         config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
+        shown: Any = True
         heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
         plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         rope = RopeNumpy(config, turned)
@@ -274,8 +261,34 @@ class DeepseekNumpy(DecoderNumpy):
             [query[..., :plain], rope.turn(query[..., plain:], interleaved=True)], axis=-1
         )
         scale = rope.score_factor / math.sqrt(plain + turned)
-        output = attend(query, key, expanded[..., plain:], scale, window=0)
+        if "index_topk" in config:
+            shown = self.chosen(f"{name}indexer.", x, low_rank, rope)
+        output = attend(query, key, expanded[..., plain:], scale, 0, shown=shown)
         return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
+
+    def chosen(self, name: str, x: np.ndarray, low: np.ndarray, rope: "RopeNumpy") -> np.ndarray:
+        """The tokens that an indexer lets each token see, bool [tokens, tokens]: the best, of equal
+        ones the first."""
+        config, tokens, turned = self.config, len(x), self.config["qk_rope_head_dim"]
+        pairs = config["model_type"] == "glm_moe_dsa"
+
+        def part(rows: np.ndarray) -> np.ndarray:
+            first = rope.turn(rows[..., :turned], interleaved=pairs)
+            return np.concatenate([first, rows[..., turned:]], axis=-1)
+
+        query = part(self.linear(f"{name}wq_b", low).reshape(tokens, config["index_n_heads"], -1))
+        key = self.linear(f"{name}wk", x)
+        key = (key - key.mean(-1, keepdims=True)) / np.sqrt(key.var(-1, keepdims=True) + 1e-6)
+        key *= self.tensors[f"{name}k_norm.weight"]
+        key = part((key + self.tensors[f"{name}k_norm.bias"])[:, None])[:, 0]
+        weights = self.linear(f"{name}weights_proj", x) / math.sqrt(query[0].size)
+        scores = np.einsum("thd,sd->ths", query, key)
+        scores = np.einsum("th,ths->ts", weights, np.maximum(scores, 0))
+        seen = np.tril(np.ones((tokens, tokens), bool))
+        order = np.argsort(-np.where(seen, scores, -np.inf), axis=-1, kind="stable")
+        best = np.zeros_like(seen)
+        np.put_along_axis(best, order[:, : config["index_topk"]], values=True, axis=-1)
+        return best
 
     def is_moe(self, layer: int) -> bool:
         first, every = self.config["first_k_dense_replace"], self.config.get("moe_layer_freq", 1)

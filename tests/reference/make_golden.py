@@ -85,6 +85,8 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
     torch.set_num_threads(1)
     name = {
         "deepseek_v3": "DeepseekV3",
+        "deepseek_v32": "DeepseekV32",
+        "glm_moe_dsa": "GlmMoeDsa",
         "kimi_k2": "DeepseekV3",  # the same architecture under another name
         "qwen3": "Qwen3",
         "qwen3_moe": "Qwen3Moe",

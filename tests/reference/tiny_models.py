@@ -70,7 +70,7 @@ class TinyModel:
         raw = np.random.PCG64(self.seed)
         tensors: dict[str, np.ndarray] = {}
         for name, shape in self.sizes.shapes().items():
-            if "norm." in name:
+            if "norm.weight" in name:
                 least = -0.2 if isinstance(self.sizes, TinyStep3p5) else 0.8
                 tensor = least + 0.4 * _uniform(raw, shape)
             elif name.endswith(("e_score_correction_bias", "router_bias")):

@@ -4,7 +4,10 @@ One dataclass a family, its fields named as in config.json. `tiny_models.py` add
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 Spelling = Literal["released", "transformers 5"]
 """How config.json is written: as the released models have it, or as transformers 5 saves it."""
@@ -163,6 +166,25 @@ class TinyDeepseek:
 
 
 @dataclass(frozen=True)
+class TinyIndexed(TinyDeepseek):
+    """A tiny DeepSeek-V3.2 or GLM-5: DeepSeek-V3 with an indexer in every layer. 16 heads of the
+    indexer, because with fewer of them several scores of a token are exactly 0."""
+
+    model_type: Any = "deepseek_v32"
+    index_n_heads: int = 16
+    index_head_dim: int = 16
+    index_topk: int = 12
+
+    def _layer_shapes(self, *, moe: bool) -> Shapes:
+        heads, width, hidden = self.index_n_heads, self.index_head_dim, self.hidden_size
+        matrices = {"wq_b": (heads * width, self.q_lora_rank or 0), "wk": (width, hidden)}
+        matrices |= {"k_norm": (width,), "weights_proj": (heads, hidden)}
+        shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
+        shapes["k_norm.bias"] = (width,)
+        return super()._layer_shapes(moe=moe) | _prefixed("self_attn.indexer.", shapes)
+
+
+@dataclass(frozen=True)
 class TinyQwen3:
     """The sizes of a tiny Qwen3, dense or with experts, named as in config.json."""
 
@@ -317,6 +339,10 @@ class TinyMinimax(TinyGlm4):
         return shapes
 
 
+_FILE = Path(__file__).resolve().parents[1] / "golden" / "reference" / "tiny_entries.yaml"
+ENTRIES = yaml.safe_load(_FILE.read_text())
+
+
 @dataclass(frozen=True)
 class TinyStep3p5:
     """The sizes of a tiny Step-3.5-Flash, named as in config.json; every fourth layer has no
@@ -343,69 +369,14 @@ class TinyStep3p5:
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
-        types = ["sliding_attention" if n % 4 else "full_attention" for n in range(8)]
-        entries = (
-            _common("Step3p5ForCausalLM")
-            | vars(self)
-            | {
-                "layer_types": types,
-                "rope_theta": [1e4 if n % 4 else 5e6 for n in range(8)],
-                "partial_rotary_factors": [1.0 if n % 4 else 0.5 for n in range(8)],
-                "swiglu_limits": [0.0, 0.0, 0.0, 0.7, 0.7, 0.0, 0.0, 0.0],
-                "swiglu_limits_shared": [0.0, 0.6, 0.0, 0.5, None, 0.0, 0.0, 0.0],
-                "attention_other_setting": {
-                    "attention_type": "sliding_attention",
-                    "num_attention_heads": 6,
-                    "num_attention_groups": 2,
-                    "head_dim": 16,
-                },
-                "yarn_only_types": ["full_attention"],
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 16,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 32.0,
-                },
-                "moe_router_activation": "sigmoid",
-            }
-            | dict.fromkeys(_STEP3P5_FLAGS, True)
-        )
-        if spelling == "transformers 5":
-            entries = self._as_transformers_5(entries)
+        sizes = vars(self) if spelling == "released" else {}
+        entries = _common("Step3p5ForCausalLM") | sizes | ENTRIES[f"step3p5, {spelling}"]
         if self.model_type == "step3p5":
             return entries
         return {
             "model_type": self.model_type,
             "text_config": entries | {"model_type": "step3p5"},
             "vision_config": {"hidden_size": 4},
-        }
-
-    def _as_transformers_5(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """As 5.23 writes them: modules' types apart, RoPE by type, other names of sizes."""
-        last, types = self.num_hidden_layers, entries["layer_types"]
-        ffns = ["sparse" if self.is_moe(n) else "dense" for n in range(8)]
-        thetas, shares = entries["rope_theta"], entries["partial_rotary_factors"]
-        rope = {
-            types[n]: {"rope_theta": thetas[n], "partial_rotary_factor": shares[n]} for n in (0, 1)
-        }
-        rope["full_attention"] |= entries["rope_scaling"]
-        heads = entries["attention_other_setting"]["num_attention_heads"]
-        gone = "rope_theta partial_rotary_factors rope_scaling attention_other_setting"
-        names = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok"}
-        names |= {"num_attention_groups": "num_key_value_heads"}
-        left = {k: v for k, v in entries.items() if k not in (*gone.split(), "moe_layers_enum")}
-        return {names.get(k, k): v for k, v in left.items()} | {
-            "layer_types": types[:last],
-            "mtp_layer_types": types[last:],
-            "mlp_layer_types": ffns[:last],
-            "mtp_mlp_layer_types": ffns[last:],
-            "swiglu_limits": entries["swiglu_limits"][:last],
-            "swiglu_limits_shared": entries["swiglu_limits_shared"][:last],
-            "rope_parameters": rope,
-            "num_sliding_attention_heads": heads,
-            "per_layer_config": {"1": {"num_attention_heads": heads}},
-            "query_pre_attn_scalar": self.head_dim,
         }
 
     def is_moe(self, layer: int) -> bool:
@@ -502,34 +473,17 @@ MINIMAX = {"mlp.gate.e_score": "mlp.e_score", ".mlp.": ".block_sparse_moe."}
 MINIMAX |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Parts of the names of tensors: GLM-4.5's -> MiniMax-M2's."""
 
-_STEP3P5_FLAGS = ("norm_expert_weight", "use_moe_router_bias", "need_fp32_gate", "zero_centered")
-_STEP3P5_FLAGS += ("use_head_wise_attn_gate", "use_qk_norm")
 _ROPE = ("rope_theta", "yarn")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT += ("moe_layer_freq",)
-_ONLY_MOE = (
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
+_ONLY_MOE = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+_ONLY_MOE += ("decoder_sparse_step", "mlp_only_layers")
 
 
 def _common(architecture: str) -> dict[str, Any]:
     """Entries that all models have, and that change nothing."""
-    return {
-        "architectures": [architecture],
-        "attention_dropout": 0.0,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": 256,
-        "use_cache": True,
-        "vocab_size": VOCAB,
-    }
+    same = {"bos_token_id": BOS, "eos_token_id": EOS, "vocab_size": VOCAB}
+    return {"architectures": [architecture], **same, **ENTRIES["common"]}
 
 
 def _rope_parameters(theta: float, yarn: Yarn | None) -> dict[str, Any]:

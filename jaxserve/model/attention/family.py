@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConfig
 from jaxserve.model.attention import gqa, mfa, mla
 from jaxserve.model.attention.batch import RaggedBatch, Shared
+from jaxserve.model.attention.kv_cache import is_sparse, without_index
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
@@ -65,13 +66,15 @@ def _shared(
     tokens = batch.position.shape[0]
     latent, rotated = 0, sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
     turn = rotation(batch.position, rotated, sizes.rope)
-    keys, values, rope_pages = pages[0], pages[1] if len(pages) > 1 else None, None
     if isinstance(sizes, MLA):
-        if tokens > batch.page_table.shape[0]:
+        if tokens > batch.page_table.shape[0] or is_sparse(sizes, pages, table):
             return Shared(turn)  # Its attention to the cache uses other positions (`mla.py`).
+        pages = without_index(pages)[0] if sizes.indexer else pages
         latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
+    else:
+        values, rope_pages = pages[1], None
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, latent + rotated), dtype)
     where = table, *batch.where[1:]
-    find = functools.partial(attention_places, queries, keys, values, *where, v_width=latent)
+    find = functools.partial(attention_places, queries, pages[0], values, *where, v_width=latent)
     return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))

@@ -1,12 +1,12 @@
 """The paged KV cache of one layer: its arrays, their shapes and their sharding.
 
 A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each: keys and values,
-or MLA's latent alone. In an 8-bit format each of them comes with an array of FP32 scales,
-`[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as their bits,
-uint8. With `cache.rope`, MLA's latents in 8 bits are without their rotated part, which has an array
-of its own in BF16, without scales (xDeepServe §4.7). Every DP group owns its `pages` rows, and the
-page ids in a page table are relative to the group. `pallas_kernels/attention` defines the layout
-inside a page; `engine/pages.py` decides which sequence owns which page.
+or MLA's latent, with an indexer also its key. In an 8-bit format each of them comes with an array
+of FP32 scales, `[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as
+their bits, uint8. With `cache.rope`, MLA's latents in 8 bits are without their rotated part, which
+has an array of its own in BF16, without scales (xDeepServe §4.7). Every DP group owns its `pages`
+rows, and the page ids in a page table are relative to the group. `pallas_kernels/attention` defines
+the layout inside a page; `engine/pages.py` decides which sequence owns which page.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.rotate_and_write import Latents
 
 Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
-latent's scales)."""
+latent's scales). With an indexer its keys come behind the latent, and so do their scales."""
 
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
@@ -45,8 +45,8 @@ class Entry(NamedTuple):
 
 
 def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, ...]:
-    """Declares the rows that a layer keeps for every token: keys and values, or MLA's latent. With
-    `cache.rope` the rotated part of latents is an array of its own.
+    """Declares the rows that a layer keeps for every token: keys and values, or MLA's latent and
+    the indexer's key. With `cache.rope` the rotated part of latents is an array of its own.
 
     Raises:
       ConfigError: `cache.rope` without latent attention, or layers with different rows.
@@ -60,8 +60,10 @@ def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, .
 def _entries(attention: Attention, rope: str) -> tuple[Entry, ...]:
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
-        whole = (Entry(1, latent + rotated),)
-        return whole if rope == "auto" else (Entry(1, latent), Entry(1, rotated, plain=True))
+        index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
+        if rope == "auto":
+            return Entry(1, latent + rotated), *index
+        return Entry(1, latent), *index, Entry(1, rotated, plain=True)
     if rope != "auto":
         raise ConfigError(
             f"cache.rope = {rope} is for latent attention (MLA), which keeps a rotated key beside "
@@ -139,6 +141,27 @@ def page_arrays(
     heads = max(declared[0].heads, deployment.attention.tp)
     rows = deployment.attention.dp * (pages or cache.pages), heads, cache.page_size
     return row_arrays(declared, rows, deployment.cache_format)
+
+
+def without_index[A](pages: Sequence[A]) -> tuple[tuple[A, ...], tuple[A, ...]]:
+    """Divides the pages of latent attention with an indexer into those of latents, and the
+    indexer's keys with their scales."""
+    latent, index, *others = pages
+    return (latent, *others[:-1]), (index, *others[-1:])
+
+
+def with_index(latents: Pages, index: Pages) -> Pages:
+    """Undoes `without_index`."""
+    return latents[0], index[0], *latents[1:], *index[1:]
+
+
+def is_sparse(
+    sizes: Attention, pages: Sequence[jax.ShapeDtypeStruct | Array], page_table: Array
+) -> bool:
+    """Returns whether a page table has room for more tokens than an indexer chooses."""
+    if not isinstance(sizes, MLA) or not sizes.indexer:
+        return False
+    return page_table.shape[1] * pages[0].shape[2] > sizes.indexer.top_k
 
 
 class HeadNorms(NamedTuple):
@@ -248,9 +271,9 @@ def attend_latent(
         scale=scale,
         v_width=v_width,
         int8_products=kind.int8_products,
+        with_lse=True,
         k_scales=pages[-1] if len(pages) > 1 else None,
         rope_pages=pages[1] if split else None,
-        with_lse=True,
         places=batch.own.places,
     )
     assert lse is not None

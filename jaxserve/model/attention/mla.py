@@ -11,6 +11,11 @@ which suits prefill. A step with more tokens than sequences has prefill chunks: 
 within the chunks, absorbed to what was cached before, and merges both by their log-sum-exps. With
 `attention.int8_products` the absorbed one multiplies in INT8; the naive one, whose keys and values
 are not the cache's, stays in floats.
+
+With an indexer (`indexer.py`), and in a step whose page table has room for more tokens than it
+chooses, every token attends, absorbed, to the cached rows that the indexer chooses for it. With a
+smaller table all rows would be chosen, and the step is one without an indexer, which still caches
+the indexer's keys.
 """
 
 import functools
@@ -24,7 +29,16 @@ from jaxserve.config.model import MLA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch, Shared
-from jaxserve.model.attention.kv_cache import LatentNorms, Pages, attend_latent, write_latents
+from jaxserve.model.attention.indexer import TokenIndexer
+from jaxserve.model.attention.kv_cache import (
+    LatentNorms,
+    Pages,
+    attend_latent,
+    is_sparse,
+    with_index,
+    without_index,
+    write_latents,
+)
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
@@ -38,6 +52,7 @@ from jaxserve.model.module import (
 )
 from pallas_kernels.attention.api import chunk_attention, merge
 from pallas_kernels.rotate_and_write import rotate
+from pallas_kernels.sparse_attention import attend_chosen
 
 
 class LatentAttention(nnx.Module):
@@ -54,6 +69,7 @@ class LatentAttention(nnx.Module):
       value_up: [q_heads, v_dim, kv_latent].
       out: [d_model, q_heads·v_dim].
       down_bias, out_bias: biases of `down` and `out`, or None.
+      indexer: chooses the tokens to attend to; None: all.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
@@ -62,6 +78,8 @@ class LatentAttention(nnx.Module):
         self.kind = kind
         if sizes.window:
             raise ConfigError("latent attention with a sliding window is not supported")
+        if sizes.indexer and kind.int8_products:
+            raise ConfigError("attention.int8_products: not for sparse attention (an indexer)")
         dtype, d_model = formats.dtype, config.d_model
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
@@ -80,6 +98,7 @@ class LatentAttention(nnx.Module):
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
         self.out_bias = zeros(dtype, d_model=d_model) if biased else None
+        self.indexer = TokenIndexer(config, sizes, formats, rngs) if sizes.indexer else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
@@ -87,21 +106,29 @@ class LatentAttention(nnx.Module):
         """Attention of normed tokens, after their latents are written to the pages. Returns this
         device's share of the output projection (the caller sums over `tp`) and the pages."""
         tokens = x.shape[0]
-        chunks = tokens > batch.page_table.shape[0]
+        sparse = is_sparse(self.sizes, pages, batch.page_table)
+        chunks = tokens > batch.page_table.shape[0] and not sparse
         turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
         down = linear(x, self.down, self.down_bias)
         norms, interleaved = self._norms(), self.sizes.rope.interleaved
+        pages, index = without_index(pages) if self.indexer else (pages, pages[:0])
         with jax.named_scope("write_pages"):
+            if self.indexer:
+                index = self.indexer.write(x, index, turn, batch)
             query, row, pages = write_latents(
                 pages, down, turn, batch, norms, interleaved=interleaved, stored=chunks
             )
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         absorbed = self._absorb(nope, rope)
-        attend = functools.partial(
-            attend_latent, kind=self.kind, scale=self.sizes.scale, v_width=self.sizes.kv_latent
-        )
+        scale, v_width = self.sizes.scale, self.sizes.kv_latent
+        attend = functools.partial(attend_latent, kind=self.kind, scale=scale, v_width=v_width)
         with jax.named_scope("paged_attention"):
-            if row is None:
+            if self.indexer and sparse:
+                chosen = self.indexer.choose(x, query, index, turn, batch)
+                where = chosen, *batch.where[:2]
+                mixed = attend_chosen(absorbed, pages, *where, scale=scale, v_width=v_width)
+                heads = self._values(mixed)
+            elif row is None:
                 mixed, _ = attend(absorbed, pages, batch)
                 heads = self._values(mixed)
             else:
@@ -111,6 +138,8 @@ class LatentAttention(nnx.Module):
                 mixed, history = attend(absorbed, pages, before)
                 inside, chunk = self._naive(nope, rope, row, batch)
                 heads = merge((self._values(mixed), inside), (history, chunk))
+        if self.indexer:
+            pages = with_index(pages, index)
         share = linear(heads.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 

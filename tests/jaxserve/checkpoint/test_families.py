@@ -24,6 +24,7 @@ from tests.reference.tiny_sizes import (
     TinyDeepseek,
     TinyGlm4,
     TinyGptOss,
+    TinyIndexed,
     TinyMinimax,
     TinyQwen3,
     TinyStep3p5,
@@ -32,7 +33,7 @@ from tests.reference.tiny_sizes import (
 from tests.reference.tiny_step3 import TinyStep3
 
 TINY = [TinyDeepseek(), TinyQwen3(), TinyQwen3(model_type="qwen3_moe")]
-TINY += [TinyGlm4(), TinyMinimax(), TinyStep3(), TinyStep3p5(), TinyGptOss()]
+TINY += [TinyIndexed(), TinyGlm4(), TinyMinimax(), TinyStep3(), TinyStep3p5(), TinyGptOss()]
 NAMES = [tiny.config()["model_type"] for tiny in TINY]
 
 
@@ -62,6 +63,8 @@ def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
         ("qwen3-30b-a3b", 30.5),
         ("qwen3-32b", 32.8),
         ("step3", 316.3),
+        ("deepseek-v3.2", 671.9),
+        ("glm-5", 743.9),
         ("glm-4.5-air", 106.9),
         ("minimax-m2", 228.7),
         ("step-3.5-flash", 197.0),
@@ -78,7 +81,7 @@ def test_released(name: str, billions: float):
 
 
 @pytest.mark.parametrize("yarn", [None, Yarn()], ids=["plain", "yarn"])
-@pytest.mark.parametrize("tiny", TINY[:5], ids=NAMES[:5])
+@pytest.mark.parametrize("tiny", TINY[:6], ids=NAMES[:6])
 def test_transformers_5_spells_the_same(tiny: TinyDeepseek | TinyQwen3, yarn: Yarn | None):
     tiny = type(tiny)(**vars(tiny) | {"yarn": yarn})
     assert read(tiny.config("transformers 5")) == read(tiny.config())
@@ -110,6 +113,8 @@ class TestProblems:
 FOUR = {"num_hidden_layers": 4}
 BASES = {
     "deepseek": TinyDeepseek().config(),
+    "indexed": TinyIndexed().config(),
+    "glm_moe_dsa": TinyIndexed(model_type="glm_moe_dsa").config(),
     "qwen3": TinyQwen3(**FOUR).config(),
     "qwen3_moe": TinyQwen3(model_type="qwen3_moe", **FOUR).config(),
     "step3": TinyStep3().config(),

@@ -1,0 +1,79 @@
+"""DeepSeek-V3.2 and GLM-5 (`model_type` deepseek_v32 and glm_moe_dsa): DeepSeek-V3 with an indexer
+in every layer, those of prediction modules included. Their config.json and their tensors."""
+
+import functools
+
+import msgspec
+
+from jaxserve.checkpoint.deepseek import deepseek_config, latent_attention
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.source import Sources, decoder_names, matrix, vector
+from jaxserve.config.model import MLA, Attention, Indexer, LayerKind, ModelConfig
+
+
+def deepseek_v32_config(entries: Entries, *, interleaved: bool = False) -> ModelConfig:
+    """Reads DeepSeek-V3.2's config.json.
+
+    Args:
+      interleaved: whether the family's indexer rotates neighbours, unless the file says otherwise.
+    """
+    config = deepseek_config(entries)
+    indexer = Indexer(
+        heads=entries.size("index_n_heads"),
+        head_dim=entries.size("index_head_dim"),
+        top_k=entries.size("index_topk"),
+        interleaved=entries.flag("indexer_rope_interleave", default=interleaved),
+    )
+
+    def indexed(kind: LayerKind) -> LayerKind:
+        return kind._replace(attention=msgspec.structs.replace(kind.attention, indexer=indexer))
+
+    layers = {
+        name: tuple(map(indexed, getattr(config, name))) for name in ("decoder", "predictors")
+    }
+    spec = config.layer(0).attention
+    assert isinstance(spec, MLA)
+    if not spec.q_latent or spec.rope_dim > indexer.head_dim:
+        entries.problems.append(
+            f"index_head_dim = {indexer.head_dim} with q_lora_rank = {spec.q_latent} and "
+            f"qk_rope_head_dim = {spec.rope_dim}: an indexer needs query latents, and rotates "
+            "qk_rope_head_dim of its columns"
+        )
+    return msgspec.structs.replace(config, **layers)
+
+
+def glm_moe_dsa_config(entries: Entries) -> ModelConfig:
+    """Reads GLM-5's config.json. Layers that share the choice of the layer before (GLM-5.2) are
+    refused."""
+    config = deepseek_v32_config(entries, interleaved=True)
+    entries.only("index_topk_freq", 1)
+    entries.only("index_skip_topk_offset", 2)
+    kinds = entries.names("indexer_types") or list(entries.any("index_topk_pattern") or "")
+    if not {*kinds} <= {"full", "F"}:
+        entries.problems.append(f"indexer_types = {kinds}: only layers with an own indexer, full")
+    entries.only("layer_types", None, ["indexed_attention"] * config.layers)
+    dense = sum(not kind.ffn.router for kind in config.decoder)
+    kinds = ["dense"] * dense + ["sparse"] * (config.layers - dense)
+    entries.only("mlp_layer_types", None, kinds)
+    return config
+
+
+def indexed_attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+    """The leaves of latent attention with an indexer; `name` is the prefix of its tensors."""
+    assert isinstance(sizes, MLA)
+    assert sizes.indexer
+    heads, width, d = sizes.indexer.heads, sizes.indexer.head_dim, config.d_model
+    leaf, tensor = "attention.indexer.", f"{name}indexer."
+    return latent_attention(config, sizes, name) | {
+        f"{leaf}query": matrix(f"{tensor}wq_b.weight", heads * width, sizes.q_latent),
+        f"{leaf}key": matrix(f"{tensor}wk.weight", width, d),
+        f"{leaf}key_norm": vector(f"{tensor}k_norm.weight", width),
+        f"{leaf}key_bias": vector(f"{tensor}k_norm.bias", width),
+        f"{leaf}weights": matrix(f"{tensor}weights_proj.weight", heads, d),
+    }
+
+
+_NAMES = functools.partial(decoder_names, attention=indexed_attention)
+DEEPSEEK_V32 = Family(deepseek_v32_config, _NAMES)
+GLM_MOE_DSA = Family(glm_moe_dsa_config, _NAMES)
