@@ -82,21 +82,8 @@ HOST_SECONDS = 1e-4
 def run(options: argparse.Namespace) -> int:
     """Plans, and shows."""
     _check(options)
-    prefill, attention, ffn = read_hardware(
-        options, options.prefill_hardware, options.attention_hardware, options.ffn_hardware
-    )
-    hardware = {**prefill, **attention, **ffn}
-    formats = read_formats(options, hardware)
-    asked = _asked(options, hardware, formats)
-    context = round(asked.demand.requests(asked.longest, asked.page).context)
-    searcher = read_searcher(options, attention, ffn, context, formats)
-    tell = Progress()
-
-    def simulate(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
-        tell(lambda: f"simulates {fleet.text} ({part})")
-        return simulated(sizer, part, fleet, demand)
-
-    sizer = Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate)
+    sizer, hardware = read_sizer(options)
+    asked = sizer.asked
     try:
         planned = sizer.plan()
     except ConfigError as error:
@@ -111,6 +98,29 @@ def run(options: argparse.Namespace) -> int:
     prices, title = price_lines(hardware, options.price), f"{options.model}: {asked.text}"
     show(options, deploy_report(Shown(title, asked, sizer, planned, prices, of_file, command)))
     return 0
+
+
+def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]:
+    """Returns a sizer for what the options ask, and all hardware that it may use, by name.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    prefill, attention, ffn = read_hardware(
+        options, options.prefill_hardware, options.attention_hardware, options.ffn_hardware
+    )
+    hardware = {**prefill, **attention, **ffn}
+    formats = read_formats(options, hardware)
+    asked = _asked(options, hardware, formats)
+    context = round(asked.demand.requests(asked.longest, asked.page).context)
+    searcher = read_searcher(options, attention, ffn, context, formats)
+    tell = Progress()
+
+    def simulate(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
+        tell(lambda: f"simulates {fleet.text} ({part})")
+        return simulated(sizer, part, fleet, demand)
+
+    return Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate), hardware
 
 
 def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:

@@ -1,7 +1,6 @@
 """Written plans are deployments."""
 
 import re
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,32 +25,10 @@ def written(tmp_path, name: str, planned: Layout, batch: int = 32, **formats: st
     return load_deployment(tmp_path / "plan.yaml"), text
 
 
-AFD = layout("afd", dp=8, ep=16, lanes=3)
-INT8 = {"weights": "int8", "cache": "bfloat16", "dispatch": "int8"}
-
-
-def other(**changes: Any) -> Layout:
-    return msgspec.structs.replace(AFD, **changes)
-
-
-TWO_KINDS = other(attention="h20", dp=16, ep=8, transport="pull")
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "planned", "batch", "formats"),
-    [
-        ("afd", "step3", AFD, 32, {}),
-        ("shared-ranks", "deepseek-v3", other(ep=288, shared_ranks=32), 32, {}),
-        ("fp8-blocks", "deepseek-v3", AFD, 32, {}),  # stay as the files have them
-        ("int8", "deepseek-v3", AFD, 32, INT8),
-        ("drafts", "deepseek-v3", other(drafts=2), 32, {}),
-        ("replicas", "deepseek-v3", other(redundant_slots=1), 32, {}),  # rebalanced at times
-        ("colocated", "step3", layout("ep", dp=8), 7, {}),
-        ("two-kinds", "step3", TWO_KINDS, 32, {}),  # runtimes of a host
-        ("context", "qwen3-32b", AFD, 1, {}),  # as long as the model allows
-    ],
-)
-def test_written(name, model, planned, batch, formats, tmp_path):
+@golden.table("planner/written_plans.yaml")
+def test_written(name, model, mode, changes, batch, formats, tmp_path):
+    sizes = {"dp": 8, "ep": 16, "lanes": 3} if mode == "afd" else {"dp": 8}
+    planned = msgspec.structs.replace(layout(mode, **sizes), **changes)
     deployment, text = written(tmp_path, model, planned, batch, **formats)
     golden.check(f"planner/plans/{name}.yaml", re.sub(r"(?m)^model: .*$", "model: FOLDER", text))
     assert deployment.domains * deployment.attention.dp == planned.dp

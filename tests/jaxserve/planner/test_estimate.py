@@ -29,28 +29,7 @@ def program(instructions, size, *, layers=2, arguments=0, **more):
     return estimate.ProgramCounts(**counted, arguments=arguments, **more)
 
 
-COUNTS = estimate.Counts(
-    config="x",
-    model="step3",
-    format="fp8",
-    topology="h200:1x2",
-    context=4096,
-    tokens=1000,
-    dp=2,
-    tp=1,
-    ep=1,
-    ffn_tp=2,
-    process_devices=1,
-    lanes=3,
-    kernels={"attend": 10e-6, "ffn": 20e-6},
-    cached=43_000_000,
-    message={"dispatch": 500_000, "combine": 1_000_000},
-    sorts=0,
-    programs={
-        "attend_moe": program(10, 4_300_000, arguments=12),
-        "ffn_moe": program(20, 430_000_000, arguments=8, exchanged={"all-gather over tp": 0}),
-    },
-)
+COUNTS = read_json(golden.FOLDER / "planner" / "counts.json", estimate.Counts)
 
 
 def counts_with(**changes):

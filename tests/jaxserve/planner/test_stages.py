@@ -16,7 +16,7 @@ from pallas_kernels.target import target_of
 from tests import golden
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H100, H800
-from tests.jaxserve.planner.paper_systems import upcycled
+from tests.jaxserve.planner.test_paper_systems import upcycled
 
 ONES = dict.fromkeys(("compute", "memory", "network", "imbalance"), 1)
 NOUGHTS = ("stage_seconds", "crossing_seconds", "pull_seconds", "collective_seconds", "hop_seconds")
