@@ -308,11 +308,8 @@ class FleetFile(NamedTuple):
     def _comments(self, made: Deployment) -> list[str]:
         fleet, asked, found = made.fleet, self.asked, made.prediction
         worker, layout = fleet.worker, fleet.unit.layout
-        spare = [
-            f"{role.spare_hosts} servers of {role.hardware.name} for {role.name}"
-            for role in made.roles
-            if role.spare_hosts
-        ]
+        roles = (role for role in made.roles if role.spare_hosts)
+        spare = [f"{r.spare_hosts} servers of {r.hardware.name} for {r.name}" for r in roles]
         names = dict.fromkeys(one.name for one in fleet.unit.hardware)
         units = f"{layout.devices} {' and '.join(names)} ({layout.mode})"
         workers = (

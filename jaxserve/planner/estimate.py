@@ -329,10 +329,8 @@ def case(
     with assuming(values or {}):
         found = bounds(counts, process_devices)
         receiving = found.network if serial else 0.0
-        waiting = assumed("h200.contention") if waits else 0.0
-        found = found._replace(
-            attention=found.attention + receiving + waiting, ffn=found.ffn + receiving
-        )
+        attention = found.attention + receiving + waits * assumed("h200.contention")
+        found = found._replace(attention=attention, ffn=found.ffn + receiving)
     return Case(name, max(found), found.longest())
 
 
@@ -438,11 +436,9 @@ def _speed(counts: Counts, own: Case) -> str:
 def every_byte(counts: Counts) -> Counts:
     """Returns counts that charge everything: the bytes of collectives beside the links' time,
     nothing beside collectives, and all rows that buffers have room for."""
-    programs = {
-        name: msgspec.structs.replace(one, exchanging=0, absent=0, beside=[])
-        for name, one in counts.programs.items()
-    }
-    return msgspec.structs.replace(counts, programs=programs)
+    replace, programs = msgspec.structs.replace, counts.programs.items()
+    whole = {name: replace(one, exchanging=0, absent=0, beside=[]) for name, one in programs}
+    return replace(counts, programs=whole)
 
 
 def _times(found: dict[str, float]) -> str:

@@ -288,14 +288,11 @@ def world_report(found: Sequence[Compared]) -> Report:
     rows = [["", "quantity", "measured", "predicted", "error"]]
     notes = [WORLD_SCOPE]
     for each in found:
-        one = each.measurement
-        mark = " fitted" if one.fitted else ""
-        numbers = [f"{one.measured:g}", f"{each.predicted:.4g}", f"{each.error:+.0%}{mark}"]
+        one, error = each.measurement, f"{each.error:+.0%}"
+        numbers = [f"{one.measured:g}", f"{each.predicted:.4g}", error + " fitted" * one.fitted]
         rows.append([one.name, one.quantity, *numbers])
-        notes.append(f"{one.name}: {one.source}, {one.date}")
-        notes += [f"  given: {one.given}", f"  taken: {one.taken}"]
-        if one.why:
-            notes.append(f"  {each.error:+.0%}: {one.why}")
+        notes += [f"{one.name}: {one.source}, {one.date}", f"  given: {one.given}"]
+        notes += [f"  taken: {one.taken}", *([f"  {error}: {one.why}"] if one.why else [])]
     parts = [
         Part(rows=rows, lines=[summary(found)]),
         Part("Sources, and what was taken for granted", lines=notes),

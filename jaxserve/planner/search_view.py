@@ -71,22 +71,12 @@ def _rows(plans: Sequence[Plan]) -> list[list[str]]:
     rows = [["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]]
     rows[0] += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
     for plan in plans:
-        stages = (plan.stages[name] for name in STAGES)
-        rows.append(
-            [
-                plan.layout.text,
-                str(plan.layout.devices),
-                f"{plan.layout.dp}x{plan.layout.lanes}x{plan.batch}",
-                f"{plan.tpot * 1e3:.1f}",
-                *(f"{stage.seconds * 1e6:.0f} {stage.bound[0]}" for stage in stages),
-                ": ".join(plan.slowest),
-                f"{plan.tokens_per_device:.0f}",
-                f"{plan.dollars:.3f}",
-                f"{_month(plan):,.0f}",
-                f"{plan.attention_bytes / 1e9:.1f}",
-                f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
-            ]
-        )
+        layout, stages = plan.layout, (plan.stages[name] for name in STAGES)
+        row = [layout.text, str(layout.devices), f"{layout.dp}x{layout.lanes}x{plan.batch}"]
+        row += [f"{plan.tpot * 1e3:.1f}", *(f"{s.seconds * 1e6:.0f} {s.bound[0]}" for s in stages)]
+        row += [": ".join(plan.slowest), f"{plan.tokens_per_device:.0f}", f"{plan.dollars:.3f}"]
+        row += [f"{_month(plan):,.0f}", f"{plan.attention_bytes / 1e9:.1f}"]
+        rows.append([*row, f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else ""])
     return rows
 
 
@@ -115,17 +105,14 @@ def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
     """TPOT against cost, a line for each mode, on logarithmic axes, with the target and the chosen
     plan."""
     fronts = {MODES[mode]: _front(found, mode) for mode in target.modes}
-    series = [
-        Series(name, [(plan.tpot * 1e3, plan.dollars) for plan in plans])
-        for name, plans in fronts.items()
-        if plans
-    ]
-    costs = [cost for one in series for _, cost in one.points]
-    tpot = target.tpot * 1e3
-    ends = [(tpot, min(costs)), (tpot, max(costs))]
+    points = {
+        name: [(plan.tpot * 1e3, plan.dollars) for plan in plans] for name, plans in fronts.items()
+    }
+    series = [Series(name, own) for name, own in points.items() if own]
+    costs, tpot = [cost for own in points.values() for _, cost in own], target.tpot * 1e3
+    ends, place = [(tpot, min(costs)), (tpot, max(costs))], (chosen.tpot * 1e3, chosen.dollars)
     series.append(Series(f"target {tpot:g} ms", ends, dashed=True))
-    place = [(chosen.tpot * 1e3, chosen.dollars)]
-    series.append(Series("chosen", place, line=False, names=["chosen"], chosen=True))
+    series.append(Series("chosen", [place], line=False, names=["chosen"], chosen=True))
     return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)
 
 

@@ -51,9 +51,9 @@ class Constant:
     overlapped = False
 
     def __init__(self, layers: int, groups: int, seconds: float = 0.0):
-        self.layers = layers
-        zeros, attend = [0.0] * layers, np.full(groups, seconds / layers)
-        self._step = StepTimes([attend] * layers, zeros, zeros, zeros, 0.0)
+        self.layers, zeros = layers, [0.0] * layers
+        attend = [np.full(groups, seconds / layers)] * layers
+        self._step = StepTimes(attend, zeros, zeros, zeros, 0.0)
 
     def step(self, rows: Rows) -> StepTimes:
         return self._step
@@ -553,10 +553,9 @@ def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Millions of objects that hang together are looked through for nothing."""
-    was = gc.isenabled()
+    enable = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        if was:
-            gc.enable()
+        enable()
