@@ -86,21 +86,14 @@ class KeptRequests:
         with self._lock:
             self._kept.pop(attempt, None)
 
-    def leave(self, attempt: str) -> bool:
-        """Notes that a request's router is gone; returns whether the request is kept."""
+    def left(self, receiver: OnOutput) -> set[str]:
+        """Notes that a receiver is gone. Returns its requests that are kept, ended ones included:
+        their outputs may not have arrived."""
         with self._lock:
-            kept = self._kept.get(attempt)
-            if kept is not None:
-                kept.receiver, kept.since = None, time.monotonic()
-            return kept is not None
-
-    def left(self, receiver: OnOutput) -> None:
-        """Notes that a receiver is gone, for all its requests, ended ones included: their outputs
-        may not have arrived."""
-        with self._lock:
-            for kept in self._kept.values():
-                if kept.receiver == receiver:
-                    kept.receiver, kept.since = None, time.monotonic()
+            own = {one for one, kept in self._kept.items() if kept.receiver == receiver}
+            for attempt in own:
+                self._kept[attempt].receiver, self._kept[attempt].since = None, time.monotonic()
+        return own
 
     def adopt(self, attempt: str, prompt: bytes, receiver: OnOutput) -> None:
         """Hands a request whose router is gone to another receiver, from its first token.

@@ -284,19 +284,16 @@ class RouterConnection(ServedSession[Item]):
             self._port.left(self)
             self._restoring.clear()
             submitted, prefills = list(self._submitted), list(self._prefills)
-            left = [attempt for attempt in submitted if self._port.kept.leave(attempt)]
-            self._port.kept.left(self.post)
-            submitted = [attempt for attempt in submitted if attempt not in left]
+            left = self._port.kept.left(self.post).intersection(submitted)
+            cancelled = [attempt for attempt in submitted if attempt not in left]
+            for request_id in (*cancelled, *prefills):
+                self._engine.cancel(request_id)
             for request_id in submitted:
-                self._engine.cancel(request_id)
-            for request_id in [*submitted, *left]:
                 self._ended(request_id)
-            for request_id in prefills:
-                self._engine.cancel(request_id)
-            if submitted or left or prefills:
+            if submitted or prefills:
                 logger.info(
                     "router %s: %d requests cancelled, %d kept for another, %d prompts released",
-                    *(self.name, len(submitted), len(left), len(prefills)),
+                    *(self.name, len(cancelled), len(left), len(prefills)),
                 )
             self._port._send_state()  # another router may be asked for what is kept
 

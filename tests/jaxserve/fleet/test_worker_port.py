@@ -14,6 +14,7 @@ import pytest
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet import worker_port
+from jaxserve.fleet.kept_requests import OnOutput
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, GrammarOf, Outputs
 from jaxserve.fleet.worker_connections import WorkerConnection
 from jaxserve.link.session.channel import Channel, dial, split_address
@@ -216,13 +217,13 @@ def test_requests_that_end_while_their_router_leaves() -> None:
         for n in range(6):
             router.submit(f"{n}")
         until(lambda: len(worker.engine.running) == 6)
-        leave = worker.port.kept.leave
+        left = worker.port.kept.left
 
-        def ends_another(attempt: str) -> bool:
+        def ends_another(receiver: OnOutput) -> set[str]:
             worker.engine.cancel("5")
-            return leave(attempt)
+            return left(receiver)
 
-        worker.port.kept.leave = ends_another  # type: ignore[method-assign]
+        worker.port.kept.left = ends_another  # type: ignore[method-assign]
         router.leave()
         until(lambda: worker.engine.idle)
 
