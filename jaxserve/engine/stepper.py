@@ -37,7 +37,7 @@ from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver, IdleCollection
 from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveError, StepLostError
 from jaxserve.link.pages.source import PagesLoad, PagesSource
-from jaxserve.observe.probe import Measured
+from jaxserve.observe.spans import Span
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.actions import Action, ReadPages, WritePages
 from jaxserve.roles.expert_moves import Counted, MovesExperts
@@ -125,7 +125,7 @@ class Followers(Protocol):
     def explain(self, error: EngineFailedError) -> EngineFailedError:
         """Finds the cause of a step's error, which is often a follower."""
 
-    def measured(self, timeout: float) -> list[Measured]:
+    def measured(self, timeout: float) -> list[list[Span]]:
         """Returns the measurements of every follower's probe. Raises EngineFailedError."""
 
     def counts(self, number: int, timeout: float) -> Counted:

@@ -63,16 +63,14 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
     )
 
 
-def _abandon(failure: EngineFailedError, peers: Peers) -> None:
-    abandon(failure, peers=peers)
-
-
 @contextlib.contextmanager
 def joined(
     arguments: ProcessArguments,
     deployment: Deployment,
     *,
-    on_failure: Callable[[EngineFailedError, Peers], None] = _abandon,
+    on_failure: Callable[[EngineFailedError, Peers], None] = lambda failure, peers: abandon(
+        failure, peers=peers
+    ),
     on_drain: Callable[[str, Leader], None] = lambda reason, leader: None,
 ) -> Iterator[Peers | None]:
     """This process as part of its deployment, JAX initialised: its `Leader` or `Follower`.

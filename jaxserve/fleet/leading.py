@@ -13,7 +13,6 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.leader import Leader
-from jaxserve.observe.probe import Measured
 from jaxserve.observe.spans import Span
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_moves import Counted
@@ -35,14 +34,9 @@ class LedFollowers:
         self._leader.broadcast(boundary)
         self._number += 1
 
-    def measured(self, timeout: float) -> list[Measured]:
-        """Returns the measurements of every follower's probe.
-
-        Raises:
-          EngineFailedError: one did not answer in time; names it.
-        """
-        answers = self._leader.collect(MEASURED, timeout)
-        return [msgspec.msgpack.decode(data, type=Measured) for data in answers.values()]
+    def measured(self, timeout: float) -> list[list[Span]]:
+        """Returns the spans of every follower's probe; raises as `collect_spans`."""
+        return collect_spans(self._leader, timeout, MEASURED)
 
     def counts(self, number: int, timeout: float) -> Counted:
         """Returns the followers' parts of the counts with this number.
@@ -71,9 +65,14 @@ class LedFollowers:
             time.sleep(0.05)
 
 
-def collect_spans(leader: Leader, timeout: float) -> list[list[Span]]:
-    """Returns the measured spans of every follower."""
-    return [
-        msgspec.msgpack.decode(data, type=list[Span])
-        for data in leader.collect(SPANS, timeout).values()
-    ]
+def collect_spans(leader: Leader, timeout: float, name: str = SPANS) -> list[list[Span]]:
+    """Returns the measured spans of every follower.
+
+    Args:
+      name: `SPANS`, those of the whole run, or `MEASURED`, those of the probe.
+
+    Raises:
+      EngineFailedError: one did not answer in time; names it.
+    """
+    answers = leader.collect(name, timeout).values()
+    return [msgspec.msgpack.decode(data, type=list[Span]) for data in answers]

@@ -8,8 +8,6 @@ observer, at no cost. Knows nothing of requests or other processes.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import Span
 from jaxserve.roles.worker import Observer
@@ -24,12 +22,6 @@ class Watched(Protocol):
     """The part of a driver that a probe uses."""
 
     observer: Observer | None
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """Measurements of one process."""
-
-    spans: list[Span]
 
 
 class Probe:
@@ -60,13 +52,13 @@ class Probe:
             self._driver.observer = self._always
             self._recorder.pause()
 
-    def take(self, timeout: float) -> Measured:
+    def take(self, timeout: float) -> list[Span]:
         """Waits until everything measured since the last start has run, and returns it.
 
         After `timeout` seconds it returns what has finished by then.
         """
         self._recorder.flush(timeout)
-        return Measured(self._recorder.spans())
+        return self._recorder.spans()
 
     def close(self) -> None:
         """Ends its threads."""

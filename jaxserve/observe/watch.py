@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.observe.probe import TAKE_SECONDS, Measured, Probe
+from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.spans import AnyStage, Span, merge
 from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
 from jaxserve.observe.view import MAX_SPANS, DomainShare, PipelineView, Transfers
@@ -33,7 +33,7 @@ STEPS = 4
 those after it."""
 
 
-Collect = Callable[[float], list[Measured]]
+Collect = Callable[[float], list[list[Span]]]
 """Collects what the followers measured, given a timeout in seconds; raises EngineFailedError."""
 
 
@@ -135,7 +135,7 @@ class Watch:
                 measured += self._collect(TAKE_SECONDS)
             except EngineFailedError as error:
                 missing = str(error)
-        spans = merge([part.spans for part in measured])
+        spans = merge(measured)
         steps = {(span.lane, span.step) for span in spans}
         if len(steps) < STEPS:  # too few steps for a typical window
             return

@@ -96,7 +96,7 @@ class PagesServer:
         """Address on which it listens, once it is started."""
         self.room = _Room(registered_bytes)
         self._listens, self._token = address, token
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._counting = threading.Lock()
         self._counts = Counter[str]()
         serve, seconds = lambda channel: _Puller(self, channel).live(), deadlines.handshake
@@ -112,10 +112,6 @@ class PagesServer:
         """Work since the start, without leases. May be read from any thread."""
         with self._counting:
             return PagesLoad(**self._counts, registered_bytes=self.room.taken, timed_out={})
-
-    def piece_bytes(self, tokens: int) -> int:
-        """Bytes of a piece with this number of tokens."""
-        return self._token_bytes * tokens
 
     def count(self, **more: int) -> None:
         """Adds to the counters of these names."""
@@ -206,7 +202,7 @@ class _Puller(ServedSession[frames.Fetch]):
         """Starts to read a piece once there is room. Returns None if there is none and `wait` is
         not set, or the connection is given up."""
         server, reply = self._server, Future[Piece]()
-        size = server.piece_bytes(fetch.size)
+        size = server.token_bytes * fetch.size
         if not server.room.take(size, lambda: not wait or self.failure is not None):
             return None
         if fetch.epoch != server.epoch:

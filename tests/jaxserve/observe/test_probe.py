@@ -44,7 +44,7 @@ def test_only_what_happens_while_it_is_on(driver, probe) -> None:
     probe.turn(False)
     driver.step(4)
     assert driver.observer is None
-    spans = probe.take(10.0).spans
+    spans = probe.take(10.0)
     assert [(s.stage, s.step, s.process) for s in spans] == [("step", 2, 3), ("step", 3, 3)]
 
 
@@ -53,7 +53,7 @@ def test_the_next_time_begins_with_nothing(driver, probe) -> None:
         probe.turn(True)
         driver.step(number)
         probe.turn(False)
-        assert [span.step for span in probe.take(10.0).spans] == [number]
+        assert [span.step for span in probe.take(10.0)] == [number]
 
 
 def test_who_observes_already_goes_on() -> None:
@@ -65,6 +65,6 @@ def test_who_observes_already_goes_on() -> None:
     probe.turn(False)
     driver.step(3)
     assert notes.steps == [1, 2, 3]
-    assert [span.step for span in probe.take(10.0).spans] == [2]
+    assert [span.step for span in probe.take(10.0)] == [2]
     assert driver.observer is notes
     probe.close()

@@ -9,7 +9,6 @@ import pytest
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe import watch as module
-from jaxserve.observe.probe import Measured
 from jaxserve.observe.spans import Span
 from jaxserve.observe.timeline import summarise
 from jaxserve.observe.view import DomainShare, PipelineView, Transfers
@@ -22,7 +21,7 @@ MS = 1_000_000
 class FakeProbe:
     """Sees the spans it is given; remembers when it was turned on and off."""
 
-    def __init__(self, measured: Measured):
+    def __init__(self, measured: list[Span]):
         self.measured = measured
         self.turned: list[bool] = []
         self.taken = threading.Semaphore(0)
@@ -30,7 +29,7 @@ class FakeProbe:
     def turn(self, on: bool) -> None:
         self.turned.append(on)
 
-    def take(self, timeout: float) -> Measured:
+    def take(self, timeout: float) -> list[Span]:
         self.taken.release()
         return self.measured
 
@@ -49,8 +48,8 @@ def lane_of_steps(stage, milliseconds, *, offset=0, process=0, steps=5):
     ]
 
 
-ATTENTION = Measured(lane_of_steps("attend", 6) + lane_of_steps("combine", 1, offset=9))
-FFN = Measured(lane_of_steps("dispatch", 1, offset=6) + lane_of_steps("ffn", 2, offset=7))
+ATTENTION = lane_of_steps("attend", 6) + lane_of_steps("combine", 1, offset=9)
+FFN = lane_of_steps("dispatch", 1, offset=6) + lane_of_steps("ffn", 2, offset=7)
 
 
 class Watched:
@@ -60,7 +59,7 @@ class Watched:
       collect: gives what other processes have measured.
     """
 
-    def __init__(self, measured: Measured, lanes: int = 1, collect=None) -> None:
+    def __init__(self, measured: list[Span], lanes: int = 1, collect=None) -> None:
         self.clock, self.probe = Clock(100.0), FakeProbe(measured)
         self.watch = Watch(self.probe, lanes, *([collect] if collect else []), clock=self.clock)
 
@@ -157,7 +156,7 @@ def test_the_figures_of_both_sides(watched) -> None:
 
 
 def test_a_side_that_does_not_answer_is_missing_and_not_idle(watched) -> None:
-    def collect(timeout: float) -> list[Measured]:
+    def collect(timeout: float) -> list[list[Span]]:
         raise EngineFailedError("process 1 (ffn) did not send 'measured' within 5 s")
 
     view = watched(ATTENTION, 1, collect).measure()
@@ -171,21 +170,21 @@ def test_as_many_steps_as_are_sampled_leave_a_steady_window(watched) -> None:
     """The first attend waits for steps that were not measured; it is not drawn."""
     attends = lane_of_steps("attend", 6, offset=30, steps=module.STEPS)
     attends[0] = msgspec.structs.replace(attends[0], enqueued_ns=0)
-    view = watched(Measured(attends + lane_of_steps("combine", 1, offset=39, steps=4))).measure()
+    view = watched(attends + lane_of_steps("combine", 1, offset=39, steps=4)).measure()
     assert view.window_seconds == pytest.approx(0.02)
     assert {span.step for span in view.timeline} == {1, 2}
     assert {span.milliseconds for span in view.timeline if span.stage == "attend"} == {6.0}
 
 
 def test_colocated_steps(watched) -> None:
-    view = watched(Measured(lane_of_steps("step", 9))).measure()
+    view = watched(lane_of_steps("step", 9)).measure()
     assert view.busy == pytest.approx({"step": 0.9})
     assert view.bubble == pytest.approx(0.1)
     assert view.transfers == {}
 
 
 def test_too_few_steps_are_no_sample(watched) -> None:
-    assert watched(Measured(lane_of_steps("step", 9, steps=2))).measure().measured_at is None
+    assert watched(lane_of_steps("step", 9, steps=2)).measure().measured_at is None
 
 
 def test_the_timeline_has_an_end(watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +195,7 @@ def test_the_timeline_has_an_end(watched, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_mistake_in_the_figures_ends_nothing(watched) -> None:
-    one = watched(Measured([]))
+    one = watched([])
     one.measure()
     one.probe.measured = None  # no figures
     one.measure()
