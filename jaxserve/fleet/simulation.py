@@ -319,7 +319,7 @@ class FleetSimulation:
         self._workers[worker].engine.submit(made, at)
 
     def _hand_over(self, prefill: str, domain: str, request: Routed) -> float:
-        """When a hand-off that is asked for now has come: either end does one at a time."""
+        """When a hand-off that is asked for now has come."""
         assert request.source is not None
         params = SamplingParams(ignore_eos=True)
         made = Request(request_id="", prompt=request.tokens, params=params, arrival=self._now)
@@ -328,13 +328,15 @@ class FleetSimulation:
         return self._cross(prefill, domain, max(0, request.source.tokens - known))
 
     def _cross(self, prefill: str, domain: str, tokens: int) -> float:
-        """When so many tokens' entries have crossed that are asked for now."""
+        """When the entries of tokens that are asked for now have crossed: their bytes follow those
+        that either end moves already."""
         if not tokens:
             return self._now
-        free = max(self._now, *(self._link_free.get(end, 0.0) for end in (prefill, domain)))
-        done = free + self._conditions.pages.seconds(tokens)
-        self._link_free[prefill] = self._link_free[domain] = done
-        return done
+        pages = self._conditions.pages
+        for end in (prefill, domain):
+            free = max(self._now, self._link_free.get(end, 0.0))
+            self._link_free[end] = free + pages.seconds(tokens)
+        return max(self._link_free[prefill], self._link_free[domain]) + pages.latency
 
     def _news(self, name: str, engine: SimulatedEngine, outputs: StepOutputs) -> None:
         """A worker tells the router what it has at one time."""

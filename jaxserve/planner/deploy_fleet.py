@@ -207,8 +207,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       token_bytes: bytes of a token's entries in all layers.
-      bytes_per_second: rate of the slower end, for one worker, which does one hand-off at a time.
-      latency: seconds of a hand-off in addition to the time of its bytes.
+      bytes_per_second: rate of the slower end, for one worker. Hand-offs share it.
+      latency: seconds of a hand-off in addition to the time of its bytes. It keeps no other one
+        waiting, as each has a stream of its own (`link/pages/client.py`).
     """
 
     token_bytes: float = 0.0
@@ -216,8 +217,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     latency: float = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Time that a hand-off of these tokens keeps both ends busy."""
-        return self.latency + tokens * self.token_bytes / self.bytes_per_second
+        """Time that the bytes of these tokens keep both ends busy."""
+        return tokens * self.token_bytes / self.bytes_per_second
 
 
 def unit_keys(

@@ -86,10 +86,10 @@ def test_no_fewer_than_the_work_takes():
 
 
 def test_hand_offs_keep_neither_end_of_the_pages_link_busier():
-    """2 ms and their bytes each: 2,000 a second take several ends, whatever the simulation says."""
-    found = sizer(Fleets(1, 1), Demand(rate=2000, prompt=512, output=8)).plan().best
-    busy = 2000 * found.link.seconds(512)
-    assert busy > 4
+    """50 MB each: 2,000 a second take several ends, whatever the simulation says."""
+    found = sizer(Fleets(1, 1), Demand(rate=4000, prompt=1024, output=8)).plan().best
+    busy = 4000 * found.link.seconds(1024)
+    assert busy > 3
     assert min(found.fleet.workers, found.fleet.units) >= busy / 0.85
 
 
