@@ -188,15 +188,12 @@ def compile_deployment(
     known = deployment_buckets(deployment)
     for bucket in buckets:
         if bucket not in known:
-            names = ", ".join(f"{each.tokens}x{each.pages}" for each in known)
-            raise ConfigError(
-                f"--bucket {bucket.tokens}x{bucket.pages}: the deployment has {names}"
-            )
+            asked, *names = (f"{each.tokens}x{each.pages}" for each in (bucket, *known))
+            raise ConfigError(f"--bucket {asked}: the deployment has {', '.join(names)}")
     meshes = Submeshes(deployment, there.devices)
     config = placed(config, meshes.ffn)
     templates = ModelTemplates(config, deployment, meshes)
     steps = list(buckets) or known
-    programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
     if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         made = wanted(colocated_executables, whole, steps)
@@ -205,6 +202,7 @@ def compile_deployment(
         ffn = FFNPrograms(templates, deployment, meshes.ffn)
         made = wanted(attention_executables, attention, steps)
         made |= wanted(ffn_executables, ffn, [bucket.tokens for bucket in steps])
+    programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
         layers = _layers(config, key.name, key.kind)
@@ -341,25 +339,20 @@ def memory(
 ) -> list[RoleMemory]:
     """Returns the memory of each role's devices while serving, without programs that failed."""
     found = []
-    lanes = deployment.lanes
     for part in role_bytes(config, deployment):
         own = [one for one in programs if one.role == part.role and not one.error]
         # An int32 a slot and token of the vocabulary.
         counts = 4 * deployment.scheduler.slots * config.vocab * (part.role == "attention")
+        outputs = max((one.outputs for one in own), default=0)
         # Of every kind of program the bucket that pads most; each of its layers pads alike.
         padding: dict[str, int] = {}
         for one in own:
             padding[one.name] = max(padding.get(one.name, 0), one.padding * one.layers)
-        found.append(
-            RoleMemory(
-                part.role,
-                part.devices,
-                part.weights,
-                part.cache,
-                sum(padding.values()),
-                lanes * (max((one.outputs for one in own), default=0) + counts),
-                max((one.temporaries for one in own), default=0),
-                sum(one.code for one in own),
-            )
+        held = RoleMemory(
+            *(part.role, part.devices, part.weights, part.cache, sum(padding.values())),
+            messages=deployment.lanes * (outputs + counts),
+            temporaries=max((one.temporaries for one in own), default=0),
+            code=sum(one.code for one in own),
         )
+        found.append(held)
     return found

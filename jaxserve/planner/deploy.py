@@ -414,11 +414,8 @@ class Sizer:
             if self._meets(found):
                 return self._deployment(fleet, demand, found)
             slow = found.ttft_asked > self.asked.ttft.seconds
-            prefill, domain = (
-                0.0 if waits is None else waits.p95
-                for waits in (found.waits.get("prefill"), found.waits.get("domain"))
-            )
-            if slow and fleet.workers and prefill >= domain:
+            waits = {part: times.p95 for part, times in found.waits.items() if times is not None}
+            if slow and fleet.workers and waits.get("prefill", 0.0) >= waits.get("domain", 0.0):
                 fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // 10))
             else:
                 fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10), demand)

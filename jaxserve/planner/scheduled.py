@@ -46,11 +46,11 @@ def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int
       ragged: rows that a device receives, or sends, in a ragged all-to-all.
     """
     found: dict[str, int] = {}
-    for line in text.splitlines():
-        name, size = _exchanged(line, devices, ragged)
+    seen = Counter[str]()
+    for name, size in (_exchanged(line, devices, ragged) for line in text.splitlines()):
         if name:
-            again = sum(1 for one in found if one.split(". ")[-1] == name)
-            found[f"{again + 1}. {name}" if again else name] = size
+            found[f"{seen[name] + 1}. {name}" if seen[name] else name] = size
+            seen[name] += 1
     return found
 
 
