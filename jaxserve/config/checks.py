@@ -167,7 +167,7 @@ def _check_pipeline(deployment: Deployment) -> None:
         ),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
-        (deployment.drafts > 0, f"speculative.method = {drafts.method}: no drafts"),
+        (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
         (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
         (hardware not in ("", "cpu"), f"hardware = {hardware}: only on CPUs"),
         (

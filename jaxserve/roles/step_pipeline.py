@@ -16,6 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, has_local_devices
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
+from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
 from jaxserve.roles.pipelines import OpenModel
@@ -66,8 +67,8 @@ class StepPipeline(WholeSteps, abc.ABC):
         """Enqueues these steps as one program."""
 
     def _next(self) -> list[StepPlan]:
-        tokens = self._begun[0].bucket.tokens
-        return [plan for plan in self._begun if plan.bucket.tokens == tokens]
+        size = self._begun[0].bucket.of_tokens
+        return [plan for plan in self._begun if plan.bucket.of_tokens == size]
 
 
 class AttentionPipeline(StepPipeline):
@@ -90,24 +91,26 @@ class AttentionPipeline(StepPipeline):
         self.executables = compile_all(
             {(b, n): programs.step(b, n) for b in buckets for n in lanes}
         )
-        self._sampling = compile_steps(_sampling, programs, buckets)
+        self._ends = compile_steps(_ends, programs, buckets)
         self._pages = list(zeroed(programs.all_pages, mesh))
         self._tokens = TokenLanes(programs, head)
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
         bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
+        sampling, drafting = self._ends[bucket]
         steps = []
         for plan in plans:
             batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
-            steps.append((*self._tokens.begin(plan, None, batch), table))
+            steps.append((*self._tokens.begin(plan, drafting, batch), table))
         step = self.executables[bucket, len(plans)]
         made = step(*(array for one in steps for array in one), *self._pages, *self._leaves)
-        self._pages = made[4 * len(plans) : -1]
+        width = (len(made) - 1 - len(self._pages)) // len(plans)
+        self._pages = made[width * len(plans) : -1]
         finished = []
         for number, (plan, arrays) in enumerate(zip(plans, steps, strict=True)):
-            *left, x = made[4 * number : 4 * number + 4]
-            programs = self._sampling[bucket], None
-            finished.append(self._tokens.end(plan, programs, arrays, tuple(left), (x,))[0])
+            *left, x = made[width * number : width * (number + 1)]
+            end = self._tokens.end(plan, (sampling, drafting), arrays, tuple(left), (x,))
+            finished.append(end[0])
         return finished
 
 
@@ -166,7 +169,13 @@ def build_pipeline(
     return role
 
 
-def _sampling(
+def _ends(
     programs: AttentionStepPrograms, buckets: Sequence[Bucket], get: Get
-) -> dict[Bucket, SamplingExecutables | None]:
-    return {bucket: sampling_executables(programs, bucket, get) for bucket in buckets}
+) -> dict[Bucket, tuple[SamplingExecutables | None, DraftingExecutables | None]]:
+    return {
+        bucket: (
+            sampling_executables(programs, bucket, get),
+            drafting_executables(programs, bucket, get),
+        )
+        for bucket in buckets
+    }

@@ -130,7 +130,8 @@ class AttentionStepPrograms(AttentionPrograms):
 
     def step(self, bucket: Bucket, lanes: int) -> Program:
         """((last_tokens, batch, page_table) of each lane, pages, embedding, head, runs) →
-        ((last_tokens, sampled, logits, x) of each lane, pages…, last token of the exchanges).
+        ((last_tokens, sampled, logits, x) of each lane, pages…, last token of the exchanges); with
+        drafts each lane's lengths precede x (`TokenPrograms.draw`).
 
         x is the residual stream after the last layer. Pages are those of all layers of a pool.
         """
@@ -180,7 +181,8 @@ class AttentionStepPrograms(AttentionPrograms):
                     answers[lane - 1], token = wire.exchange(packed, wire.answer, token)
             return (x, answers, pages, token), None
 
-        of_lane = ROWS, REPLICATED, self.logits_spec, ROWS
+        lengths = [ROWS] if bucket.drafts else []
+        of_lane = ROWS, REPLICATED, self.logits_spec, *lengths, ROWS
         return Program(
             f"step_{lanes}",
             body,

@@ -67,12 +67,12 @@ def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference,
 
 
 STEPS = [
-    (2, 1, {}),
+    (2, 1, {"speculative.method": "ngram"}),
     (2, 2, {"attention.tp": 2, "ffn.ep": 2, "cache.pages": 24}),
     (2, 4, {"attention.dp": 2, "ffn.tp": 2}),
-    (4, 3, {"attention.dp": 2, "ffn.ep": 2, "ffn.exchange": "alltoall"}),
+    (4, 3, {"attention.dp": 2, "ffn.ep": 2, "ffn.redundant_slots": 1, "ffn.exchange": "alltoall"}),
 ]
-"""Processes, lanes, and the sizes of the roles; with four processes each has one device."""
+"""Processes, lanes, and other keys; with four processes each has one device, and experts move."""
 
 
 @pytest.mark.nightly
@@ -83,8 +83,9 @@ def test_steps_of_one_dispatch_give_the_colocated_tokens(
 ):
     """Each process plays one role. With few pages, requests are preempted and one is cancelled."""
     overrides = {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
-    crowded = ["--crowded"] if "cache.pages" in sizes else []
-    check(reference, run(tiny_model, overrides, processes, tmp_path, *crowded).tokens, sizes)
+    overrides |= {"experts.move_gb_per_second": 10.0}
+    options = ["--crowded"] * ("cache.pages" in sizes) + ["--moving"] * (processes > 2)
+    check(reference, run(tiny_model, overrides, processes, tmp_path, *options).tokens, sizes)
 
 
 @pytest.mark.nightly
