@@ -148,16 +148,14 @@ def parser() -> argparse.ArgumentParser:
         help="with --clusters 2: addresses of pods of the cluster with routers and domains",
     )
     add("--service-account", default="", metavar="NAME", help="that pods run as")
-    add("--image-pull-secret", action="append", default=[], metavar="NAME", help="repeatable")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable; repeatable")
-    add("--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="repeatable")
-    add(
-        "--pod-annotation",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of pods with accelerators, as networking.gke.io/interfaces=…; repeatable",
-    )
+    near = "of pods with accelerators, as networking.gke.io/interfaces=…; "
+    for flag, dest, form, text in (
+        ("--image-pull-secret", "pull_secrets", "NAME", ""),
+        ("--env", "environment", "NAME=VALUE", "variable; "),
+        ("--node-selector", "node_selector", "LABEL=VALUE", ""),
+        ("--pod-annotation", "annotations", "KEY=VALUE", near),
+    ):
+        add(flag, dest=dest, action="append", default=[], metavar=form, help=f"{text}repeatable")
     add(
         "--rdma",
         default="",
@@ -182,7 +180,10 @@ def parser() -> argparse.ArgumentParser:
         "again without it",
     )
     made.add_argument(
-        "--without-keys", action="store_true", help="clients need no API key (--insecure-bind)"
+        "--without-keys",
+        dest="keys",
+        action="store_false",
+        help="clients need no API key (--insecure-bind)",
     )
     return made
 
@@ -345,37 +346,22 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         raise ConfigError(
             f"--models-bucket {options.models_bucket}: the model is read from {model} without it"
         )
+    said = {name: value for name, value in vars(options).items() if name in Options._fields}
+    derived = {
+        "model": model,
+        "models_claim": "" if is_url(model) else options.models_claim,
+        "environment": _pairs("--env", options.environment),
+        "node_selector": _pairs("--node-selector", options.node_selector),
+        "annotations": _pairs("--pod-annotation", options.annotations),
+        "rdma": next(
+            iter(_pairs("--rdma", [options.rdma] if options.rdma else []).items()), ("", "")
+        ),
+        "gke": options.target.startswith("gke-"),
+    }
     return Rendering(
         deployment,
         [with_host_memory(work, deployment) for work in works] if pods else works,
-        Options(
-            name=options.name,
-            image=options.image,
-            base_image=options.base_image,
-            model=model,
-            models_claim="" if is_url(model) else options.models_claim,
-            models_bucket=options.models_bucket,
-            cache_claim=options.cache_claim,
-            python=options.python,
-            leader=options.leader,
-            keys=not options.without_keys,
-            cache_bucket=options.cache_bucket,
-            namespace=options.namespace,
-            service_account=options.service_account,
-            pull_secrets=tuple(options.image_pull_secret),
-            environment=_pairs("--env", options.env),
-            node_selector=_pairs("--node-selector", options.node_selector),
-            annotations=_pairs("--pod-annotation", options.pod_annotation),
-            rdma=next(
-                iter(_pairs("--rdma", [options.rdma] if options.rdma else []).items()), ("", "")
-            ),
-            privileged=options.privileged,
-            clusters=options.clusters,
-            peer_pods=options.peer_pods,
-            gke=options.target.startswith("gke-"),
-            spares=options.spares,
-            time=options.time,
-        ),
+        Options(**said | derived),
         _command(given),
         lines,
     )

@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.launch.options import CACHE, KEYS, SPARE_SECONDS, Options, Rendering, files_of
 from jaxserve.launch.packages import sbom
 from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml
-from jaxserve.launch.workloads import Workload, host_processes
+from jaxserve.launch.workloads import Workload, serve_arguments
 
 Tree = dict[str, Any]
 
@@ -131,14 +131,10 @@ def _service(
     options: Options,
 ) -> Tree:
     server = deployment.server
-    given = ["--config=/etc/jaxserve/deployment.yaml", "--log-format=json"]
-    if work.role:
-        given.append(f"--role={work.role}")
-    if work.kind in ("prefill", "domain"):
-        given.append(f"--worker={number}")
-    if work.kind == "ffn":
-        given.append(f"--listen={name}:{work.port}")
-    given += host_processes(deployment, work)
+    which = {"ffn": f"--listen={name}:{work.port}"}
+    which |= dict.fromkeys(("prefill", "domain"), f"--worker={number}")
+    own = [which[work.kind]] if work.kind in which else []
+    given = serve_arguments(deployment, work, own)
     files = files_of(deployment, options)
     if work.faces and not files:
         given.append("--insecure-bind")

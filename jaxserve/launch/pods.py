@@ -17,7 +17,7 @@ from jaxserve.launch.options import (
     files_of,
 )
 from jaxserve.launch.settings import Places, deployment_text, to_yaml, trees
-from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
+from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, serve_arguments
 
 Tree = dict[str, Any]
 
@@ -56,16 +56,10 @@ def labels(options: Options, work: Workload) -> dict[str, str]:
 
 
 def arguments(deployment: Deployment, work: Workload, options: Options) -> list[str]:
-    """Arguments of `python -m jaxserve.serve` that all processes of a worker share."""
-    made = ["--config=/etc/jaxserve/deployment.yaml", "--log-format=json"]
-    if work.role:
-        made.append(f"--role={work.role}")
-    if work.port:
-        made.append(f"--listen=$(POD_IP):{work.port}")
-    made += host_processes(deployment, work)
-    if not files_of(deployment, options):
-        made.append("--insecure-bind")
-    return made
+    """Arguments of a container that all processes of a worker share."""
+    listen = [f"--listen=$(POD_IP):{work.port}"] if work.port else []
+    made = serve_arguments(deployment, work, listen)
+    return made if files_of(deployment, options) else [*made, "--insecure-bind"]
 
 
 def joining(leader: str, process: str, processes: str) -> list[str]:

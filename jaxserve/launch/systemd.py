@@ -14,7 +14,7 @@ from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import SPARE_SECONDS, Options, Rendering, host_places
 from jaxserve.launch.settings import deployment_text, placed
-from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, host_processes
+from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, serve_arguments
 
 HEAD = """\
 # {command}
@@ -85,10 +85,7 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
       given: arguments beside those of the workload.
     """
     server, name = deployment.server, options.name
-    words = [f"--config=/etc/{name}/deployment.yaml", "--log-format=json"]
-    if work.role:
-        words.append(f"--role={work.role}")
-    words += [*given, *host_processes(deployment, work)]
+    words = serve_arguments(deployment, work, given, f"/etc/{name}/deployment.yaml")
     credentials = []
     if work.faces:
         for key in SERVER_FILES:

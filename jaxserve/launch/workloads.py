@@ -4,7 +4,7 @@ Called by `__main__.py`; the renderers in the other files turn workloads into wh
 Pure arithmetic on a deployment: no JAX, no cluster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
@@ -81,6 +81,22 @@ def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     if deployment_of(deployment, work.role).topology.has("colocated"):
         return []
     return [f"--host-processes={work.devices}"]
+
+
+def serve_arguments(
+    deployment: Deployment,
+    work: Workload,
+    given: Sequence[str] = (),
+    config: str = "/etc/jaxserve/deployment.yaml",
+) -> list[str]:
+    """Arguments of `python -m jaxserve.serve` that all processes of a worker share.
+
+    Args:
+      given: those that say which worker it is, or where it listens.
+    """
+    role = [f"--role={work.role}"] if work.role else []
+    own = host_processes(deployment, work)
+    return [f"--config={config}", "--log-format=json", *role, *given, *own]
 
 
 def workloads(
