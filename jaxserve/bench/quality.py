@@ -219,6 +219,7 @@ def measure_int4(quick: bool) -> Iterator[Part]:
     scores = {
         "bf16": scored("bf16", {}),
         "FFN int8, rounded": scored("int8", {"ffn.weights": "int8"}),
+        "FFN mxfp4, rounded": scored("mxfp4", {"ffn.weights": "mxfp4"}),
     }
     with tempfile.TemporaryDirectory() as directory:
         for group in GROUPS[: 1 if quick else 2]:
