@@ -62,14 +62,14 @@ def _role_rows(made: Deployment) -> list[list[str]]:
     fleet = made.fleet
     worker, unit = fleet.worker.layout, fleet.unit.layout
     meshes = f"{fleet.units} x (dp {unit.dp} tp {unit.tp})"
+    chunks = f"chunks of {fleet.worker.chunk} a group"
     parts = {
-        "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), chunks of "
-        f"{fleet.worker.chunk} a group",
+        "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), {chunks}",
         "attention": f"{meshes}, {unit.lanes} lanes of {fleet.slots}",
         "ffn": f"{fleet.units} x (ep {unit.ep} tp {unit.ffn_tp})",
-        "decode": f"{meshes}, {MODES[unit.mode]}, {fleet.slots} a group"
-        + ("" if fleet.workers else ", prompts, too"),
+        "decode": f"{meshes}, {MODES[unit.mode]}, {fleet.slots} a group",
     }
+    parts["decode"] += "" if fleet.workers else ", prompts, too"
     rows = [["", "workers", "hardware", "devices", "spare servers", "chips", "USD an hour"]]
     rows[0].append("USD a month")
     numbers = [(role.devices, role.spare_hosts, role.chips, role.dollars) for role in made.roles]

@@ -25,8 +25,8 @@ def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
     sizes = [1] * hardware.torus
     left = -(-devices // hardware.jax_devices)
     while left > 1:
-        index = min(range(len(sizes)), key=lambda i: (sizes[i], -i))
-        sizes[index] *= 2
+        sizes.sort()
+        sizes[0] *= 2
         left = -(-left // 2)
     return tuple(sorted(sizes))
 

@@ -6,7 +6,6 @@ Called by `launch`, which starts the first of `slice_layouts`, and by `serve --c
 """
 
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -151,12 +150,8 @@ def _longest(torus: Torus, groups: Sequence[Sequence[Place]]) -> int:
 
 def _places(sizes: Place) -> Iterator[Place]:
     """Yields the places of a grid, the first dimension fastest."""
-    for number in range(math.prod(sizes)):
-        place = []
-        for size in sizes:
-            number, rest = divmod(number, size)
-            place.append(rest)
-        yield tuple(place)
+    for place in itertools.product(*map(range, reversed(sizes))):
+        yield place[::-1]
 
 
 class Choice(NamedTuple):

@@ -245,28 +245,20 @@ class Calculator(NamedTuple):
             bandwidth.append(middle_bandwidth(attention, layout.devices))
             rows.append(copies * layout.instances * layout.dp * batch)
         slowest = max(passing / width for passing, width in zip(rows, bandwidth, strict=True))
-        return (
-            self._cross("dispatch", attention, slowest * self.dispatch_bytes(), pulled=pulled),
-            self._cross("combine", ffn, slowest * self.combine_bytes(), pulled=pulled),
-        )
-
-    def _cross(
-        self,
-        stage: Literal["dispatch", "combine"],
-        sender: Hardware,
-        moving: float,
-        *,
-        pulled: bool,
-    ) -> StageTime:
-        """A message that takes `moving` seconds at the peak of its links, or as `pull` was
-        measured."""
         assumed = self.assumed
-        latency, charged = assumed.crossing_seconds, moving / assumed.network
+        # `pull` was measured whole; other links have the peak of their hardware.
+        latency, share = assumed.crossing_seconds, assumed.network
         if pulled:
-            latency, charged = assumed.pull_seconds, moving
-        terms, roof = Terms(moving, 0.0), latency + charged
-        seconds = self.measured.seconds(self._key(stage, sender), terms, roof)
-        return StageTime(seconds, "network" if charged > latency else "overhead")
+            latency, share = assumed.pull_seconds, 1.0
+
+        def cross(stage: Literal["dispatch", "combine"], sender: Hardware, size: int) -> StageTime:
+            moving = slowest * size
+            charged, key = moving / share, self._key(stage, sender)
+            seconds = self.measured.seconds(key, Terms(moving, 0.0), latency + charged)
+            return StageTime(seconds, "network" if charged > latency else "overhead")
+
+        there = cross("dispatch", attention, self.dispatch_bytes())
+        return there, cross("combine", ffn, self.combine_bytes())
 
     def ffn(
         self,
