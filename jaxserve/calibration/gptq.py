@@ -4,6 +4,7 @@ columns that are not rounded yet (arXiv 2210.17323; xDeepServe §4.7).
 Called by `layers.py`. Pure NumPy on one matrix at a time; knows no model.
 """
 
+import contextlib
 import functools
 from typing import Literal, NamedTuple
 
@@ -139,10 +140,8 @@ class Hessian:
             return None
         for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
             damped = moments + damping * mean * np.eye(self.d_in)
-            try:
+            with contextlib.suppress(np.linalg.LinAlgError):
                 return np.linalg.cholesky(np.linalg.inv(damped)).T
-            except np.linalg.LinAlgError:
-                continue
         return None
 
 

@@ -139,9 +139,8 @@ class Calibrator:
         config = self._config
         kind = config.layer(layer)
         assert self._rows is not None
-        attention, ffn = (
-            self._source.floats(f"layers.{layer}.{role}") for role in ("attention", "ffn")
-        )
+        names = (f"layers.{layer}.{role}" for role in ("attention", "ffn"))
+        attention, ffn = map(self._source.floats, names)
         strengths: dict[str, float] = {}
         if self._target == INT8:
             _, inputs = forward.attend(config, kind.attention, attention, self._rows)
@@ -164,15 +163,9 @@ class Calibrator:
         normed, routing = self._routed(layer, attention, rows)
         output = forward.feed_forward(made.matrices, normed, routing)
         self._rows = rows + output.reshape(rows.shape)
-        self._on_report(
-            LayerReport(
-                layer,
-                len(normed),
-                {**strengths, "post_norm": made.strength},
-                int(made.counts.min()) if made.counts.size else None,
-                short,
-            )
-        )
+        fewest = int(made.counts.min()) if made.counts.size else None
+        strengths["post_norm"] = made.strength
+        self._on_report(LayerReport(layer, len(normed), strengths, fewest, short))
         return attention, made.matrices
 
     def _routed(
@@ -198,9 +191,8 @@ class Calibrator:
         for done in range(layer):
             if done >= config.layers:
                 rows = self._enter(done, rows, token_ids)
-            attention, ffn = (
-                self._source.written(f"layers.{done}.{role}") for role in ("attention", "ffn")
-            )
+            names = (f"layers.{done}.{role}" for role in ("attention", "ffn"))
+            attention, ffn = map(self._source.written, names)
             attention = as_floats(attention)
             rows = forward.attend(config, config.layer(done).attention, attention, rows)[0]
             normed, routing = self._routed(done, attention, rows)

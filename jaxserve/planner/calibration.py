@@ -144,10 +144,8 @@ class Calibration:
         """
         if not self.fits:
             return roof
-        found = self.fits.get(key)
-        if found is None:
-            fits = self.fits.items()
-            found = next((one for at, one in fits if at._replace(layers=key.layers) == key), None)
+        others = (one for at, one in self.fits.items() if at._replace(layers=key.layers) == key)
+        found = self.fits.get(key) or next(others, None)
         if found is None and key.stage == "enter":
             return self.seconds(key._replace(stage="attend"), terms, roof)
         return roof if found is None else found.seconds(terms)

@@ -227,10 +227,8 @@ def verify(options: argparse.Namespace) -> None:
         row = [_name(made, one), *map(str, sizes), f"{load.bucket_tokens}x{load.bucket_pages}"]
         row += [f"of {one.spans}", f"{one.measured * 1e6:.1f}", f"{one.predicted * 1e6:.1f}"]
         rows.append([*row, f"{one.error:+.0%}" + ("" if one.within else " *")])
-    tree = [
-        {**one._asdict(), "load": msgspec.to_builtins(one.load), "error": one.error}
-        for one in found
-    ]
+    builtins = msgspec.to_builtins
+    tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
     parts = [Part(rows=rows, lines=summary(found))]
     show(options, Report("Predicted against measured", parts, tree))
 
@@ -278,12 +276,9 @@ def calibrate(options: argparse.Namespace) -> None:
     fits = calibration(found, options.configs)
     if options.write is not None:
         options.write.write_text(json_text(found) + "\n")
-    points = _point_rows(found, fits, options.configs)
     sure = all(one.determined for one in fits.fits.values())
-    parts = [
-        Part(rows=_fit_rows(fits)),
-        Part(rows=points, lines=[] if sure else [UNDETERMINED]),
-    ]
+    points = _point_rows(found, fits, options.configs)
+    parts = [Part(rows=_fit_rows(fits)), Part(rows=points, lines=[] if sure else [UNDETERMINED])]
     tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
     show(options, Report("Calibration", parts, tree))
 

@@ -25,10 +25,7 @@ from jaxserve.planner.calibration import (
     Terms,
     fit,
 )
-from jaxserve.planner.hardware import (
-    load_hardware,
-    read_json,
-)
+from jaxserve.planner.hardware import load_hardware, read_json
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers, load_model
 from jaxserve.planner.stage_times import Rooflines, even_rows
@@ -150,16 +147,9 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
     )
     model, asked = load_model(one.model, configs), Asked()
     calculator = Calculator(model, one.context, formats, Assumptions(), asked)
-    layout = Layout(
-        mode="afd",
-        attention=one.device_kind,
-        ffn=one.device_kind,
-        dp=one.dp,
-        tp=one.tp,
-        ep=one.ep,
-        ffn_tp=one.ffn_tp,
-        lanes=1,
-    )
+    sizes = {name: getattr(one, name) for name in ("dp", "tp", "ep", "ffn_tp")}
+    kind = one.device_kind
+    layout = Layout(mode="afd", attention=kind, ffn=kind, lanes=1, **sizes)
     tokens, padding = one.tokens or one.batch, {"reach": one.reach, "sampled": one.sampled}
     totals = (one.dp * number for number in (tokens, one.batch * one.context, one.pairs))
     rows = even_rows(one.dp, one.dp * one.batch, *totals, padded=one.padded or tokens, **padding)

@@ -128,12 +128,9 @@ stall = reader(
 def jitter(options: argparse.Namespace) -> Jitter:
     """Reads `--jitter` and `--stall`."""
     chance, duration, exponent = options.stall
-    return Jitter(
-        spread={stage: size for one in options.jitter for stage, size in one.items()},
-        stall_probability=chance,
-        stall_seconds=duration,
-        stall_exponent=exponent,
-    )
+    spreads = {stage: size for one in options.jitter for stage, size in one.items()}
+    stalls = {"stall_probability": chance, "stall_seconds": duration, "stall_exponent": exponent}
+    return Jitter(spread=spreads, **stalls)
 
 
 PAPER = Assumptions(
