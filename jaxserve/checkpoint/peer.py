@@ -10,7 +10,6 @@ next source. `link/weights` is the channel, `roles/held_weights.py` the sending 
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
 from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.link.session.channel import join_address, split_address
+from jaxserve.link.session.channel import resolve, split_address
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.link.weights.client import PeerError, WeightsPeer
 from jaxserve.link.weights.frames import HeldArray
@@ -248,14 +247,12 @@ class PeerCheckpoint(BlockReader):
 
 
 def _resolved(name: str) -> list[str]:
-    """All addresses of a host:port; the name of a headless Service resolves to all its pods."""
-    host, port = split_address(name)
+    """All addresses of a host:port."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return resolve(*split_address(name))
     except OSError as error:
         logger.info("weights: %s: %s", name, error)
         return []
-    return sorted({join_address(str(info[4][0]), port) for info in found})
 
 
 def _stored_shapes(sources: Sources, wanted: dict[str, Leaf]) -> dict[str, Shape]:

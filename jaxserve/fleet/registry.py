@@ -6,14 +6,13 @@ stay: losing the registry stops workers from joining, and nothing else.
 """
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.config.sections import Fleet, Prefill
 from jaxserve.fleet.worker_frames import WorkerRole
-from jaxserve.link.session.channel import join_address, split_address
+from jaxserve.link.session.channel import resolve, split_address
 
 LOOK_UP_SECONDS = 5.0
 
@@ -29,12 +28,6 @@ class Place(NamedTuple):
     role: WorkerRole
     reserved: bool = False
     """True if the worker takes long prompts only."""
-
-
-def resolve(host: str, port: int) -> list[str]:
-    """Addresses that a name stands for, each as host:port; raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({join_address(str(info[4][0]), port) for info in found})
 
 
 class Registry:

@@ -360,3 +360,10 @@ def split_address(address: str, name: str = "link address") -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Returns the addresses that a name stands for, each as host:port: of a headless Service those
+    of all its pods. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({join_address(str(info[4][0]), port) for info in found})

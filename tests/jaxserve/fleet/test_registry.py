@@ -4,7 +4,8 @@ import contextlib
 
 from jaxserve.config.sections import Fleet, Prefill
 from jaxserve.fleet import registry
-from jaxserve.fleet.registry import Place, Registry, resolve
+from jaxserve.fleet.registry import Place, Registry
+from jaxserve.link.session.channel import resolve
 from tests.jaxserve.waiting import until
 
 
