@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxserve.config.model import MLA
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import core_flops
+from jaxserve.planner.kernels import core_flops, index_flops
 from jaxserve.planner.models import AttentionLayers, CostModel, Lightning
 
 STAGE_SECONDS = 0.0166
@@ -51,7 +51,8 @@ def attention_flops(group: AttentionLayers, context: int) -> float:
     """
     if isinstance(group.spec, Lightning):
         return core_flops(group)
-    return 4.0 * group.spec.q_heads * group.key_dim * group.seen(context)
+    core = 4.0 * group.spec.q_heads * group.key_dim * group.attended(context)
+    return core + index_flops(group) * group.seen(context)
 
 
 def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> float:

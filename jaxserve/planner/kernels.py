@@ -34,6 +34,11 @@ def core_flops(group: AttentionLayers) -> float:
     return 2.0 * spec.q_heads * (group.key_dim + mixed)
 
 
+def index_flops(group: AttentionLayers) -> float:
+    """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
+    return 2.0 * group.indexer.heads * group.indexer.head_dim if group.indexer else 0.0
+
+
 class Expanded(NamedTuple):
     """The part of latent attention that runs on expanded keys and values instead of the latents
     (DeepSeek-V2 §2.1); numbers or arrays, an entry a sequence."""
@@ -57,6 +62,8 @@ class Attending(NamedTuple):
     """A query's token with a token that it attends to, all of them, times `tile_padding`."""
     expanded: Expanded | None = None
     """The part on expanded keys and values; its pairs times `row_padding`."""
+    scored: tuple[Any, Any] = (0, 0)
+    """Keys that an indexer reads, and pairs that it scores."""
 
 
 def prompt_chunks(

@@ -20,6 +20,7 @@ from jaxserve.roles.activations import (
     attention_activations,
     ffn_activations,
     ffn_widths,
+    shared_width,
 )
 
 TEMPLATES = 0.005
@@ -100,7 +101,9 @@ class Memory:
         """
         fixed, step = self._fixed(layout), self._step_sizes(layout, batch, budget)
         attending = max(
-            attention_activations(step, group.spec.q_heads, layout.tp, group.head_width)
+            attention_activations(
+                step, group.spec.q_heads, layout.tp, group.head_width, shared_width(group.spec)
+            )
             for group in self._calculator.model.attention
         )
         pieces = layout.attention_devices

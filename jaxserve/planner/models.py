@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
-from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, Attention, Indexer, LayerKind, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.hardware import read_struct, unknown
@@ -67,13 +67,24 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return 1
         return min(context, self.spec.window) if self.spec.window else context
 
+    @property
+    def indexer(self) -> Indexer | None:
+        """Chooses the tokens that attention reads; None: it reads all that a token sees."""
+        return self.spec.indexer if isinstance(self.spec, MLA) else None
+
+    def attended(self, context: int) -> int:
+        """Cached tokens that a token attends to behind an indexer, which scores all it sees."""
+        seen = self.seen(context)
+        return min(seen, self.indexer.top_k) if self.indexer else seen
+
     def cached_numbers(self, context: int) -> int:
         """Numbers of keys and values, or of states, that one token reads in one layer."""
         spec = self.spec
         if isinstance(spec, Lightning):
             return spec.q_heads * spec.head_dim**2
         arrays = 1 if isinstance(spec, MLA) else 2
-        return arrays * spec.kv_heads * self.key_dim * self.seen(context)
+        index = self.indexer.head_dim * self.seen(context) if self.indexer else 0
+        return arrays * spec.kv_heads * self.key_dim * self.attended(context) + index
 
     def split_parameters(self, d_model: int) -> tuple[int, int]:
         """Parameters of the linear maps of one layer: (cut by query heads under tensor
@@ -84,6 +95,9 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 query = spec.q_latent * up if spec.q_latent else d_model * up
                 out = spec.q_heads * spec.v_dim * d_model
                 whole = d_model * (spec.q_latent + self.key_dim)
+                if index := spec.indexer:
+                    whole += index.heads * index.head_dim * spec.q_latent
+                    whole += d_model * (index.head_dim + index.heads)
                 return query + head_parameters(spec) + out, whole
             case MFA() as spec:
                 split = (spec.latent + d_model) * spec.q_heads * spec.head_dim

@@ -187,13 +187,18 @@ class Rooflines:
         elif window:
             read = np.minimum(rows.length, window + rows.tokens - 1)
             pairs = np.minimum(pairs, rows.tokens * window)
-        if isinstance(group.spec, MLA) and (rows.tokens > 1).any():
+        scored, sparse = (rows.sums(rows.length), rows.sums(pairs)), False
+        if group.indexer:
+            sparse = bool((rows.length > group.indexer.top_k).any())
+            pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
+            read = pairs if sparse else read  # every token's rows are copied by themselves
+        if isinstance(group.spec, MLA) and (rows.tokens > 1).any() and not sparse:
             whole = self._attention.assumed.expanded
             read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
             more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))
             expanded = Expanded(*(rows.sums(each) for each in more))
         pairs = pairs * tile_padding(group, on, tp, rows.tokens)
-        load = Attending(tokens, rows.sums(read), rows.sums(pairs), expanded)
+        load = Attending(tokens, rows.sums(read), rows.sums(pairs), expanded, scored)
         return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
 
     def _exchanged(

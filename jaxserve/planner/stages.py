@@ -33,6 +33,7 @@ from jaxserve.planner.kernels import (
     busiest_by_chance,
     core_flops,
     expanded_width,
+    index_flops,
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
@@ -117,10 +118,15 @@ class Calculator(NamedTuple):
           rows: tokens of a sequence in the step, drafts included; its cache is read once.
           stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
         """
-        seen, tokens = group.seen(self.context), batch * rows
+        seen, tokens = group.attended(self.context), batch * rows
+        scored = batch * group.seen(self.context), tokens * group.seen(self.context)
         read = batch * (2 if isinstance(group.spec, Lightning) else seen)  # states are also written
         pairs = tokens * seen * tile_padding(group, hardware, tp, rows)
-        return StageTime(*self.attended(group, hardware, tp, Attending(tokens, read, pairs), stage))
+        return StageTime(
+            *self.attended(
+                group, hardware, tp, Attending(tokens, read, pairs, scored=scored), stage
+            )
+        )
 
     def attended(
         self,
@@ -183,9 +189,12 @@ class Calculator(NamedTuple):
             flops /= hardware.int8_attention
         linear = 2 * load.tokens * (split / tp + whole)
         kernels = [
-            (self.cache_row(group, tp) * load.read, flops * load.pairs, form),
+            (self._attended_row(group, tp) * load.read, flops * load.pairs, form),
             (self._linear_bytes(group, tp), linear, self.formats.linear),
         ]
+        if group.indexer:
+            keys, pairs = load.scored
+            kernels.append((self._index_row(group) * keys, index_flops(group) * pairs, form))
         if load.expanded is not None:
             assert isinstance(group.spec, MLA)
             # Keys and values are expanded and written, then read and attended to.
@@ -457,6 +466,17 @@ class Calculator(NamedTuple):
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes a token, layer and device; of lightning attention, of the whole state."""
+        return self._attended_row(group, tp) + self._index_row(group)
+
+    def _index_row(self, group: AttentionLayers) -> float:
+        """Bytes of an indexer's key of one token; 0 without an indexer."""
+        if not group.indexer:
+            return 0.0
+        scale = SCALE if scaled(self.formats.cache) else 0
+        return group.indexer.head_dim * number_bytes(self.formats.cache) + scale
+
+    def _attended_row(self, group: AttentionLayers, tp: int) -> float:
+        """Bytes of `cache_row` that attention itself reads, without an indexer's key."""
         size, spec = group.cache_bytes or number_bytes(self.formats.cache), group.spec
         if isinstance(spec, Lightning):
             return size * spec.q_heads * spec.head_dim**2 / tp

@@ -58,6 +58,17 @@ def head_width(spec: Attention) -> int:
     return 3 * spec.head_dim
 
 
+def shared_width(spec: object) -> int:
+    """Returns how many numbers attention computes for one token that its heads share: an indexer's
+    queries before and after RoPE, and the chosen positions, each as large as two numbers.
+
+    Args:
+      spec: attention of any kind, the planner's own included.
+    """
+    indexer = spec.indexer if isinstance(spec, MLA) else None
+    return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
+
+
 def ffn_widths(
     d_ff: int, expert_d_ff: int, top_k: int, mesh: "ExchangeMesh", *, alltoall: bool
 ) -> FFNWidths:
@@ -79,7 +90,7 @@ def ffn_widths(
     )
 
 
-def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> int:
+def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shared: int = 0) -> int:
     """Returns the bytes of activations on an attention device.
 
     For every lane: the residual stream of its DP group's tokens, a message and its answer in
@@ -95,11 +106,12 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int) -> i
     Args:
       heads: query heads.
       width: numbers computed for one head and token.
+      shared: numbers computed for one token that every device of `tp` holds.
     """
     tokens, size, d = step.tokens, step.size, step.d_model
     rows = -(-tokens // tp)
     lane = tokens * d * size + rows * (step.packed + d * size)
-    attend = tokens * (heads // tp * width + d) * size + tokens * d * FP32
+    attend = tokens * (heads // tp * width + shared + d) * size + tokens * d * FP32
     logits = step.slots * step.vocab * FP32
     counts = logits  # as many, of four bytes
     return step.lanes * (lane + counts) + max(attend, 3 * (1 + step.drafts) * logits)

@@ -7,7 +7,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.blocks import AttentionTemplates
-from jaxserve.roles.activations import attention_activations, head_width
+from jaxserve.roles.activations import attention_activations, head_width, shared_width
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
 
 
@@ -46,6 +46,6 @@ def _activations(config: ModelConfig, deployment: Deployment) -> int:
     """Bytes of a step's activations on an attention device."""
     step, tp = step_sizes(config, deployment), deployment.attention.tp
     return max(
-        attention_activations(step, spec.q_heads, tp, head_width(spec))
+        attention_activations(step, spec.q_heads, tp, head_width(spec), shared_width(spec))
         for spec in config.attentions()
     )

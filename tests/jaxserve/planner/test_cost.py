@@ -68,3 +68,9 @@ def test_cheapest_names_the_hardware():
     hardware = {name: load_hardware(name) for name in ("h800", "h20", "a800", "910b")}
     choice = cheapest(load_model("step3"), 8192, hardware)
     assert (choice.attention, choice.ffn) == ("h20", "h800")  # §4.2, observation 1
+
+
+def test_an_indexer_reads_all_keys_and_attention_the_chosen_rows():
+    cost = token_cost(load_model("deepseek-v3.2"), 131072)
+    assert cost.cache_bytes == 61 * (2048 * 576 + 131072 * 128)
+    assert cost.attention_flops == 61 * (4 * 128 * 576 * 2048 + 2 * 64 * 128 * 131072)
