@@ -174,6 +174,7 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
     ("name", "mode"),
     [
         *(("minimax_m2", "colocated"), ("glm4_moe", "colocated"), ("kimi_k2", "colocated")),
+        *(("deepseek_v32", "afd"), ("glm_moe_dsa", "colocated")),
         *(("step3p5", "afd"), ("gpt_oss", "afd")),
     ],
 )
