@@ -12,6 +12,7 @@ from pallas_kernels import gpu_resources
 NEEDS_CUDA = pytest.mark.skipif(gpu_resources.plugin() is None, reason="needs JAX's CUDA wheels")
 SECONDS = 7200
 """For all cases of an op; each takes some ten seconds on one core."""
+COMPILED = [pytest.mark.gpu_aot, NEEDS_CUDA, pytest.mark.timeout(SECONDS)]
 
 
 def lines_of(module, *arguments, env=None, limit=SECONDS):

@@ -12,7 +12,7 @@ from pallas_kernels.norm_quantize import cases as norm_quantize
 from pallas_kernels.rotate_and_write import cases as rotate_and_write
 from tests.pallas_kernels import gpu_aot
 
-pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
+pytestmark = gpu_aot.COMPILED
 
 CASES = {
     "attention": attention.gpu_cases,

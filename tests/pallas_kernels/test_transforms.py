@@ -15,6 +15,7 @@ from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import dequantize_rows, quantize_rows
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import Target, use_target
+from tests.pallas_kernels.nightly import nightly
 
 CPU, H200, V7X = (
     Target("reference", "cpu"),
@@ -80,19 +81,13 @@ def test_plain_ops_have_gradients():
     assert jax.eval_shape(jax.grad(plain), rows).shape == (8, 128)
 
 
-@pytest.mark.parametrize("op", ["write_rows", "grouped_matmul"])
-def test_vmap_is_one_call_after_the_other(op):
-    several = normal(2, 8, 128)
-    found, wanted = jax.jit(
-        lambda several: (jax.vmap(OPS[op])(several), jnp.stack([OPS[op](rows) for rows in several]))
-    )(several)
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-
-
-def test_vmap_of_a_kernel():
-    several = normal(2, 8, 128)
-    call = OPS["paged_attention"]
-    with use_target(V7X):
+@pytest.mark.parametrize(
+    ("op", "target"),
+    [("write_rows", CPU), ("grouped_matmul", CPU), *nightly(("paged_attention", V7X))],
+)
+def test_vmap_is_one_call_after_the_other(op, target):
+    several, call = normal(2, 8, 128), OPS[op]
+    with use_target(target):
         found = jax.jit(jax.vmap(functools.partial(call)))(several)
     wanted = jax.jit(lambda several: jnp.stack([call(rows) for rows in several]))(several)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)

@@ -28,6 +28,14 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     }
 
 
+def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json, and the tensors of all *.safetensors files."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= read_safetensors(file)
+    return json.loads((path / "config.json").read_text()), tensors
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
 
@@ -151,10 +159,7 @@ class DecoderNumpy:
     @staticmethod
     def from_folder(path: str | Path) -> "DecoderNumpy":
         """Reads a Hugging Face folder of one of the families."""
-        config = json.loads((Path(path) / "config.json").read_text())
-        tensors: dict[str, np.ndarray] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            tensors |= read_safetensors(file)
+        config, tensors = read_folder(Path(path))
         if config.get("quantization_config"):
             tensors = dequantise(tensors, config["quantization_config"]["weight_block_size"])
         kinds = {"deepseek_v3": DeepseekNumpy, "kimi_k2": DeepseekNumpy}

@@ -3,7 +3,6 @@
 Tests compare jaxserve with it. What it does not share with other decoders is here.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.reference.decoder_numpy import (
     DecoderNumpy,
     RopeNumpy,
     attend,
-    read_safetensors,
+    read_folder,
     silu,
     softmax,
 )
@@ -37,10 +36,7 @@ class Step3Numpy(DecoderNumpy):
     @classmethod
     def from_folder(cls, path: str | Path) -> "Step3Numpy":
         """Reads a Hugging Face folder: config.json and all *.safetensors files."""
-        config = json.loads((Path(path) / "config.json").read_text())
-        tensors: dict[str, np.ndarray] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            tensors |= read_safetensors(file)
+        config, tensors = read_folder(Path(path))
         return cls(config.get("text_config", config), tensors)
 
     def mtp_logits(self, token_ids: list[int]) -> np.ndarray:

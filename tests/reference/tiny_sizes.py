@@ -104,9 +104,9 @@ class TinyDeepseek:
         shapes = _outer_shapes(hidden, tied=self.tie_word_embeddings)
         for layer in range(self.num_hidden_layers + self.num_nextn_predict_layers):
             prefix = f"model.layers.{layer}."
-            shapes |= _prefixed(prefix, self._layer_shapes(moe=self.is_moe(layer)))
+            shapes |= prefixed(prefix, self._layer_shapes(moe=self.is_moe(layer)))
             if layer >= self.num_hidden_layers:
-                shapes |= _prefixed(
+                shapes |= prefixed(
                     prefix,
                     {
                         "embed_tokens.weight": (VOCAB, hidden),
@@ -154,15 +154,15 @@ class TinyDeepseek:
     def _ffn_shapes(self, *, moe: bool) -> Shapes:
         hidden = self.hidden_size
         if not moe:
-            return _mlp_shapes("mlp.", hidden, self.intermediate_size)
+            return mlp_shapes("mlp.", hidden, self.intermediate_size)
         width, experts = self.moe_intermediate_size, self.n_routed_experts
         shapes: Shapes = {
             "mlp.gate.weight": (experts, hidden),
             "mlp.gate.e_score_correction_bias": (experts,),
         }
         for expert in range(experts):
-            shapes |= _mlp_shapes(f"mlp.experts.{expert}.", hidden, width)
-        return shapes | _mlp_shapes("mlp.shared_experts.", hidden, width * self.n_shared_experts)
+            shapes |= mlp_shapes(f"mlp.experts.{expert}.", hidden, width)
+        return shapes | mlp_shapes("mlp.shared_experts.", hidden, width * self.n_shared_experts)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class TinyIndexed(TinyDeepseek):
         matrices |= {"k_norm": (width,), "weights_proj": (heads, hidden)}
         shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
         shapes["k_norm.bias"] = (width,)
-        return super()._layer_shapes(moe=moe) | _prefixed("self_attn.indexer.", shapes)
+        return super()._layer_shapes(moe=moe) | prefixed("self_attn.indexer.", shapes)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class TinyQwen3:
         shapes = _outer_shapes(self.hidden_size, tied=self.tie_word_embeddings)
         for layer in range(self.num_hidden_layers):
             layer_shapes = self._layer_shapes(moe=self.is_moe(layer))
-            shapes |= _prefixed(f"model.layers.{layer}.", layer_shapes)
+            shapes |= prefixed(f"model.layers.{layer}.", layer_shapes)
         return shapes
 
     def _layer_shapes(self, *, moe: bool) -> Shapes:
@@ -264,10 +264,10 @@ class TinyQwen3:
         biased = "qkvo" if self.attention_bias else ""
         shapes = _grouped(hidden, query, keys, (self.head_dim, self.head_dim), biased)
         if not moe:
-            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+            return shapes | mlp_shapes("mlp.", hidden, self.intermediate_size)
         shapes["mlp.gate.weight"] = (self.num_experts, hidden)
         for expert in range(self.num_experts):
-            shapes |= _mlp_shapes(f"mlp.experts.{expert}.", hidden, self.moe_intermediate_size)
+            shapes |= mlp_shapes(f"mlp.experts.{expert}.", hidden, self.moe_intermediate_size)
         return shapes
 
 
@@ -389,7 +389,7 @@ class TinyStep3p5:
         shapes = _outer_shapes(hidden, tied=False)
         for layer in range(last + self.num_nextn_predict_layers):
             prefix = f"model.layers.{layer}."
-            shapes |= _prefixed(prefix, self._layer_shapes(6 if layer % 4 else 4, layer))
+            shapes |= prefixed(prefix, self._layer_shapes(6 if layer % 4 else 4, layer))
             if layer >= last:
                 norms = dict.fromkeys(("enorm", "hnorm", "transformer.shared_head.norm"), (hidden,))
                 maps = {"eh_proj": (hidden, 2 * hidden)}
@@ -402,12 +402,12 @@ class TinyStep3p5:
         shapes = _grouped(hidden, heads * dim, self.num_attention_groups * dim, (dim, dim), "")
         shapes["self_attn.g_proj.weight"] = (heads, hidden)
         if not self.is_moe(layer):
-            return shapes | _mlp_shapes("mlp.", hidden, self.intermediate_size)
+            return shapes | mlp_shapes("mlp.", hidden, self.intermediate_size)
         experts, width = self.moe_num_experts, self.moe_intermediate_size
         shapes |= {"moe.gate.weight": (experts, hidden), "moe.router_bias": (experts,)}
-        stacks = _mlp_shapes("moe.", hidden, width)
+        stacks = mlp_shapes("moe.", hidden, width)
         shapes |= {name: (experts, *size) for name, size in stacks.items()}
-        return shapes | _mlp_shapes("share_expert.", hidden, self.share_expert_dim)
+        return shapes | mlp_shapes("share_expert.", hidden, self.share_expert_dim)
 
 
 @dataclass(frozen=True)
@@ -465,7 +465,7 @@ class TinyGptOss:
         }
         shapes = _outer_shapes(hidden, tied=False)
         for number in range(self.num_hidden_layers):
-            shapes |= _prefixed(f"model.layers.{number}.", layer)
+            shapes |= prefixed(f"model.layers.{number}.", layer)
         return shapes
 
 
@@ -509,7 +509,7 @@ def _outer_shapes(hidden: int, *, tied: bool) -> Shapes:
     return shapes if tied else shapes | {"lm_head.weight": (VOCAB, hidden)}
 
 
-def _mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+def mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
     return {
         f"{prefix}gate_proj.weight": (width, hidden),
         f"{prefix}up_proj.weight": (width, hidden),
@@ -517,5 +517,5 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
     }
 
 
-def _prefixed(prefix: str, shapes: Shapes) -> Shapes:
+def prefixed(prefix: str, shapes: Shapes) -> Shapes:
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}

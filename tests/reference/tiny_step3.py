@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.reference.tiny_models import with_copies, write_safetensors
+from tests.reference.tiny_sizes import Shapes, mlp_shapes, prefixed
 
 
 @dataclass(frozen=True)
@@ -53,28 +54,16 @@ class TinyStep3:
           moe_layers_as: `moe_layers_enum` as a comma string or as a list.
         """
         layers = list(self.moe_layers)
-        text = {
+        named_otherwise = ("moe_layers", "mtp", "mtp_repeats_head")
+        sizes = {name: size for name, size in vars(self).items() if name not in named_otherwise}
+        text = sizes | {
             "model_type": "step3_text",
             "architectures": ["Step3ForCausalLM"],
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
             "num_attention_groups": 1,
-            "num_hidden_layers": self.num_hidden_layers,
             "max_seq_len": 2048,
             "max_position_embedding": 2048,
-            "vocab_size": self.vocab_size,
-            "rms_norm_eps": self.rms_norm_eps,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "moe_num_experts": self.moe_num_experts,
-            "moe_top_k": self.moe_top_k,
             "moe_layers_enum": ",".join(map(str, layers)) if moe_layers_as is str else layers,
-            "rope_theta": self.rope_theta,
             "rope_scaling": None,
-            "head_dim": self.head_dim,
-            "share_q_dim": self.share_q_dim,
-            "share_expert_dim": self.share_expert_dim,
-            "norm_expert_weight": self.norm_expert_weight,
             "tie_word_embeddings": False,
             "bos_token_id": 0,
             "eos_token_id": 1,
@@ -93,12 +82,12 @@ class TinyStep3:
             "torch_dtype": dtype,
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Name in the checkpoint -> shape, [out, in] for projections."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens": (self.vocab_size, self.hidden_size),
-            "model.norm": (self.hidden_size,),
-            "lm_head": (self.vocab_size, self.hidden_size),
+        shapes: Shapes = {
+            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
+            "model.norm.weight": (self.hidden_size,),
+            "lm_head.weight": (self.vocab_size, self.hidden_size),
         }
         for layer in range(self.num_hidden_layers):
             shapes |= self._layer_shapes(layer, moe=layer in self.moe_layers)
@@ -106,45 +95,38 @@ class TinyStep3:
             name = f"model.layers.{self.num_hidden_layers}"
             shapes |= self._layer_shapes(self.num_hidden_layers, moe=True)
             shapes |= {
-                f"{name}.enorm": (self.hidden_size,),
-                f"{name}.hnorm": (self.hidden_size,),
-                f"{name}.eh_proj": (self.hidden_size, 2 * self.hidden_size),
-                f"{name}.shared_head.norm": (self.hidden_size,),
+                f"{name}.enorm.weight": (self.hidden_size,),
+                f"{name}.hnorm.weight": (self.hidden_size,),
+                f"{name}.eh_proj.weight": (self.hidden_size, 2 * self.hidden_size),
+                f"{name}.shared_head.norm.weight": (self.hidden_size,),
             }
             if self.mtp_repeats_head:
-                shapes[f"{name}.embed_tokens"] = shapes["model.embed_tokens"]
-                shapes[f"{name}.shared_head.head"] = shapes["lm_head"]
-        return {f"{name}.weight": shape for name, shape in shapes.items()}
+                shapes[f"{name}.embed_tokens.weight"] = shapes["model.embed_tokens.weight"]
+                shapes[f"{name}.shared_head.head.weight"] = shapes["lm_head.weight"]
+        return shapes
 
-    def _layer_shapes(self, layer: int, *, moe: bool) -> dict[str, tuple[int, ...]]:
+    def _layer_shapes(self, layer: int, *, moe: bool) -> Shapes:
         hidden = self.hidden_size
         heads = self.num_attention_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (self.share_q_dim, hidden),
-            "self_attn.k_proj": (self.head_dim, hidden),
-            "self_attn.v_proj": (self.head_dim, hidden),
-            "self_attn.inter_norm": (self.share_q_dim,),
-            "self_attn.wq": (heads, self.share_q_dim),
-            "self_attn.o_proj": (hidden, heads),
+        shapes: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (self.share_q_dim, hidden),
+            "self_attn.k_proj.weight": (self.head_dim, hidden),
+            "self_attn.v_proj.weight": (self.head_dim, hidden),
+            "self_attn.inter_norm.weight": (self.share_q_dim,),
+            "self_attn.wq.weight": (heads, self.share_q_dim),
+            "self_attn.o_proj.weight": (hidden, heads),
         }
         if moe:
-            experts, width = self.moe_num_experts, self.moe_intermediate_size
-            shapes |= {
-                "moe.gate": (experts, hidden),
-                "moe.gate_proj": (experts, width, hidden),
-                "moe.up_proj": (experts, width, hidden),
-                "moe.down_proj": (experts, hidden, width),
-            }
-        block = "share_expert" if moe else "mlp"
-        width = self.share_expert_dim if moe else self.intermediate_size
-        shapes |= {
-            f"{block}.gate_proj": (width, hidden),
-            f"{block}.up_proj": (width, hidden),
-            f"{block}.down_proj": (hidden, width),
-        }
-        return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+            experts = self.moe_num_experts
+            stacks = mlp_shapes("moe.", hidden, self.moe_intermediate_size)
+            shapes["moe.gate.weight"] = (experts, hidden)
+            shapes |= {name: (experts, *size) for name, size in stacks.items()}
+            shapes |= mlp_shapes("share_expert.", hidden, self.share_expert_dim)
+        else:
+            shapes |= mlp_shapes("mlp.", hidden, self.intermediate_size)
+        return prefixed(f"model.layers.{layer}.", shapes)
 
     def tensors(self, seed: int = 0) -> dict[str, np.ndarray]:
         """Random float32 weights: norms 1 ± 0.2, all else with a standard deviation of 0.15."""

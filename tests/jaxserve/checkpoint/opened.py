@@ -118,6 +118,18 @@ def matrices(template: Any, leaves: Mapping[str, jax.Array]) -> Iterator[tuple[s
             yield name.removesuffix(".values"), part[...]
 
 
+def bits(leaf: Any) -> np.ndarray:
+    """The bytes of an array, [..., bytes of a row]."""
+    return np.asarray(leaf).view(np.uint8)
+
+
+def check_same(expected: list[jax.Array], found: list[jax.Array]) -> None:
+    """Compares arrays: their dtypes, on which devices they lie, and every bit."""
+    for one, other in zip(expected, found, strict=True):
+        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
 def leaves_of(weights: list[Any]) -> list[jax.Array]:
     """All arrays of the weights that `Opened.weights` gives."""
     if len(weights) == 1:

@@ -3,7 +3,6 @@ descriptions."""
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tests.jaxserve.checkpoint.opened import changed, edit_config
@@ -93,20 +92,12 @@ class Packer:
         }
         return tensors, self.matrix(codes, zeros, scales)
 
-    def channels(self, base, shape, *, dtype=np.int8, one=False):
-        scales = self.rng.uniform(0.001, 0.003, (shape[0], 1)).astype(np.float32)
+    def channels(self, base, shape, *, dtype=np.int8, one=None):
+        """A scale a channel, or `one` of this shape for the whole matrix."""
+        scales = self.rng.uniform(0.001, 0.003, one or (shape[0], 1)).astype(np.float32)
         values = self.rng.integers(-127, 128, shape).astype(dtype)
-        if one:
-            scales = scales[:1, 0]
         tensors = {f"{base}weight": values, f"{base}weight_scale": scales}
         return tensors, values.astype(np.float64) * scales
-
-    def block(self, base, shape):
-        """An FP8 block that holds the whole matrix."""
-        scale = self.rng.uniform(0.001, 0.003, (1, 1)).astype(np.float32)
-        values = self.rng.integers(-127, 128, shape).astype(ml_dtypes.float8_e4m3fn)
-        tensors = {f"{base}weight": values, f"{base}weight_scale": scale}
-        return tensors, values.astype(np.float64) * scale
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}

@@ -19,8 +19,8 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.mirror import _mirrored, local_folder
 from jaxserve.text.tokenizer import Tokenizer
-from tests.jaxserve.checkpoint.opened import Opened
-from tests.jaxserve.checkpoint.test_store import LAYOUTS, bits, load
+from tests.jaxserve.checkpoint.opened import Opened, check_same
+from tests.jaxserve.checkpoint.test_store import LAYOUTS, load
 from tests.jaxserve.storage.conftest import objects as objects
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -47,9 +47,7 @@ def test_the_folder_s_weights(scheme, folder, objects):
     assert isinstance(open_checkpoint(url, read_config(url)[1]), HFCheckpoint)
     assert weights_digest(url) != weights_digest(str(folder))  # named by generations
     assert not Tokenizer.from_folder(url).knows_text
-    for a, b in zip(load(folder, overrides), load(url, overrides), strict=True):
-        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
-        np.testing.assert_array_equal(bits(a), bits(b))
+    check_same(load(folder, overrides), load(url, overrides))
 
 
 @pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.nightly)])
@@ -58,8 +56,7 @@ def test_a_converted_one_s(scheme, converted, objects):
     url, overrides = f"{scheme}://models/a/b/int8", LAYOUTS["2A4F"]
     assert isinstance(open_checkpoint(url, read_config(url)[1]), StoreCheckpoint)
     assert weights_digest(url) == weights_digest(str(converted))
-    for a, b in zip(load(converted, overrides), load(url, overrides), strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
+    check_same(load(converted, overrides), load(url, overrides))
     assert verify(url) == []
 
 

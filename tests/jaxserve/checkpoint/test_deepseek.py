@@ -1,7 +1,5 @@
 """DeepSeek-V3 and Kimi K2; `test_families.py` has what all families share."""
 
-from typing import Any
-
 import pytest
 
 from jaxserve.checkpoint.families import architecture, family_of
@@ -11,10 +9,6 @@ from jaxserve.errors import CheckpointError
 from tests.reference.tiny_sizes import TinyDeepseek
 
 TREE = TinyDeepseek().config()
-
-
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in TREE.items() if name not in names}
 
 
 def test_scales():
@@ -37,7 +31,7 @@ def test_scales():
 )
 def test_no_tensor_says_what_a_missing_number_was(name: str):
     with pytest.raises(CheckpointError, match=f"{name}( or .*)? is missing"):
-        architecture(without(name))
+        architecture({key: value for key, value in TREE.items() if key != name})
 
 
 def test_keys_and_values_are_parts_of_one_tensor():

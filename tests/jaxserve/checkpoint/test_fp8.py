@@ -14,7 +14,8 @@ from jaxserve.mesh import ATTENTION_RULES, cached_sharding
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests import golden
-from tests.jaxserve.checkpoint.opened import Opened, edit_config
+from tests.jaxserve.checkpoint.opened import Opened, bits, edit_config
+from tests.pallas_kernels.nightly import nightly
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyDeepseek
@@ -82,23 +83,10 @@ def padded(matrix, shape):
     return result
 
 
-def as_uint(array):
-    return np.asarray(array).view(np.uint8)
-
-
 DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
-def check_as_whole(matrix, wanted, weights):
-    """Compares a matrix with one that was quantised as a whole."""
-    whole = quantize_weight(jnp.asarray(padded(wanted, matrix.values.shape)), weights)
-    np.testing.assert_array_equal(as_uint(matrix.values), as_uint(whole.values))
-    np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
-
-
-@pytest.mark.parametrize(
-    "layout", ["1A1F", pytest.param("2A2F", marks=pytest.mark.nightly), "2A4F"]
-)
+@pytest.mark.parametrize("layout", ["1A1F", *nightly("2A2F"), "2A4F"])
 def test_kept_as_they_are(layout, folder, floats):
     found = list(Opened(folder, LAYOUTS[layout]).quantised())
     assert len(found) == 2 * 3 + 3 + 6
@@ -111,11 +99,7 @@ def test_kept_as_they_are(layout, folder, floats):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        ("1A1F", "float32"),
-        pytest.param("2A2F", "bfloat16", marks=pytest.mark.nightly),
-        ("2A4F", "bfloat16"),
-    ],
+    [("1A1F", "float32"), *nightly(("2A2F", "bfloat16")), ("2A4F", "bfloat16")],
 )
 def test_multiplied_out(layout, dtype, folder, floats):
     plain = {"dtype": dtype, "attention.weights": dtype, "ffn.weights": dtype}
@@ -138,19 +122,19 @@ def test_multiplied_out(layout, dtype, folder, floats):
         ("2A4F", "int8", False),
         ("1A1F", "int8", True),
         ("2A4F", "fp8", True),
-        *(
-            pytest.param(*given, marks=pytest.mark.nightly)
-            for given in [("1A1F", "int8", False), ("2A2F", "fp8", True), ("2A4F", "int8", True)]
-        ),
+        *nightly(("1A1F", "int8", False), ("2A2F", "fp8", True), ("2A4F", "int8", True)),
     ],
 )
 def test_in_another_format(layout, weights, dequantised, floats, tmp_path):
-    """Files with FP8 blocks, or with floats, in 8 bits."""
+    """Files with FP8 blocks, or with floats, in 8 bits, as if quantised as a whole."""
     folder = MODEL.write(tmp_path, dequantised=dequantised)
     formats = {"attention.weights": weights, "ffn.weights": weights}
     for layer, name, matrix in Opened(folder, LAYOUTS[layout] | formats).quantised():
         assert (matrix.dtype, matrix.block) == (DTYPES[weights], (1, 0))
-        check_as_whole(matrix, expected(floats, layer, name), weights)
+        wanted = padded(expected(floats, layer, name), matrix.values.shape)
+        whole = quantize_weight(jnp.asarray(wanted), weights)
+        np.testing.assert_array_equal(bits(matrix.values), bits(whole.values))
+        np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
 
 
 TWO_BY_TWO = {"attention.dp": 2, "attention.tp": 2}
@@ -161,8 +145,7 @@ TWO_BY_TWO = {"attention.dp": 2, "attention.tp": 2}
     [
         ("int8", {}),
         ("auto", TWO_BY_TWO),
-        pytest.param("auto", {}, marks=pytest.mark.nightly),
-        pytest.param("int8", TWO_BY_TWO, marks=pytest.mark.nightly),
+        *nightly(("auto", {}), ("int8", TWO_BY_TWO)),
     ],
     ids=str,
 )
@@ -184,7 +167,7 @@ def test_stacks_are_the_blocks_stacked(weights, layout, folder):
             for layer in range(start, stop):
                 leaves = opened.source.leaves(template, tables[layer], shardings)
                 for stack, leaf in zip(stacks, leaves, strict=True):
-                    np.testing.assert_array_equal(as_uint(stack[layer - start]), as_uint(leaf))
+                    np.testing.assert_array_equal(bits(stack[layer - start]), bits(leaf))
     assert not flat
 
 

@@ -16,7 +16,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError, ConfigError
 from pallas_kernels.quantize.api import quantize_weight
 from tests import golden
-from tests.jaxserve.checkpoint.opened import Opened, changed, edit_config
+from tests.jaxserve.checkpoint.opened import Opened, changed, check_same, edit_config
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 
@@ -26,15 +26,8 @@ def open_folder(folder) -> HFCheckpoint:
 
 
 def all_leaves(folder, overrides=None):
-    """Every leaf of every block, as NumPy."""
-    return [np.asarray(leaf) for leaf in Opened(folder, overrides).leaves()]
-
-
-def same(a, b):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    """Every leaf of every block."""
+    return Opened(folder, overrides).leaves()
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +55,12 @@ class TestForms:
         ids=str,
     )
     def test_of_the_folder(self, form, plain, tmp_path):
-        same(all_leaves(write_tiny_step3(tmp_path, **form)), plain)
+        check_same(plain, all_leaves(write_tiny_step3(tmp_path, **form)))
 
     def test_shards_without_an_index(self, plain, tmp_path):
         folder = write_tiny_step3(tmp_path, shards=3)
         (folder / "model.safetensors.index.json").unlink()
-        same(all_leaves(folder), plain)
+        check_same(plain, all_leaves(folder))
 
     def test_mtp_modules_are_known_and_not_loaded(self, tmp_path):
         sizes = TinyStep3(mtp=True, mtp_repeats_head=True)
@@ -113,7 +106,8 @@ class TestDtypes:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
     def test_of_the_file_and_of_the_deployment(self, stored, dtype, tmp_path):
-        table = all_leaves(write_tiny_step3(tmp_path, dtype=stored), {"dtype": dtype})[0]
+        table, *others = all_leaves(write_tiny_step3(tmp_path, dtype=stored), {"dtype": dtype})
+        assert {leaf.dtype.name for leaf in others} == {dtype}
         expected = TinyStep3().tensors()["model.embed_tokens.weight"]
         if "bfloat16" in (stored, dtype):
             expected = expected.astype(ml_dtypes.bfloat16)

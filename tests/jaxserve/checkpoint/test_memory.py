@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.pallas_kernels.nightly import nightly
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 MIB = 2**20
@@ -74,13 +75,8 @@ APART = ("mode=afd", "attention.dp=2", "ffn.ep=2", "ffn.tp=2")
     [
         ("files", APART),
         ("converted", ("mode=colocated",)),
-        *(
-            pytest.param(*given, marks=pytest.mark.nightly)
-            for given in [
-                *(("files", ("mode=afd",)), ("files", ("mode=colocated",))),
-                *(("converted", ("mode=afd",)), ("converted", APART)),
-            ]
-        ),
+        *nightly(("files", ("mode=afd",)), ("files", ("mode=colocated",))),
+        *nightly(("converted", ("mode=afd",)), ("converted", APART)),
     ],
     ids=str,
 )

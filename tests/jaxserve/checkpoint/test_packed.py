@@ -82,7 +82,8 @@ def check(opened, stand_for, dtypes):
     for layer, template, leaves in opened.blocks():
         kept = dict(matrices(template, leaves))
         found = {name: as_floats(matrix) for name, matrix in kept.items()}
-        found |= {name: leaves[name] for name in leaves if is_packed(name)}
+        stacks = ("experts.gate", "experts.up", "experts.down")
+        found |= {name: leaves[name] for name in leaves if name in (*PROJECTIONS, *stacks)}
         for name, values in found.items():
             part = "attention" if name in PROJECTIONS else "experts"
             dtype = kept[name].dtype if name in kept else values.dtype
@@ -96,11 +97,7 @@ def check(opened, stand_for, dtypes):
     assert seen == 7 * opened.config.layers
 
 
-def is_packed(leaf):
-    return leaf in PROJECTIONS or (leaf.startswith("experts.") and leaf.count(".") == 1)
-
-
-def channels(dtype, one=False):
+def channels(dtype, one=None):
     return lambda *a: Packer().channels(*a, dtype=dtype, one=one)
 
 
@@ -114,7 +111,7 @@ WHOLE = {
     "fp8": (compressed("float-quantized", FP8, DYNAMIC), channels(F8), "fp8", "float8_e4m3fn"),
     "fp8 tensor": (
         compressed("float-quantized", FP8_TENSOR, DYNAMIC),
-        channels(F8, one=True),
+        channels(F8, one=(1,)),
         *("fp8", "float8_e4m3fn"),
     ),
     "awq": (*FORMATS["awq"], ZEROS, "int4"),
@@ -157,7 +154,7 @@ OWN_NUMBERS = {
     ),
     "int8 and fp8 blocks": (
         several(compressed("float-quantized", FP8_BLOCKS), FORMATS["w8a8"][0]),
-        {True: FORMATS["w8a8"][1], False: lambda *a: Packer().block(*a)},
+        {True: FORMATS["w8a8"][1], False: channels(F8, one=(1, 1))},
     ),
     "gptq": (
         IN_ORDER | {"sym": False, "dynamic": {"+:.*experts.*": {"bits": 8, "group_size": 64}}},

@@ -23,7 +23,7 @@ from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.held_weights import HeldWeights
 from pallas_kernels import input_major
 from tests.jaxserve import layouts
-from tests.jaxserve.checkpoint.opened import Opened, leaves_of
+from tests.jaxserve.checkpoint.opened import Opened, check_same, leaves_of
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -82,9 +82,7 @@ def check_from(folder, overrides, *addresses, on_cpus=False) -> dict[str, int]:
     found = load(folder, overrides, source, on_cpus=on_cpus).leaves
     source.close()
     assert sum(sizes) > 0
-    for a, b in zip(load(folder, overrides, on_cpus=on_cpus).leaves, found, strict=True):
-        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    check_same(load(folder, overrides, on_cpus=on_cpus).leaves, found)
     return source.arrays
 
 

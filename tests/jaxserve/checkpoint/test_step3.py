@@ -11,12 +11,6 @@ CONFIG = TinyStep3().config()
 VISION = TinyStep3().config(vision=True)
 
 
-def changed(**entries):
-    """The tiny model's entries with these; None takes an entry away."""
-    tree = CONFIG | entries
-    return {name: value for name, value in tree.items() if value is not None}
-
-
 def test_entries_of_the_vision_model_are_passed_over():
     images = {
         *("im_end_token", "im_patch_token", "im_start_token", "image_token_len"),
@@ -44,5 +38,5 @@ def test_the_text_models_entries_are_read_strictly():
 
 
 def test_no_shared_expert():
-    names = step3_names(architecture(changed(share_expert_dim=0)))
+    names = step3_names(architecture(CONFIG | {"share_expert_dim": 0}))
     assert set(names.ffn[1]) == {"experts.gate", "experts.up", "experts.down"}

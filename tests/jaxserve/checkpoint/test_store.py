@@ -16,7 +16,8 @@ from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight
 from tests import golden
-from tests.jaxserve.checkpoint.opened import Opened, edit_config
+from tests.jaxserve.checkpoint.opened import Opened, check_same, edit_config
+from tests.jaxserve.checkpoint.test_conversion import damage
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -59,10 +60,6 @@ def load(folder, overrides, modules=0):
     return leaves
 
 
-def bits(leaf):
-    return np.asarray(leaf).view(np.uint8)
-
-
 def conversions():
     """The whole product, of which nine run by default: every format from either source, every
     layout with both sources, and blocks kept as they are in two layouts. The others are behind
@@ -86,18 +83,14 @@ def test_as_it_was_converted(source, weights, layout, folders):
         dtype = "float32"
     expected = load(original, layout | formats | {"dtype": dtype}, modules=1)
     found = load(converted, layout | {"dtype": dtype}, modules=1)
-    for a, b in zip(expected, found, strict=True):
-        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
-        np.testing.assert_array_equal(bits(a), bits(b))
+    check_same(expected, found)
 
 
 @pytest.mark.parametrize("asked", ["fp8", "int8"])
 def test_plain_numbers_are_quantised_while_they_are_loaded(asked, folders):
     formats = {"attention.weights": asked, "ffn.weights": asked, "dtype": "float32"}
     layout = LAYOUTS["2A4F"] if asked == "fp8" else {"mode": "colocated"}
-    expected, found = (load(folder, layout | formats) for folder in folders("step3", None))
-    for a, b in zip(expected, found, strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
+    check_same(*(load(folder, layout | formats) for folder in folders("step3", None)))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +153,7 @@ class TestProblems:
 class TestWhileLoading:
     def test_a_flipped_bit(self, folders, tmp_path):
         folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
-        path = next(p for p in (folder / BLOCKS / "head" / "norm" / "c").rglob("*") if p.is_file())
-        content = bytearray(path.read_bytes())
-        content[50] ^= 1
-        path.write_bytes(content)
+        damage(folder, "head", "norm")
         opened = Opened(folder)
         list(opened.head())
         with pytest.raises(CheckpointError, match=r"head/norm has the checksum .* and should have"):

@@ -17,23 +17,14 @@ from jaxserve.fleet import worker_port
 from jaxserve.fleet.kept_requests import OnOutput
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, GrammarOf, Outputs
 from jaxserve.fleet.worker_connections import WorkerConnection
-from jaxserve.link.session.channel import Channel, dial, split_address
+from jaxserve.link.session.channel import dial, split_address
 from jaxserve.link.session.messages import Echo, encode
 from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker
 from tests.jaxserve.fleet.test_router import SECONDS
+from tests.jaxserve.link.session.test_listener import ENDS, closed_ends  # noqa: F401
 from tests.jaxserve.waiting import failing_once, until
 
 GRAMMAR = GrammarOf("a grammar")
-
-
-ENDS: list[Channel] = []
-
-
-@pytest.fixture(autouse=True)
-def closed_ends() -> Iterator[None]:
-    yield
-    while ENDS:
-        ENDS.pop().close()
 
 
 class Router:

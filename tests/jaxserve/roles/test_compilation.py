@@ -95,6 +95,18 @@ def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
     assert list(bound) == BUCKETS
 
 
+SIZES = [8, 64, 16, 128, 24, 96, 32, 48]
+
+
+def test_every_process_compiles_programs_of_drafts_in_the_order_of_the_buckets(tmp_path):
+    overrides = {**layouts.COLOCATED, "speculative.method": "ngram"}
+    programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, overrides))
+    buckets = [Bucket(tokens, 18, drafts) for tokens in SIZES for drafts in (0, 3)]
+    keys = wanted(colocated_executables, programs, buckets)
+    asked = [(key.name, key.bucket.tokens) for key in keys if key.name in ("resolve", "draft")]
+    assert asked == [(name, tokens) for tokens in SIZES for name in ("resolve", "draft")]
+
+
 def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
     def fail(program):
         raise RuntimeError(f"cannot compile {program.name}")

@@ -64,13 +64,11 @@ def _sequence(folder, name):
     raise AssertionError(f"no sequence of {name}: {sorted(path.name for path in folder.iterdir())}")
 
 
-COMPILED = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
+def compiled(*case):
+    return pytest.param(*case, marks=gpu_aot.COMPILED)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [pytest.param("attend_moe", 17, marks=COMPILED), pytest.param("ffn_moe", 21, marks=COMPILED)],
-)
+@pytest.mark.parametrize(("name", "most"), [compiled("attend_moe", 17), compiled("ffn_moe", 21)])
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]
     assert not BLOCKS_THE_HOST & set(found), found
@@ -78,7 +76,7 @@ def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device
     assert len([kind for kind in found if kind in LAUNCHES]) <= most, found
 
 
-@pytest.mark.parametrize(("name", "most"), [pytest.param("leave", 20, marks=COMPILED)])
+@pytest.mark.parametrize(("name", "most"), [compiled("leave", 20)])
 def test_the_sampler_is_one_graph_with_its_branches(name, most):
     """What a greedy step runs, one condition included; the rest is in its branches."""
     sequence = sequences()[name]

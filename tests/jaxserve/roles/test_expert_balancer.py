@@ -89,27 +89,23 @@ class Worker:
         while self.balancer.view().moving:
             self.pass_seconds(1)
 
-    def pass_seconds(self, seconds):
+    def pass_seconds(self, seconds=0):
+        """Waits for the counts that are asked for then."""
         self.clock.now += seconds
-        wait_for_counts(self)
+        self.boundary()
+        self.wait_until_read()
+        self.boundary()
 
+    def wait_until_read(self):
+        """Waits for the counts that were asked for, and for what is decided by them."""
+        balancer = self.balancer
 
-def wait_for_counts(worker):
-    worker.boundary()
-    wait_until_read(worker)
-    worker.boundary()
+        def done():
+            assert balancer._thread.is_alive()
+            undecided = balancer._taken == balancer._got and self.decided < balancer._taken
+            return balancer._got >= balancer._asked and not undecided
 
-
-def wait_until_read(worker):
-    """Waits for the counts that were asked for, and for what is decided by them."""
-    balancer = worker.balancer
-
-    def done():
-        assert balancer._thread.is_alive()
-        undecided = balancer._taken == balancer._got and worker.decided < balancer._taken
-        return balancer._got >= balancer._asked and not undecided
-
-    until(done)
+        until(done)
 
 
 @pytest.fixture
@@ -215,14 +211,14 @@ def test_experts_from_the_checkpoint_are_waited_for(make):
     """Until this process has ended reading, and then until all say that they have."""
     worker = make(source="checkpoint", window_seconds=1e4)
     balancer, there = worker.balancer, []
-    wait_for_counts(worker)
+    worker.pass_seconds()
     balancer._has_read = lambda: bool(there)
     balancer.place({1: SWAPPED})
     assert worker.boundary() == [SWAPPING]
     assert worker.boundary() == []
     there.append("both")
     assert worker.boundary() == [CountExperts(2)]
-    wait_until_read(worker)
+    worker.wait_until_read()
     assert worker.boundary() == [SWAP]
     assert balancer.placements[1] == SWAPPED
 
@@ -232,13 +228,13 @@ def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
     worker = make(source="checkpoint", window_seconds=10)
     balancer = worker.balancer
     worker.unread = "process 3: OSError: no such file"  # of a round long ago
-    wait_for_counts(worker)
+    worker.pass_seconds()
     worker.unread = ""
     balancer.place({1: SWAPPED})
     assert worker.boundary() == [SWAPPING]
     worker.unread = "process 3: OSError: no such file"
     assert worker.boundary() == [CountExperts(2)]
-    wait_until_read(worker)
+    worker.wait_until_read()
     assert worker.boundary() == []
     assert (balancer.view().moving, balancer.placements[1]) == (0, HOME)
     worker.pass_seconds(11)
@@ -249,9 +245,9 @@ def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
     assert worker.boundary() == [SWAPPING]
     worker.failures[4] = EngineFailedError("process 3 was late")
     assert worker.boundary() == [CountExperts(4)]
-    wait_until_read(worker)
+    worker.wait_until_read()
     assert worker.boundary() == [CountExperts(5)]
-    wait_until_read(worker)
+    worker.wait_until_read()
     assert worker.boundary() == [SWAP]
 
 
@@ -265,16 +261,14 @@ def test_only_one_rebalance_at_a_time(make):
 
 def test_periodic_and_with_hysteresis(make):
     worker = make(rebalance_seconds=100.0, window_seconds=10.0, least_gain=0.3)
-    wait_for_counts(worker)
+    worker.pass_seconds()
     for _ in range(12):
-        worker.clock.now += 10
         worker.serve(np.full((1, 8), 10))
-        wait_for_counts(worker)
+        worker.pass_seconds(10)
     assert not worker.moves
     for _ in range(22):
-        worker.clock.now += 10
         worker.serve()
-        wait_for_counts(worker)
+        worker.pass_seconds(10)
     assert worker.moves
 
 
@@ -295,7 +289,7 @@ def test_a_failure_is_the_answer_to_its_own_question(make):
     """Two rebalances wait; the second one has counts of its own."""
     worker = make()
     balancer, answers = worker.balancer, {}
-    wait_for_counts(worker)
+    worker.pass_seconds()
     worker.serve()
 
     def ask(name):
@@ -309,10 +303,10 @@ def test_a_failure_is_the_answer_to_its_own_question(make):
         thread.start()
         until(lambda wanted=wanted: balancer._wanted >= wanted)
     worker.failures[2] = EngineFailedError("process 3 was late")
-    wait_for_counts(worker)
+    worker.pass_seconds()
     threads[0].join(10)
     assert answers == {"first": "experts: process 3 was late"}
-    wait_for_counts(worker)
+    worker.pass_seconds()
     threads[1].join(10)
     assert answers["second"] is True
 
@@ -338,7 +332,7 @@ def test_a_rebalance_that_finds_a_look_on_its_way_gets_what_it_counts(make):
 def test_counts_that_a_lost_step_took_along_begin_anew(make):
     worker = make(window_seconds=10)
     balancer = worker.balancer
-    wait_for_counts(worker)
+    worker.pass_seconds()
     for _ in range(3):
         worker.serve()
         worker.pass_seconds(10)
@@ -356,7 +350,7 @@ def test_counts_of_a_lost_step_end_nothing(make):
     """The counts of a lost step cannot be read; the next ones can."""
     worker = make(window_seconds=10)
     worker.failures[2] = RuntimeError("INTERNAL: a step was lost")
-    wait_for_counts(worker)
+    worker.pass_seconds()
     worker.pass_seconds(10)
     worker.serve()
     assert worker.rebalance(dry_run=True).moves
@@ -367,7 +361,7 @@ def test_an_operators_rebalance_comes_before_the_automatic_one(make, monkeypatch
     """Between its decision and its first move."""
     worker = make(rebalance_seconds=10.0, window_seconds=10.0)
     balancer, placed = worker.balancer, []
-    wait_for_counts(worker)
+    worker.pass_seconds()
 
     def late(*arguments):
         proposal = propose(*arguments)
@@ -410,7 +404,7 @@ def test_rebalances_by_hand_beside_automatic_ones(make):
     """Every third round with a process that cannot read, every fourth with a lost step."""
     worker = make(rebalance_seconds=1.0, window_seconds=1.0, source="checkpoint")
     balancer, draw, answers = worker.balancer, np.random.default_rng(1), []
-    wait_for_counts(worker)
+    worker.pass_seconds()
     for number in range(1, 41):
         worker.unread = "" if number % 3 else "process 1: OSError: no such file"
         if not number % 4:
@@ -433,12 +427,12 @@ def test_rebalances_by_hand_beside_automatic_ones(make):
 
 def test_who_looks_sees_what_a_slice_has_so_far(make):
     worker = make(window_seconds=60.0)
-    wait_for_counts(worker)
+    worker.pass_seconds()
     balancer = worker.balancer
     worker.serve()
     worker.pass_seconds(2)
     assert balancer.view().expert_tokens == {}  # nobody had looked
-    wait_for_counts(worker)
+    worker.pass_seconds()
     view = balancer.view()
     assert view.expert_tokens == {1: SKEWED[0].tolist()}
     assert view.imbalance == pytest.approx(800 / 1500 * 8)

@@ -32,33 +32,21 @@ def in_group(root: Path, line: str, folder: str) -> Path:
     return group
 
 
-def test_without_a_quota_the_affinity_counts(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path) == 64
-    group = in_group(tmp_path, f"0::/{POD}\n", POD)
-    (group / "cpu.max").write_text("max 100000\n")
-    assert usable_cores(tmp_path) == 64
-
-
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("200000", 2), ("250000", 2), ("50000", 1), ("9900000", 64)]
+    ("own", "quotas", "cores"),
+    [
+        *((POD, [quota], cores) for quota, cores in ((200000, 2), (250000, 2), (50000, 1))),
+        *((POD, [quota], 64) for quota in ("max", 9900000)),  # no more than the affinity
+        (POD, [800000, 400000], 4),  # the group's, and of the one around it
+        ("", [200000], 2),  # a container sees its own group as the outermost
+    ],
 )
-def test_a_quota_of_version_2(quota: str, cores: int, tmp_path: Path) -> None:
-    group = in_group(tmp_path, f"0::/{POD}\n", POD)
-    (group / "cpu.max").write_text(f"{quota} 100000\n")
+def test_quotas_of_version_2(own: str, quotas: list[int | str], cores: int, tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == 64
+    group = in_group(tmp_path, f"0::/{own}\n", own)
+    for place, quota in zip((group, group.parent), quotas, strict=False):
+        (place / "cpu.max").write_text(f"{quota} 100000\n")
     assert usable_cores(tmp_path) == cores
-
-
-def test_the_least_of_a_group_and_those_around_it(tmp_path: Path) -> None:
-    group = in_group(tmp_path, f"0::/{POD}\n", POD)
-    (group / "cpu.max").write_text("800000 100000\n")
-    (group.parent / "cpu.max").write_text("400000 100000\n")
-    assert usable_cores(tmp_path) == 4
-
-
-def test_a_container_sees_its_own_group_as_the_outermost(tmp_path: Path) -> None:
-    group = in_group(tmp_path, "0::/\n", "")
-    (group / "cpu.max").write_text("200000 100000\n")
-    assert usable_cores(tmp_path) == 2
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("200000", 2), ("-1", 64)])

@@ -29,15 +29,7 @@ class Holder:
     """Random pages of a model, as a worker has them, and as one NumPy array a layer and kind."""
 
     def __init__(
-        self,
-        folder,
-        name: str,
-        *,
-        stacked=True,
-        seed=0,
-        imports=(),
-        transfer: type[PageTransfer] = PageTransfer,
-        **overrides: Any,
+        self, folder, name, *, stacked=True, seed=0, imports=(), transfer=PageTransfer, **overrides
     ):
         model = CATALOGUE[name]
         folder.mkdir(exist_ok=True)
@@ -171,18 +163,10 @@ def test_latents_and_their_rotated_part(tmp_path):
     assert holder.transfer.programs.token_bytes == holder.layers * (32 + 2 * 8 + 4)
 
 
-def _check_carried(tmp_path, name, layout, group, other, into, *, cache__format, **options):
-    cache_format = cache__format
-    source = Holder(tmp_path / "s", name, seed=1, cache__format=cache_format, **options, **layout)
-    target = Holder(
-        tmp_path / "t",
-        name,
-        seed=2,
-        imports=[cache_format],
-        cache__format=cache_format,
-        **options,
-        **other,
-    )
+def _check_carried(tmp_path, name, layout, group, other, into, **options):
+    imports = [options["cache__format"]]
+    source = Holder(tmp_path / "s", name, seed=1, **options, **layout)
+    target = Holder(tmp_path / "t", name, seed=2, imports=imports, **options, **other)
     before = target.all_pages()
     offset = 3 if source.size == 4 else 0
     pages = [5, 1, 2, 0, 3][: -(-(PIECE + offset) // source.size)]

@@ -115,32 +115,30 @@ def test_one_module(overrides, tmp_path):
         assert proposed == expected.drafts
 
 
+def check_proposals(folder, overrides, draw):
+    """Compares what the modules of a model propose after three texts; returns the slots."""
+    model, slots = DecoderNumpy.from_folder(folder), Slots(folder, overrides)
+    texts = {slot: draw.integers(0, VOCAB, 3 + 4 * slot).tolist() for slot in (0, 1, 2)}
+    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
+    for slot, (sampled, proposed) in made.items():
+        expected = propose(model, texts[slot], overrides["speculative.modules"], DRAFTS)
+        assert expected.margin > TIE
+        assert (sampled[0], proposed) == (expected.token, expected.drafts)
+    return slots
+
+
 @pytest.mark.parametrize("overrides", [*modes("colocated")])
 def test_three_modules_with_heads_of_their_own(overrides, tmp_path):
     folder = TinyModel("step3p5", TinyStep3p5(), seed=1).write(tmp_path)
     more = {"speculative.modules": 3, "ffn.exchange": "gather"}
-    model, slots = DecoderNumpy.from_folder(folder), Slots(folder, overrides | more)
-    draw = np.random.default_rng(0)
-    texts = {slot: draw.integers(0, VOCAB, 3 + 4 * slot).tolist() for slot in (0, 1, 2)}
-    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
-    for slot, (sampled, proposed) in made.items():
-        expected = propose(model, texts[slot], 3, DRAFTS)
-        assert expected.margin > TIE
-        assert (sampled[0], proposed) == (expected.token, expected.drafts)
+    check_proposals(folder, overrides | more, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("overrides", [*modes("afd")])
 def test_two_modules(overrides, tmp_path):
-    folder = DEEPSEEK.write(tmp_path)
     more = {"speculative.modules": 2, "ffn.exchange": "gather", "attention.tp": 1}
-    model, slots = DecoderNumpy.from_folder(folder), Slots(folder, overrides | more)
     draw = np.random.default_rng(0)
-    texts = {slot: draw.integers(0, VOCAB, 3 + 4 * slot).tolist() for slot in (0, 1, 2)}
-    made = slots.step({slot: (text, len(text)) for slot, text in texts.items()})
-    for slot, (sampled, proposed) in made.items():
-        expected = propose(model, texts[slot], 2, DRAFTS)
-        assert expected.margin > TIE
-        assert (sampled[0], proposed) == (expected.token, expected.drafts)
+    slots = check_proposals(DEEPSEEK.write(tmp_path), overrides | more, draw)
 
     # Behind a chunk comes the rest of its prompt, and not what the next row of the step is fed.
     prompt = draw.integers(0, VOCAB, 24).tolist()

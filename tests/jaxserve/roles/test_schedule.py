@@ -105,20 +105,16 @@ class Played:
 
     def __init__(self, layers: int, lanes: int, wishes: list[list[int]]):
         rotation = Rotation(layers, lanes)
-        self.stages: list[Stage] = []
         self.turns: list[tuple[Stage, ...]] = []
         for wish in wishes:
             for lane in wish:
                 if lane < lanes and lane not in rotation.active:
                     rotation.begin(lane)
             if rotation.active:
-                turn = next(rotation.turns)
-                self.turns.append(turn)
-                self.stages += turn
+                self.turns.append(next(rotation.turns))
         while rotation.active:
-            turn = next(rotation.turns)
-            self.turns.append(turn)
-            self.stages += turn
+            self.turns.append(next(rotation.turns))
+        self.stages = [stage for turn in self.turns for stage in turn]
 
 
 plays = given(

@@ -105,15 +105,9 @@ def test_probabilities(name, choose):
         fields["token_ids"][0, 1::2] = drafts
         fields["seed"][0] = turn * SLOTS + np.arange(SLOTS)
         logits = np.stack([np.broadcast_to(LOGITS[LAST], (SLOTS, VOCAB)), LOGITS[drafts]], axis=1)
-        last, sampled, counts, lengths = jax.device_get(
-            choose(
-                logits.reshape(1, -1, VOCAB),
-                zeros[:, None, :, 0],
-                batch[:, None],
-                zeros,
-                rules[:, None],
-            )
-        )
+        given = batch[:, None], zeros, rules[:, None]
+        made = choose(logits.reshape(1, -1, VOCAB), zeros[:, None, :, 0], *given)
+        last, sampled, counts, lengths = jax.device_get(made)
         run = sampled[0, 0]
         holds = run[:, 0] == drafts
         np.testing.assert_array_equal(run[:, 1] == REJECTED, ~holds)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -218,13 +217,6 @@ class TestPredictionModules:
         assert (len(attention.layers), len(ffn.blocks), attention.predictions) == (4, 4, [])
         _, weights = load(with_module, layouts.COLOCATED)
         assert weights.modules == ()
-
-
-def test_bfloat16(tiny_model):
-    _, *weights = load(tiny_model, {"dtype": "bfloat16"})
-    assert {leaf.dtype for leaf in leaves_of(weights)} == {jnp.dtype(jnp.bfloat16)}
-    table = expected_leaves(None, "embedding")["table"].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(weights[0].embedding[0]), table)
 
 
 def test_random_leaves_are_the_same_every_time(tiny_model):

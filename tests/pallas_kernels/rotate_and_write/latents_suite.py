@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.rotate_and_write import norm_and_write
 from pallas_kernels.target import use_target
+from tests.pallas_kernels.norm_quantize.suite import norm_numpy
 from tests.pallas_kernels.quantize.definition import LARGEST
 from tests.pallas_kernels.rotate_and_write.suite import (
     PAGE_SIZE,
@@ -24,7 +25,6 @@ from tests.pallas_kernels.rotate_and_write.suite import (
     TABLE,
     meant,
     near,
-    norm_numpy,
     turned,
 )
 
@@ -61,9 +61,9 @@ def make_case(cache, *, q_latent=256, interleaved=True, split=False, dtype=jnp.b
     key = down[:, -ROPE:]
     pairs = (key[:, ::2], key[:, 1::2]) if interleaved else np.split(key, 2, axis=-1)
     key = turned(*pairs, angles, dtype)
-    latent = norm_numpy(down[:, q_latent:-ROPE], norms["latent_norm"], dtype)
+    latent = norm_numpy(down[:, q_latent:-ROPE], norms["latent_norm"], 1e-6)
     query = down[:, :q_latent]
-    query = norm_numpy(query, norms["query_norm"], dtype) if q_latent else query
+    query = norm_numpy(query, norms["query_norm"], 1e-6) if q_latent else query
     turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
     arguments = (tuple(map(jnp.asarray, pages)), jnp.asarray(down), *turn, *where)

@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import use_target
+from tests.pallas_kernels.norm_quantize.suite import norm_numpy
 from tests.pallas_kernels.quantize.definition import LARGEST
 
 PAGE_SIZE, POOL = 8, 6
@@ -42,14 +43,6 @@ def changed(case, names, name, change):
     arguments, place = list(case.arguments), names.index(name)
     arguments[place] = change(arguments[place])
     return case._replace(arguments=tuple(arguments))
-
-
-def norm_numpy(x, weight, dtype):
-    """In float64, rounded where the definition rounds."""
-    wide = x.astype(np.float64)
-    wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    wide = wide.astype(dtype).astype(np.float32) * weight.astype(np.float32)
-    return wide.astype(dtype)
 
 
 def turned(low, high, angles, dtype):
@@ -91,8 +84,8 @@ def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=j
     angles = rng.normal(size=(tokens, width // 2)) * 9
     query, key = heads[:2]
     if norms:
-        query = norm_numpy(query, norms["query_norm"], dtype)
-        key = norm_numpy(key, norms["key_norm"], dtype)
+        query = norm_numpy(query, norms["query_norm"], 1e-6)
+        key = norm_numpy(key, norms["key_norm"], 1e-6)
     query, key = (turned(*np.split(x, 2, axis=-1), angles[:, None], dtype) for x in (query, key))
     turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))

@@ -11,6 +11,7 @@ from jaxserve.model.message import DispatchMessage
 from jaxserve.model.quant.rows import encode_rows
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from tests import golden
+from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 STORAGE = {
     "float32": np.float32,
@@ -33,19 +34,11 @@ def message(
     return DispatchMessage(rows, jnp.asarray(experts), jnp.asarray(gates))
 
 
-def quantised(x: np.ndarray, rows: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales, by the definition: the largest magnitude becomes the format's largest."""
-    largest = np.float32({"fp8": 448.0, "int8": 127.0}[rows])
-    scales = np.abs(x).max(axis=1) * (np.float32(1) / largest)
-    values = np.clip(x * (np.float32(1) / scales)[:, None], -largest, largest)
-    return (np.rint(values) if rows == "int8" else values).astype(STORAGE[rows]), scales
-
-
 def expected_bytes(m: DispatchMessage, rows: str) -> bytes:
     """Row by row: values, scale, expert ids, gates, little endian; zeros if tiles are filled."""
     x = np.asarray(m.tokens, np.float32)
     values, scales = (
-        quantised(x, rows) if rows in ("fp8", "int8") else (x.astype(STORAGE[rows]), None)
+        quantize_numpy(x, rows) if rows in ("fp8", "int8") else (x.astype(STORAGE[rows]), None)
     )
     lines = []
     for row in range(x.shape[0]):
@@ -77,7 +70,7 @@ def test_an_answer_in_int8(d_model, width):
     assert (form.dtype, form.width) == (np.int8, width)
     packed = jax.jit(lambda rows: form.pack(Unsummed(rows)))(m.tokens)
     assert np.asarray(packed).tobytes() == expected_bytes(m, "int8")
-    values, scales = quantised(x, "int8")
+    values, scales = quantize_numpy(x, "int8")
     expected = values.astype(np.float32) * scales[:, None]
     np.testing.assert_array_equal(form.total([packed], jnp.dtype(jnp.float32)), expected)
     plain = AnswerFormat(d_model, "bfloat16")
@@ -101,7 +94,7 @@ def test_unpacked_is_what_was_packed(rows, top_k, dtype, d_model):
     got = jax.jit(lambda m: form.unpack(form.pack(m), jnp.dtype(dtype)))(m)
     x = np.asarray(m.tokens, np.float32)
     if rows in ("fp8", "int8"):
-        values, scales = quantised(x, rows)
+        values, scales = quantize_numpy(x, rows)
         expected = (values.astype(np.float32) * scales[:, None]).astype(dtype)
     else:
         expected = x.astype(STORAGE[rows]).astype(dtype)

@@ -272,7 +272,8 @@ class TestCorruption:
 
 
 @contextlib.contextmanager
-def process() -> Iterator["Remote"]:
+def process() -> Iterator[SimpleNamespace]:
+    """A server in a process of its own, with as much as `ask` needs."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.jaxserve.link.pages.toy_holder"],
@@ -285,16 +286,9 @@ def process() -> Iterator["Remote"]:
         try:
             assert running.stdout is not None
             address, epoch = running.stdout.readline().split()
-            yield Remote(address, int(epoch), running)
+            yield SimpleNamespace(address=address, epoch=int(epoch), running=running)
         finally:
             running.kill()
-
-
-class Remote:
-    """As much of a server as `ask` needs."""
-
-    def __init__(self, address: str, epoch: int, running: subprocess.Popen):
-        self.address, self.epoch, self.running = address, epoch, running
 
 
 def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):

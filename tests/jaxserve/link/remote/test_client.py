@@ -20,8 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.remote.client import LinkCounters, MessageClient
 from jaxserve.link.remote.peer import PeerState
-from jaxserve.link.session.channel import Deadlines
-from jaxserve.link.session.hello import make_hello
 from tests.jaxserve.link.remote import toy_server as toy
 from tests.jaxserve.link.remote.toy_server import Nursery, nursery
 from tests.jaxserve.waiting import until
@@ -51,22 +49,10 @@ def attention_mesh(devices: int = 4) -> Mesh:
 
 @contextlib.contextmanager
 def client(
-    *running: toy.ToyServer, devices: int = 4, domain: str = "d0", **options
+    *running: toy.ToyServer, devices: int = 4, rows=(toy.ROWS,), **options
 ) -> Iterator[MessageClient]:
-    mesh = attention_mesh(devices)
-    link = MessageClient(
-        [server.address for server in running],
-        make_hello("attention", options.get("facts", toy.FACTS)),
-        options.get("token", "secret"),
-        domain=domain,
-        transport="pull",
-        mesh=mesh,
-        answer_piece=lambda kind, rows: jax.ShapeDtypeStruct(
-            (rows, int(kind.split("x")[1])), toy.WORD
-        ),
-        rows=options.get("rows", [toy.ROWS]),
-        deadlines=Deadlines(**{**toy.DEADLINES, **options.get("deadlines", {})}),
-    )
+    addresses = [server.address for server in running]
+    link = toy.message_client(addresses, attention_mesh(devices), list(rows), **options)
     try:
         link.connect()
         yield link

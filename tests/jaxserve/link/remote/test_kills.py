@@ -10,12 +10,11 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from jaxserve.link.remote.peer import PeerState
 from tests.jaxserve.link.remote import toy_server as toy
-from tests.jaxserve.link.remote.test_client import KIND, LANES, client, on_mesh, values
+from tests.jaxserve.link.remote.test_client import KIND, LANES, check, client, on_mesh, values
 from tests.jaxserve.link.remote.toy_server import in_use, nursery
 from tests.jaxserve.waiting import until
 
@@ -45,10 +44,8 @@ class Load:
             while not self._ended.is_set():
                 for lane in range(LANES):
                     if lane in sent:
-                        answer = self.link.receive(lane)
+                        check(self.link, sent[lane], lane)
                         self.times.append(time.monotonic())
-                        expected = 2 * values(sent[lane]) + sent[lane] % 4
-                        np.testing.assert_array_equal(answer, expected)
                     sent[lane] = number = number + 1
                     self.link.send(lane, KIND, number % 4, toy.ROWS, on_mesh(values(number)))
         except BaseException as error:

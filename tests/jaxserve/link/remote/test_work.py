@@ -73,7 +73,15 @@ def test_sizes_that_failed_leave_room_for_others(work, ask):
     assert ask(4, [1]) == ("4 pieces of 1 rows: more than 128 sizes of messages", False)
 
 
-SECONDS = 30.0
+def take_turns(turns, run, names):
+    """Runs these once all wait for a turn, in this order."""
+    with turns.take("x"):
+        threads = [threading.Thread(target=run, args=(name,)) for name in names]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            until(lambda number=number: turns.waiting == number)
+    for thread in threads:
+        thread.join(30.0)
 
 
 def test_a_busy_domain_lets_the_others_in_after_each_message():
@@ -89,13 +97,7 @@ def test_a_busy_domain_lets_the_others_in_after_each_message():
                 others = sum(ran.count(n) < messages[n] for n in messages if n != name)
                 until(lambda others=others: turns.waiting == others)
 
-    with turns.take("first"):
-        threads = [threading.Thread(target=run, args=(name,)) for name in messages]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: turns.waiting == number)
-    for thread in threads:
-        thread.join(SECONDS)
+    take_turns(turns, run, messages)
     assert "".join(ran) == "abcabaaaa"
 
 
@@ -108,13 +110,7 @@ def test_whoever_had_a_turn_longest_ago_is_next():
 
     for name in "abcb":
         once(name)
-    with turns.take("x"):
-        threads = [threading.Thread(target=once, args=(name,)) for name in "bcaxn"]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: turns.waiting == number)
-    for thread in threads:
-        thread.join(SECONDS)
+    take_turns(turns, once, "bcaxn")
     assert "".join(ran) == "abcb" + "nacbx"
 
 

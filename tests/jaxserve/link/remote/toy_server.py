@@ -43,6 +43,29 @@ def in_use(link: Any) -> str | None:
     return next((peer.address for peer in link.peers if active and peer.connection is active), None)
 
 
+def message_client(
+    addresses, mesh, rows, *, domain="d0", facts=FACTS, token="secret", deadlines=None
+):
+    """A client of toy servers that is not connected yet."""
+    import jax
+
+    from jaxserve.link.remote.client import MessageClient
+    from jaxserve.link.session.channel import Deadlines
+    from jaxserve.link.session.hello import make_hello
+
+    return MessageClient(
+        addresses,
+        make_hello("attention", facts),
+        token,
+        domain=domain,
+        transport="pull",
+        mesh=mesh,
+        answer_piece=lambda kind, rows: jax.ShapeDtypeStruct((rows, int(kind.split("x")[1])), WORD),
+        rows=rows,
+        deadlines=Deadlines(**DEADLINES | (deadlines or {})),
+    )
+
+
 class ToyServer:
     """A worker; keeps its address when it is started again."""
 
@@ -237,23 +260,10 @@ def keep_sending(address: str) -> None:
     import numpy as np
     from jax.sharding import Mesh
 
-    from jaxserve.link.remote.client import MessageClient
-    from jaxserve.link.session.channel import Deadlines
-    from jaxserve.link.session.hello import make_hello
-
     words = 1 << 14
     device = jax.devices()[0]
-    link = MessageClient(
-        [address],
-        make_hello("attention", FACTS),
-        "secret",
-        domain="doomed",
-        transport="pull",
-        mesh=Mesh(np.array([[device]]), ("dp", "tp")),
-        answer_piece=lambda *_: jax.ShapeDtypeStruct((BULK_ROWS, words), WORD),
-        rows=[BULK_ROWS],
-        deadlines=Deadlines(**DEADLINES),
-    )
+    mesh = Mesh(np.array([[device]]), ("dp", "tp"))
+    link = message_client([address], mesh, [BULK_ROWS], domain="doomed")
     link.connect()
     message = jax.device_put(np.ones((BULK_ROWS, words), WORD), device)
     for round_number in itertools.count():

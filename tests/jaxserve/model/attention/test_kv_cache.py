@@ -78,8 +78,8 @@ def random_rows(seed, heads, width, dtype=jnp.float32):
     return jnp.asarray(rows, dtype)
 
 
-def empty(config, cache, dtype="float32"):
-    shapes = arrays(config, {"cache.format": cache, "dtype": dtype})
+def empty(config, cache, dtype="float32", rope="auto"):
+    shapes = arrays(config, {"cache.format": cache, "cache.rope": rope, "dtype": dtype})
     return tuple(jnp.zeros(shape, kind) for shape, kind in shapes)
 
 
@@ -182,9 +182,7 @@ def test_the_rotated_part_of_latents_has_an_array_of_its_own():
 
 def test_latents_in_int8_with_rotated_parts_in_bf16():
     """Rounded as NumPy rounds them, and attention over them is that over the rounded rows."""
-    limits = {"cache.pages": 2, "cache.page_size": 4, "scheduler.max_length": 8}
-    deployment = load_deployment(Path(__file__).parent, limits | SPLIT)
-    pages = tuple(jnp.zeros(one.shape, one.dtype) for one in page_arrays(LATENT, deployment))
+    pages = empty(LATENT, "int8", rope="bfloat16")
     draw = np.random.default_rng(0)
     row = draw.normal(size=(5, 1, 40)).astype(np.float32)
     row[..., 32:] *= 30  # an outlier that would widen the latent's steps

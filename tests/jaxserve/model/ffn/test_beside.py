@@ -6,54 +6,53 @@ import jax.numpy as jnp
 from jaxserve.model.ffn.beside import Beside
 
 
-def steps(log):
-    def step(number):
+class Logged(Beside):
+    """Three steps from the value 7, beside a collective that adds 1; `log` says what ran when."""
+
+    def __init__(self):
+        self.log = []
+        super().__init__(jnp.array(7), [self.step(number) for number in (1, 2, 3)])
+
+    def step(self, number):
         def run(value):
-            log.append(f"step {number}")
+            self.log.append(f"step {number}")
             return value * 10 + number
 
         return run
 
-    return [step(number) for number in (1, 2, 3)]
+    def moves(self, number, **options):
+        def collective(array):
+            self.log.append("moves")
+            return array + 1
 
-
-def moving(log):
-    def collective(array):
-        log.append("moves")
-        return array + 1
-
-    return collective
+        return self.during(jnp.array(number), collective, **options)
 
 
 def test_a_step_beside_each():
-    log: list[str] = []
-    beside = Beside(jnp.array(7), steps(log))
-    assert beside.during(jnp.array(1), moving(log)) == 2
-    assert beside.during(jnp.array(2), moving(log)) == 3
+    beside = Logged()
+    assert [beside.moves(number) for number in (1, 2)] == [2, 3]
     assert beside.result() == 7123
-    assert log == ["moves", "step 1", "moves", "step 2", "step 3"]
+    assert beside.log == ["moves", "step 1", "moves", "step 2", "step 3"]
 
 
 def test_all_that_is_left_beside_the_last():
-    log: list[str] = []
-    beside = Beside(jnp.array(7), steps(log))
-    beside.during(jnp.array(1), moving(log))
-    beside.during(jnp.array(2), moving(log), last=True)
-    assert log == ["moves", "step 1", "moves", "step 2", "step 3"]
-    beside.during(jnp.array(3), moving(log))
-    assert log[5:] == ["moves"]
+    beside = Logged()
+    beside.moves(1)
+    beside.moves(2, last=True)
+    assert beside.log == ["moves", "step 1", "moves", "step 2", "step 3"]
+    beside.moves(3)
+    assert beside.log[5:] == ["moves"]
     assert beside.result() == 7123
 
 
 def test_steps_are_left_for_others():
     """The first of three runs beside a collective that leaves two, and none beside the next."""
-    log: list[str] = []
-    beside = Beside(jnp.array(7), steps(log))
+    beside = Logged()
     for _ in range(2):
-        beside.during(jnp.array(1), moving(log), spared=2)
-    assert log == ["moves", "step 1", "moves"]
-    beside.during(jnp.array(2), moving(log), spared=1)
-    assert log[3:] == ["moves", "step 2"]
+        beside.moves(1, spared=2)
+    assert beside.log == ["moves", "step 1", "moves"]
+    beside.moves(2, spared=1)
+    assert beside.log[3:] == ["moves", "step 2"]
     assert beside.result() == 7123
 
 

@@ -19,8 +19,7 @@ from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels import gpu_aot
 
-pytestmark = [pytest.mark.gpu_aot, gpu_aot.NEEDS_CUDA, pytest.mark.timeout(gpu_aot.SECONDS)]
-
+pytestmark = gpu_aot.COMPILED
 
 LAYOUTS = {
     "step3": ["all-gather over ep tp", "all-to-all over tp"],

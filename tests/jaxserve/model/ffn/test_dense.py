@@ -15,6 +15,13 @@ def dense(gate, up, down, dtype=jnp.float32):
     return module
 
 
+def drawn(seed, d_ff, d_model, scale=1.0):
+    """Random gate, up and down, and the generator for rows."""
+    rng = np.random.default_rng(seed)
+    shapes = ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
+    return rng, *(rng.normal(scale=scale, size=shape).astype(np.float32) for shape in shapes)
+
+
 def test_literal():
     """silu(1) = 0.731059, times 2, times 3."""
     one, two, three = (np.full((1, 1), value, np.float32) for value in (1, 2, 3))
@@ -24,9 +31,7 @@ def test_literal():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_shares_of_d_ff_add_up(dtype):
-    rng = np.random.default_rng(0)
-    gate, up = (rng.normal(scale=0.2, size=(12, 16)).astype(np.float32) for _ in range(2))
-    down = rng.normal(scale=0.2, size=(16, 12)).astype(np.float32)
+    rng, gate, up, down = drawn(0, 12, 16, 0.2)
     x = rng.normal(size=(5, 16)).astype(np.float32)
     a = x @ gate.T
     expected = (a / (1 + np.exp(-a)) * (x @ up.T)) @ down.T
@@ -42,10 +47,7 @@ def test_shares_of_d_ff_add_up(dtype):
 
 def test_steps():
     """A product at a time gives the same."""
-    rng = np.random.default_rng(2)
-    gate, up, down = (
-        rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), (6, 8), (8, 6))
-    )
+    rng, gate, up, down = drawn(2, 6, 8)
     module, x = dense(gate, up, down), jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
     steps, value = module.steps(x), (x, None, None)
     assert len(steps) == 3
@@ -55,9 +57,7 @@ def test_steps():
 
 
 def test_zeros_behind_the_last_row_change_nothing():
-    rng = np.random.default_rng(1)
-    gate, up = (rng.normal(size=(6, 8)).astype(np.float32) for _ in range(2))
-    down = rng.normal(size=(8, 6)).astype(np.float32)
+    rng, gate, up, down = drawn(1, 6, 8)
     x = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
     wide = [np.pad(w, ((0, 2), (0, 0))) for w in (gate, up)]
     padded = dense(*wide, np.pad(down, ((0, 0), (0, 2))))(x)
