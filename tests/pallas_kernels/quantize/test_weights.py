@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,16 @@ class TestWeights:
             output = dequantize_weight(quantize_weight(w, format), jnp.float32)
             assert np.isnan(output[0]).all()
             np.testing.assert_allclose(output[1], [1, 2], rtol=0.04)
+
+    def test_mxfp4_keeps_its_numbers_to_the_bit(self):
+        codes, powers = np.tile(np.arange(16, dtype=np.uint8), (200, 2)), np.arange(27, 227)
+        values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        numbers = (values * 2.0 ** (powers[:, None] - 127.0)).astype(np.float32)
+        made = compiled_quantize_weight(numbers, "mxfp4", (1, 32))
+        assert np.asarray(made.scales).view(np.uint8)[:, 0].tolist() == powers.tolist()
+        np.testing.assert_array_equal(np.asarray(made.values).view(np.uint8) & 15, codes)
+        found = np.asarray(compiled_dequantize_weight(made, jnp.float32))
+        np.testing.assert_array_equal(found.view(np.uint32), numbers.view(np.uint32))
 
     def test_bits(self):
         """The values of FP8 weights may be kept as bits."""
