@@ -30,7 +30,7 @@ from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import ProductLoss, measure
 from jaxserve.checkpoint.verification import verify
-from jaxserve.config.formats import group_of, sharing
+from jaxserve.config.formats import choices, group_of, scaled, sharing
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
 from jaxserve.storage.bucket import is_url
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("target", nargs="?", metavar="DST", help="where to: a folder")
     made.add_argument(
         "--weights",
-        choices=["fp8", "int8", "int4", "mxfp4", "bf16"],
+        choices=[*filter(scaled, choices("weights")), "bf16"],
         help="format of the matrices (FP8 blocks stay blocks in fp8; int4, mxfp4: those of FFNs, "
         "attention stays in floats); as they are if not given",
     )

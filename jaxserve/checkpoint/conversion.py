@@ -56,7 +56,7 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.checkpoint.verification import changed, damaged, digest_of
-from jaxserve.config.formats import FORMATS, group_of, sharing
+from jaxserve.config.formats import FORMATS, FormatName, group_of, sharing
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError
@@ -69,7 +69,7 @@ from pallas_kernels.quantize import in_bytes
 
 logger = logging.getLogger(__name__)
 
-TargetFormat = Literal["bf16", "fp8", "int8", "int4", "mxfp4"]
+TargetFormat = FormatName | Literal["bf16"]
 
 COPIED = (
     "*config*.json",
