@@ -52,10 +52,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     def longest(self, page: int) -> int:
         """Tokens, in whole pages, that all but a few in ten thousand requests stay below."""
-        factor = 1.0
-        if self.spread:
-            variance = np.log1p(self.spread**2)
-            factor = float(np.exp(3.3 * variance**0.5 - variance / 2))
+        variance = np.log1p(self.spread**2)
+        factor = float(np.exp(3.3 * variance**0.5 - variance / 2))
         return -(-int(factor * (self.prompt + self.output) + 1) // page) * page
 
 
@@ -161,12 +159,12 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        if self.between:
+        if not self.between:
             return (
-                f"a server fails every {self.between:g} h and is away for {self.repair:g} h; "
-                f"enough of them stand by in {self.share:.1%} of the time"
+                f"{self.count} servers of every role, as asked" if self.count else "none asked for"
             )
-        return f"{self.count} servers of every role, as asked" if self.count else "none asked for"
+        failing = f"a server fails every {self.between:g} h and is away for {self.repair:g} h"
+        return f"{failing}; enough of them stand by in {self.share:.1%} of the time"
 
 
 failures = reader(

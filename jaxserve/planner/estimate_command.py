@@ -54,8 +54,8 @@ def run(options: argparse.Namespace) -> None:
     if options.write is not None:
         options.write.write_text(json_text(stages) + "\n", encoding="utf-8")
         parts.append(Part(lines=[f"{options.write}: stages, labelled as estimates"]))
-    tree = {"counts": counts, "stages": stages}
-    show(options, Report(f"{counts.config}, estimated", parts, tree))
+    title, tree = f"{counts.config}, estimated", {"counts": counts, "stages": stages}
+    show(options, Report(title, parts, tree))
 
 
 def counts_of(config: Path | None) -> Path:

@@ -129,12 +129,9 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
         Every quantile occurs once, in random order, so that a few hundred requests have the
         distribution's mean and tail, and 1 % more in a mean is 1 % more in every length.
         """
-        factors = np.ones(count)
-        if self.spread:
-            sigma = float(np.log1p(self.spread**2)) ** 0.5
-            places = (np.arange(count) + 0.5) / count
-            factors = np.exp(sigma * np.array([NormalDist().inv_cdf(one) for one in places]))
-            factors /= factors.mean()
+        sigma, places = float(np.log1p(self.spread**2)) ** 0.5, (np.arange(count) + 0.5) / count
+        factors = np.exp(sigma * np.array([NormalDist().inv_cdf(one) for one in places]))
+        factors /= factors.mean()
         prompt = np.rint(self.prompt * random.permutation(factors))
         prompt = np.clip(prompt, 1, self.longest - 1).astype(int)
         output = np.rint(self.output * random.permutation(factors)).astype(int)
