@@ -18,7 +18,7 @@ import msgspec
 from jaxserve.checkpoint.fingerprint import forget_revisions
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.request import FinishReason, SamplingParams
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.assembly import Options, open_here
 from jaxserve.fleet.sizing import Sizing
@@ -46,6 +46,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
       token_ids: token ids of the completion, without an end id.
       finish_reason: "stop" or "length".
       stop_string, stop_token_id: the cause, if the reason is "stop".
+      logprobs: log-probabilities of `token_ids`, if `SamplingParams.logprobs` asked for them.
+      prompt_logprobs: the same for the prompt's tokens, the first of which has none.
+      cached_token_count: tokens of the prompt that were found in the prefix cache.
     """
 
     prompt: str | None
@@ -55,14 +58,17 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     stop_string: str | None = None
     stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_token_count: int = 0
 
 
 class LLM:
     """A model, loaded and warm, that completes prompts. A context manager; safe for threads.
 
     Args:
-      deployment: a YAML file, a model folder, or a `Deployment`; of a fleet one domain runs here,
-        which prefills its prompts itself.
+      deployment: a YAML file, a model folder, an id on the Hugging Face Hub, or a `Deployment`; of
+        a fleet one domain runs here, which prefills its prompts itself.
       overrides: dotted keys over the file's values, as in `{"attention.dp": 3, "lanes": 2}`.
       recorder: measures the stages.
 
@@ -334,6 +340,9 @@ class _PromptBatch:
             finish_reason=whole.finish_reason,
             stop_string=whole.stop_string,
             stop_token_id=whole.stop_token_id,
+            logprobs=whole.logprobs,
+            prompt_logprobs=whole.prompt_logprobs,
+            cached_token_count=whole.cached_token_count,
         )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.storage.bucket import is_url
+from jaxserve.storage.hub import hub_folder
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="model folder, or its URL (gs://, s3://), alone or instead of the deployment file's",
+        help="model folder, its URL (gs://, s3://) or its id on the Hugging Face Hub, alone or "
+        "instead of the deployment file's",
     )
     parser.add_argument(
         "--set",
@@ -45,16 +46,16 @@ def read_deployment(
     At least one of the first two is given. `choose` is passed to `load_deployment`.
 
     Raises:
-      ConfigError: see `load_deployment`; or `model` is no folder.
+      ConfigError: see `load_deployment`; or `model` is no folder and no model of the Hub.
     """
     if model is None:
         assert config is not None
         return load_deployment(config, overrides, choose=choose)
     folder: str | Path = model
     if not is_url(model):
-        folder = Path(model).resolve()
+        folder = (hub_folder(model) or Path(model)).resolve()
         if not folder.is_dir():
-            raise ConfigError(f"--model {model}: no such folder{_of_the_hub(model)}")
+            raise ConfigError(f"--model {model}: no such folder")
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"--model {model}: no config.json in it, as Hugging Face folders have"
@@ -63,13 +64,6 @@ def read_deployment(
         return load_deployment(folder, overrides, choose=choose)
     overrides = [*overrides, f"model={json.dumps(str(folder))}"]
     return load_deployment(config, overrides, choose=choose)
-
-
-def _of_the_hub(model: str) -> str:
-    """Says how to get a model if the name looks like one of the Hugging Face Hub."""
-    if not re.fullmatch(r"[\w-]+/[\w.-]+", model) or Path(model).parent.is_dir():
-        return ""
-    return f"; of the Hugging Face Hub: hf download {model} --local-dir DIR, then --model DIR"
 
 
 def check_timeline(folder: Path | None, deployment: Deployment) -> None:

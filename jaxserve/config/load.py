@@ -21,6 +21,7 @@ from jaxserve.config.shipped import deployment_names, deployment_path
 from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.storage.bucket import is_url
+from jaxserve.storage.hub import hub_folder
 
 
 def load_deployment(
@@ -32,8 +33,8 @@ def load_deployment(
     """Reads a deployment file and applies dotted overrides.
 
     Args:
-      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder or
-        its URL (then every other field has its default).
+      path: the YAML file, the name of one that comes with jaxserve (`demo`), or a model folder,
+        its URL or its id on the Hugging Face Hub (then every other field has its default).
       overrides: `{"attention.dp": 3}` or `["attention.dp=3"]`; the latter's values are YAML.
       choose: chooses values for the keys that are `auto` (`auto.py`); None takes the defaults.
 
@@ -42,7 +43,7 @@ def load_deployment(
         of range, or sizes do not fit each other.
     """
     model = str(path) if is_url(path) else "."
-    path = Path() if is_url(path) else deployment_path(Path(path))
+    path = Path() if is_url(path) else hub_folder(str(path)) or deployment_path(Path(path))
     try:
         text = "" if path.is_dir() else path.read_text()
     except FileNotFoundError:

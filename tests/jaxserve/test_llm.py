@@ -61,6 +61,18 @@ def test_a_single_prompt(llm: LLM) -> None:
     assert llm.deployment.lanes == 2
 
 
+def test_log_probabilities_come_with_the_tokens(llm: LLM) -> None:
+    asked = [SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=0), SamplingParams()]
+    scored, other = llm.generate(["hi", "hi"], asked)
+    assert [one.token_id for one in scored.logprobs] == scored.token_ids == ids_of("one ")
+    first = ids_of("o")[0]
+    assert scored.logprobs[0] == (first, -first / 100, ((first, -first / 100),))
+    assert scored.prompt_logprobs is not None
+    assert scored.prompt_logprobs[0] is None
+    assert [one.token_id for one in scored.prompt_logprobs[1:] if one] == ids_of("hi")
+    assert (other.logprobs, other.prompt_logprobs) == ([], None)
+
+
 def test_texts_and_token_ids_in_their_order(llm: LLM, engine: FakeEngine) -> None:
     params = [SamplingParams(max_tokens=n) for n in (5, 1, 3)]
     outputs = llm.generate(["a", [7, 8], "b"], params)
