@@ -5,6 +5,7 @@ the application knows no field of any request.
 """
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 
@@ -22,6 +23,12 @@ from jaxserve.server.http.operations import check_caller
 from jaxserve.server.http.responses import Error
 from jaxserve.server.http.routes import Endpoint
 from jaxserve.server.http.service import Service
+
+OUT_OF_SCOPE = re.compile(
+    r"/(v\d/)?(assistants|audio|batches|classify|conversations|embeddings|files|fine_tuning|images|"
+    r"moderations|pooling|realtime|rerank|score|threads|uploads|vector_stores|videos)(/.*)?"
+)
+"""Paths of OpenAI's, Cohere's and vLLM's APIs that do something else than generate text."""
 
 CLIENT_GONE = 499
 """Logged as the status where the client had disconnected."""
@@ -171,7 +178,11 @@ class _Target:
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    raise HttpError(404, f"{scope['path'][:256]!r} is not served here", code="unknown_path")
+    path = scope["path"]
+    reason = f"{path[:256]!r} is not served here"
+    if OUT_OF_SCOPE.fullmatch(path):
+        reason += ": jaxserve generates text, by completions, chat, responses and messages"
+    raise HttpError(404, reason, code="unknown_path")
 
 
 def _line(value: object) -> str:

@@ -72,6 +72,9 @@ def test_unknown_paths_and_methods(shared: HttpRig) -> None:
     response = shared.client.get("/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json()["error"]["code"] == "wrong_method"
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/rerank"):
+        error = shared.client.post(path, json={}).json()["error"]
+        assert error["message"].startswith(f"'{path}' is not served here: jaxserve generates text")
 
 
 def test_request_ids(shared: HttpRig) -> None:
