@@ -66,6 +66,14 @@ class Leaf(NamedTuple):
         """Uninitialised memory for a part of the array, in the checkpoint's order."""
         return aligned_empty([stop - start for start, stop in ranges], np.dtype(self.dtype))
 
+    def blocks(self, ranges: Ranges, shard: np.ndarray) -> Iterator[tuple[int, Ranges, np.ndarray]]:
+        """Yields (number of a block, ranges within the block, memory) for each block of a shard."""
+        if self.layers is None:
+            yield 0, ranges, shard
+            return
+        for place, block in enumerate(range(*ranges[0])):
+            yield block, ranges[1:], shard[place]
+
 
 def wanted_leaves(
     template: Template, shardings: Sequence[Sharding], layers: int | None
@@ -252,11 +260,8 @@ def _in_tiles(
         *outer, rows, columns = (stop - start for start, stop in part)
         shape = (*outer, rows // leaf.tile, columns, leaf.tile)
         shards.append(aligned_empty(shape, np.dtype(leaf.dtype)))
-        layers = range(*part[0]) if leaf.layers is not None else (None,)
-        for place, layer in enumerate(layers):
-            own = part if layer is None else ((layer, layer + 1), *part[1:])
-            target = shards[-1] if layer is None else shards[-1][place : place + 1]
-            (values,) = make([own])
+        for block, inside, target in leaf.blocks(part, shards[-1]):
+            (values,) = make([part if leaf.layers is None else ((block, block + 1), *inside)])
             across = np.swapaxes(target, -1, -2)
             copy_across(across, values.reshape(across.shape))
     return shards
@@ -279,13 +284,10 @@ def read_leaf(
         shards = []
         for ranges in parts:
             shard = leaf.empty(ranges)
-            inside, layers, used = ranges, [shard], arrays
-            if leaf.layers is not None:
-                inside, layers, used = ranges[1:], [*shard], arrays[slice(*ranges[0])]
-            for layer, array in zip(layers, used, strict=True):
-                if clipped(inside, array.shape) != inside:
-                    layer[...] = empty
-                on_read(array.read_into(inside, layer))
+            for block, inside, target in leaf.blocks(ranges, shard):
+                if clipped(inside, arrays[block].shape) != inside:
+                    target[...] = empty
+                on_read(arrays[block].read_into(inside, target))
             shards.append(shard)
         return shards
 

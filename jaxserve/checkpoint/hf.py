@@ -198,7 +198,11 @@ class HFCheckpoint(BlockReader):
         def make(parts: list[Ranges]) -> list[np.ndarray]:
             regions, targets = [], [leaf.empty(ranges) for ranges in parts]
             for ranges, target in zip(parts, targets, strict=True):
-                own = [*self._regions(sources, tensors, of_blocks, leaf, ranges, target)]
+                own = [
+                    region
+                    for n, inside, part in leaf.blocks(ranges, target)
+                    for region in source_regions(sources[n], tensors, of_blocks[n], inside, part)
+                ]
                 if sum(region.rows * region.columns for region in own) < target.size:
                     target[...] = empty
                 regions += own
@@ -213,23 +217,6 @@ class HFCheckpoint(BlockReader):
             return targets
 
         return make_array(leaf, make, empty=empty)
-
-    def _regions(
-        self,
-        sources: Sequence[Source],
-        tensors: Tensors,
-        grids: Sequence[dict[str, np.ndarray]],
-        leaf: Leaf,
-        ranges: Ranges,
-        target: np.ndarray,
-    ) -> Iterator[Region]:
-        if leaf.layers is None:
-            yield from source_regions(sources[0], tensors, grids[0], ranges, target)
-            return
-        for place, index in enumerate(range(*ranges[0])):
-            yield from source_regions(
-                sources[index], tensors, grids[index], ranges[1:], target[place]
-            )
 
     def _grids(self, source: Source) -> dict[str, np.ndarray]:
         """FP32 scales of the source's FP8 tensors, by tensor name; read whole because small."""
