@@ -66,27 +66,6 @@ class RowBlocks(NamedTuple):
         return len(self.filled) == self.total
 
 
-class Exchange(Protocol):
-    """One layer of the ffn role on all rows of a mesh."""
-
-    def __call__(
-        self,
-        packed: UInt[Array, "rows words"],
-        block: "FFNBlock",
-        packing: RowPacking,
-        table: Int32[Array, "experts entry"] | None = None,
-        layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
-        """Computes the layer's output for this device's own rows. Also returns how many rows of all
-        devices each routed expert got on this device (None in a layer without routed experts).
-
-        Args:
-          table: the slots that hold each expert; None without routed experts.
-          layer: see `Experts`.
-        """
-        ...
-
-
 class Results(NamedTuple):
     """The form in which results travel that are not yet summed over devices."""
 
@@ -115,27 +94,6 @@ class Results(NamedTuple):
         return results.total(self.dtype)
 
 
-def make_exchanges(
-    kind: ExchangeKind,
-    axes: Axes,
-    dtype: jnp.dtype,
-    blocks: RowBlocks | None = None,
-    combine: FormatName | None = None,
-) -> dict[FFNKind, Exchange]:
-    """Makes the exchange of every kind of layer. Dense layers need all rows on all devices.
-
-    Args:
-      dtype: dtype of the model's rows.
-      blocks: the blocks of rows; None: no padding.
-      combine: format in which results travel that are not yet summed over devices; `dtype` unless
-        it has scales.
-    """
-    blocks, results = blocks or RowBlocks(), Results(dtype, combine is not None and scaled(combine))
-    gather = GatherExchange(axes, blocks, results)
-    moe: Exchange = AllToAllExchange(axes, blocks, results) if kind == "alltoall" else gather
-    return {"dense": gather, "moe": moe}
-
-
 class GatherExchange(NamedTuple):
     """All rows go to all devices, whose shares of the results are summed: an all-gather, and a
     reduce-scatter back."""
@@ -152,7 +110,13 @@ class GatherExchange(NamedTuple):
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
-        """See `Exchange`."""
+        """Computes the layer's output for this device's own rows. Also returns how many rows of all
+        devices each routed expert got on this device (None in a layer without routed experts).
+
+        Args:
+          table: the slots that hold each expert; None without routed experts.
+          layer: see `RoutedExperts`.
+        """
         axes, beside = self.axes, NOTHING
         if block.dense is not None and block.own_rows:
             beside = shared_expert(block.dense, packed, packing.unpack)
@@ -224,7 +188,7 @@ class AllToAllExchange(NamedTuple):
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Sums, Int32[Array, " experts"] | None]:
-        """See `Exchange`."""
+        """See `GatherExchange`."""
         experts, axes = block.experts, self.axes
         assert experts is not None
         assert table is not None
@@ -423,3 +387,28 @@ def make_send_plan(
         rank=jax.lax.axis_index(axes.experts),
         device=device,
     )
+
+
+Exchange = GatherExchange | AllToAllExchange
+"""Computes one layer of the ffn role on all rows of a mesh."""
+
+
+def make_exchanges(
+    kind: ExchangeKind,
+    axes: Axes,
+    dtype: jnp.dtype,
+    blocks: RowBlocks | None = None,
+    combine: FormatName | None = None,
+) -> dict[FFNKind, Exchange]:
+    """Makes the exchange of every kind of layer. Dense layers need all rows on all devices.
+
+    Args:
+      dtype: dtype of the model's rows.
+      blocks: the blocks of rows; None: no padding.
+      combine: format in which results travel that are not yet summed over devices; `dtype` unless
+        it has scales.
+    """
+    blocks, results = blocks or RowBlocks(), Results(dtype, combine is not None and scaled(combine))
+    gather = GatherExchange(axes, blocks, results)
+    moe: Exchange = AllToAllExchange(axes, blocks, results) if kind == "alltoall" else gather
+    return {"dense": gather, "moe": moe}
