@@ -34,6 +34,7 @@ def refuse_unsupported(config: ModelConfig) -> None:
     kinds = config.decoder + config.predictors
     found = {
         "gates of heads": any(getattr(kind.attention, "gate", "none") != "none" for kind in kinds),
+        "indexers": any(getattr(kind.attention, "indexer", None) for kind in kinds),
         "sinks": any(getattr(kind.attention, "sinks", False) for kind in kinds),
         "limits of SwiGLU": any(
             {kind.ffn.activation, kind.ffn.expert_activation} != {SWIGLU} for kind in kinds
