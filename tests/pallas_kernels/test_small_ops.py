@@ -7,23 +7,21 @@ from pallas_kernels.small_ops import Traffic, instructions, small_ops, traffic
 from tests import golden
 from tests.pallas_kernels import gpu_aot
 
-PROGRAM = golden.text("pallas_kernels/programs/tpu_vmem.hlo")
+
+def program(name):
+    return golden.text(f"pallas_kernels/programs/{name}.hlo")
 
 
 def test_what_lies_in_vmem_is_not_moved():
     """x by the copy and by the first fusion, 64 bytes each; 8 of w; 32 and 32 are written."""
-    assert traffic(PROGRAM) == Traffic(instructions=3, bytes=64 + 64 + 8 + 32 + 32)
-
-
-GPU_PROGRAM = golden.text("pallas_kernels/programs/gpu.hlo")
+    moved = 64 + 64 + 8 + 32 + 32
+    assert traffic(program("tpu_vmem")) == Traffic(instructions=3, bytes=moved)
 
 
 def test_everything_is_moved_on_a_gpu():
     """x twice, 64 bytes each; 8 of w; 32 three times of scales, and of values once."""
-    assert traffic(GPU_PROGRAM) == Traffic(instructions=2, bytes=2 * 64 + 8 + 3 * 32 + 32)
-
-
-COLLECTIVE_PROGRAM = golden.text("pallas_kernels/programs/collectives.hlo")
+    moved = 2 * 64 + 8 + 3 * 32 + 32
+    assert traffic(program("gpu")) == Traffic(instructions=2, bytes=moved)
 
 
 def test_collectives_slices_and_rows_of_choices():
@@ -31,10 +29,7 @@ def test_collectives_slices_and_rows_of_choices():
     type, and 24 of places; the rows of 6 choices are 96, of which a third is there."""
     moved = 32 + 64 + 2 * 16 + 64 + 24 + 96
     expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64, absent=64)
-    assert traffic(COLLECTIVE_PROGRAM, there={6: 1 / 3}) == expected
-
-
-RAGGED_PROGRAM = golden.text("pallas_kernels/programs/ragged.hlo")
+    assert traffic(program("collectives"), there={6: 1 / 3}) == expected
 
 
 def test_memory_that_others_write_to():
@@ -42,18 +37,19 @@ def test_memory_that_others_write_to():
     fused copies all 64, a kernel the half that is there."""
     moved = 32 + 64 + 64 + 16 + 2 * 64 + 2 * 64
     expected = Traffic(instructions=3, bytes=moved, exchanged=32 + 64 + 64 + 16, absent=64)
-    assert traffic(RAGGED_PROGRAM, there={8: 0.5}) == expected
+    assert traffic(program("ragged"), there={8: 0.5}) == expected
 
 
 def test_what_starts_counts_once():
     """32 are sent and 64 arrive, and what ends it is nothing."""
-    started = COLLECTIVE_PROGRAM.replace(
+    plain = program("collectives")
+    started = plain.replace(
         "%all_gather.1 = u8[8,8]{1,0} all-gather(%x.1)",
         "%start = ((u8[4,8]{1,0}), u8[8,8]{1,0}) all-gather-start(%x.1), channel_id=1\n"
         "  %all_gather.1 = u8[8,8]{1,0} all-gather-done(%start)",
     )
     there = {6: 1 / 3}
-    assert traffic(started, there=there) == traffic(COLLECTIVE_PROGRAM, there=there)
+    assert traffic(started, there=there) == traffic(plain, there=there)
     assert [one.op for one in instructions(started)] == [
         *("all-gather-start", "all-gather-done", "fusion", "custom-call")
     ]

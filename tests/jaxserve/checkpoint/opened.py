@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.source import Source
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.mesh import Submeshes
 from jaxserve.model.templates import ModelTemplates
@@ -116,6 +117,19 @@ def matrices(template: Any, leaves: Mapping[str, jax.Array]) -> Iterator[tuple[s
             for attribute in name.split(".")[:-1]:
                 part = getattr(part, attribute)
             yield name.removesuffix(".values"), part[...]
+
+
+def leaf_of(source: Source, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A leaf of a module, by definition, from the tensors of a checkpoint."""
+    parts = []
+    for name in source.names:
+        part = tensors[name]
+        if source.view is not None:
+            view = source.view
+            part = part.reshape(view.shape).take(range(view.start, view.stop), view.axis)
+        parts.append(part)
+    axis = max(parts[0].ndim - 2, 0)
+    return np.stack(parts) if source.stacked else np.concatenate(parts, axis)
 
 
 def bits(leaf: Any) -> np.ndarray:

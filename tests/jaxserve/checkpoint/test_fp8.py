@@ -10,8 +10,6 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import CheckpointError
-from jaxserve.mesh import ATTENTION_RULES, cached_sharding
-from jaxserve.roles.colocated_programs import ColocatedPrograms
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests import golden
 from tests.jaxserve.checkpoint.opened import Opened, bits, edit_config
@@ -135,40 +133,6 @@ def test_in_another_format(layout, weights, dequantised, floats, tmp_path):
         whole = quantize_weight(jnp.asarray(wanted), weights)
         np.testing.assert_array_equal(bits(matrix.values), bits(whole.values))
         np.testing.assert_array_equal(np.asarray(matrix.scales), np.asarray(whole.scales))
-
-
-TWO_BY_TWO = {"attention.dp": 2, "attention.tp": 2}
-
-
-@pytest.mark.parametrize(
-    ("weights", "layout"),
-    [
-        ("int8", {}),
-        ("auto", TWO_BY_TWO),
-        *nightly(("auto", {}), ("int8", TWO_BY_TWO)),
-    ],
-    ids=str,
-)
-def test_stacks_are_the_blocks_stacked(weights, layout, folder):
-    formats = {"mode": "colocated", "attention.weights": weights, "ffn.weights": weights}
-    opened = Opened(folder, formats | layout)
-    templates, names, meshes = opened.templates, opened.names, opened.meshes
-    programs = ColocatedPrograms(templates, opened.deployment, meshes.attention)
-    (loaded,) = opened.weights()
-    flat = loaded.flat
-    flat = flat[len(templates.embedding.names) + len(templates.head.names) :]
-    for kind, start, stop in programs.config.runs():
-        for template, tables, rules in (
-            (templates.attention[kind], names.attention, ATTENTION_RULES),
-            (templates.ffn[kind.ffn], names.ffn, meshes.ffn_rules),
-        ):
-            stacks, flat = flat[: len(template.names)], flat[len(template.names) :]
-            shardings = [cached_sharding(meshes.attention, s) for s in template.specs(rules)]
-            for layer in range(start, stop):
-                leaves = opened.source.leaves(template, tables[layer], shardings)
-                for stack, leaf in zip(stacks, leaves, strict=True):
-                    np.testing.assert_array_equal(bits(stack[layer - start]), bits(leaf))
-    assert not flat
 
 
 class TestProblems:

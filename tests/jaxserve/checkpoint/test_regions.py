@@ -13,20 +13,7 @@ from jaxserve.checkpoint.source import Source, View
 from jaxserve.checkpoint.tensors import read_header
 from jaxserve.errors import CheckpointError
 from tests import golden
-
-
-def whole(source, values):
-    """The leaf, by definition."""
-    parts = []
-    for name in source.names:
-        part = values[name]
-        if source.view is not None:
-            view = source.view
-            part = part.reshape(view.shape).take(range(view.start, view.stop), view.axis)
-        parts.append(part)
-    axis = max(parts[0].ndim - 2, 0)
-    return np.stack(parts) if source.stacked else np.concatenate(parts, axis)
-
+from tests.jaxserve.checkpoint.opened import leaf_of
 
 SOURCES = {
     "vector": Source(("a",), ((7,),)),
@@ -62,7 +49,7 @@ def test_any_part_of_any_leaf(source, data, tmp_path_factory):
         name: rng.normal(size=shape).astype(np.float32)
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
-    leaf = whole(source, values)
+    leaf = leaf_of(source, values)
     padding = [(0, data.draw(st.integers(0, 2))) for _ in leaf.shape]
     leaf = np.pad(leaf, padding)
     ranges = []
@@ -105,8 +92,8 @@ FP8_SOURCES = {
 def test_scales_of_blocks(source, block):
     """A leaf of values times its scales is the dequantised leaf."""
     pairs = blocked_pairs(source)
-    values = whole(source, {name: pair[0] for name, pair in pairs.items()})
-    expected = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
+    values = leaf_of(source, {name: pair[0] for name, pair in pairs.items()})
+    expected = leaf_of(source, {name: multiplied(*pair) for name, pair in pairs.items()})
     *outer, d_out, d_in = values.shape
     shape = (*outer, -(-d_out // block[0]), -(-d_in // block[1]))
     grids = {name: pair[1] for name, pair in pairs.items()}
@@ -135,7 +122,7 @@ def test_side_by_side_inside_a_block():
 )
 def test_dequantised(source, tmp_path):
     pairs = blocked_pairs(source)
-    leaf = whole(source, {name: multiplied(*pair) for name, pair in pairs.items()})
+    leaf = leaf_of(source, {name: multiplied(*pair) for name, pair in pairs.items()})
     ranges = tuple((size // 3, size) for size in leaf.shape)
     grids = {name: pair[1] for name, pair in pairs.items()}
     values = {name: pair[0] for name, pair in pairs.items()}

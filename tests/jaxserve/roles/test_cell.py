@@ -94,16 +94,6 @@ class TestCell:
         assert driver.position() == ("leave", 1, 4, 33)
         assert driver.idle_lanes == [0, 1]
 
-    def test_lanes_do_not_touch_each_other(self, afd_runtime, driver, tiny_model):
-        """Different prompts on the same slot of two lanes, interleaved layer by layer."""
-        model = Step3Numpy.from_folder(tiny_model)
-        prompts = [(5, 6, 7), (80, 3)]
-        for lane, tokens in enumerate(prompts):
-            driver.begin(plan(afd_runtime, lane, lane, tokens, page=lane))
-        for tokens in prompts:
-            logits = np.asarray(driver.advance().logits)[1]
-            np.testing.assert_allclose(logits, model.logits(list(tokens))[-1], atol=1e-4)
-
 
 def counted(slots):
     """Tokens so far, [layers, experts]."""

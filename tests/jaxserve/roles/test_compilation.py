@@ -140,6 +140,7 @@ OPTIONS = (
 @pytest.fixture
 def options():
     before = {name: getattr(jax.config, name) for name in OPTIONS}
+    jax.config.update("jax_compilation_cache_dir", None)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -149,7 +150,6 @@ def options():
 class TestPlace:
     def test_is_private_to_the_user(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
         use_compilation_cache()
         folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
         assert jax.config.jax_compilation_cache_dir == str(folder)
@@ -160,7 +160,6 @@ class TestPlace:
         monkeypatch.setenv("XDG_CACHE_HOME", "")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         monkeypatch.chdir(tmp_path)
-        jax.config.update("jax_compilation_cache_dir", None)
         use_compilation_cache()
         folder = tmp_path / "home/.cache/jaxserve" / f"xla-{jax.__version__}"
         assert jax.config.jax_compilation_cache_dir == str(folder)
@@ -182,7 +181,6 @@ class TestPlace:
     def test_none_where_nothing_can_be_written(self, tmp_path, monkeypatch, caplog):
         (tmp_path / "jaxserve").write_text("a file where the folder should be")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        jax.config.update("jax_compilation_cache_dir", None)
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir is None
         assert "no compilation cache" in caplog.text

@@ -18,6 +18,7 @@ from jaxserve.roles.step_arrays import LaneState, rules_array
 from jaxserve.roles.step_plan import SlotRules
 from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
+from tests.jaxserve.model import test_sampler
 
 SLOTS, ROUNDS = 1024, 20
 VOCAB, TOKENS = 33, 7  # those beyond never come
@@ -46,13 +47,13 @@ def probabilities(before: list[int], case: dict) -> np.ndarray:
     logits = logits - case.get("presence", 0.0) * (times > 0) - case.get("frequency", 0.0) * times
     for token, bias in case.get("biases", {}).items():
         logits[token] += bias
-    weights = np.exp(logits / case["temperature"])
-    order = np.argsort(-weights)
-    weights[order[case.get("top_k", VOCAB) :]] = 0.0
-    part = np.cumsum(weights[order]) / weights.sum()
-    weights[order[1:][part[:-1] >= case.get("top_p", 1.0)]] = 0.0
-    weights[weights < case.get("min_p", 0.0) * weights.max()] = 0.0
-    return weights / weights.sum()
+    return test_sampler.probabilities(logits, **options_of(case))
+
+
+def options_of(case: dict) -> dict:
+    """Options of sampling that a case has beside rules."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {name: case[name] for name in names if name in case}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,7 @@ def step(case: dict, drafts: np.ndarray, seed: int):
         bias_ids=np.asarray([*biases], "<i4").tobytes(),
         biases=np.asarray([*biases.values()], "<f4").tobytes(),
     )
-    names = ("temperature", "top_k", "top_p", "min_p")
-    options = {name: case[name] for name in names if name in case}
-    options |= {"sample": True, "rules": rules, "drafts": 1}
+    options = options_of(case) | {"sample": True, "rules": rules, "drafts": 1}
     rows = [
         SequenceRow(slot, [LAST, int(draft)], PROMPT + 2, [0], seed=seed * SLOTS + slot, **options)
         for slot, draft in enumerate(drafts)

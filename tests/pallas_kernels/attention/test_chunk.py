@@ -1,18 +1,13 @@
-"""`chunk_attention` against NumPy, alone and merged with what a cache held before."""
+"""`chunk_attention` against NumPy; `test_mla.py` merges it with what a cache held before."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import chunk_attention, merge, paged_attention, reference, write_rows
+from pallas_kernels.attention import chunk_attention, reference
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.chunks import (
-    DIM,
-    HEADS,
-    SCALE,
-    V_DIM,
     ChunkSuite,
-    attend_numpy,
     attending,
     batch,
 )
@@ -48,28 +43,3 @@ def test_who_sees_nan_gets_nan_and_no_other():
     output, _ = chunk_attention(ones, ones, values, sequence, position, scale=1.0)
     assert np.asarray(output)[[0, 1, 3], 0].tolist() == [[2, 2], [5, 5], [6, 6]]
     assert np.isnan(output[2]).all()
-
-
-def test_merged_with_the_cache_it_is_attention_to_everything():
-    """Five tokens are in the cache, four follow."""
-    rng = np.random.default_rng(3)
-    shapes = ((HEADS, DIM), (HEADS, DIM), (HEADS, V_DIM))
-    arrays = [rng.normal(size=(9, *shape)).astype(np.float32) for shape in shapes]
-    sequence, position = np.zeros(9, np.int32), np.arange(9, dtype=np.int32)
-    expected, _ = attend_numpy(*arrays, sequence, position)
-    queries, keys, values = map(jnp.asarray, arrays)
-    table = jnp.asarray([[2, 0, 1]], jnp.int32)
-    pages = tuple(jnp.full((3, shape[0], 3, shape[1]), jnp.nan) for shape in shapes[1:])
-    pages = write_rows(
-        pages, (keys[:5], values[:5]), table, jnp.asarray(sequence[:5]), jnp.asarray(position[:5])
-    )
-    new = slice(5, 9)
-    where = jnp.asarray(sequence[new])
-    before = paged_attention(
-        queries[new], *pages, table, where, jnp.full(4, 4, jnp.int32), scale=SCALE, with_lse=True
-    )
-    inside = chunk_attention(
-        queries[new], keys[new], values[new], where, jnp.asarray(position[new]), scale=SCALE
-    )
-    merged = merge(*zip(before, inside, strict=True))
-    np.testing.assert_allclose(np.asarray(merged), expected[new], atol=1e-5)

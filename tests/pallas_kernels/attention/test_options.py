@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.attention import merge, paged_attention
 from tests.pallas_kernels.attention.suite import PADDING, SCALE, Sizes, make_case
@@ -102,38 +101,6 @@ def test_window_reads_its_pages_only():
     check(case._replace(arguments=(queries, *pages, table, sequence, position)), sizes)
 
 
-def test_inside_shard_map():
-    """Two groups with a cache each, the key/value heads on two devices."""
-    sizes = SIZES._replace(window=6, cache="int8")
-    cases = [make(sizes, [(9, 3), (6, 1)], seed) for seed in (1, 2)]
-    arguments, options = jax.tree.map(
-        lambda *parts: jnp.concatenate(parts),
-        *((case.arguments, (case.options["k_scales"], case.options["v_scales"])) for case in cases),
-    )
-    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
-    heads, group = PartitionSpec("dp", "tp"), PartitionSpec("dp")
-
-    def attend(arguments, scales):
-        scales = dict(zip(("k_scales", "v_scales"), scales, strict=True))
-        return compiled(sizes).__wrapped__(*arguments, scales)
-
-    mapped = jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=((heads, heads, heads, group, group, group), (heads, heads)),
-        out_specs=heads,
-    )
-    output, lse = jax.jit(mapped)(arguments, options)
-    for found, name in ((output, "output"), (lse, "lse")):
-        expected = np.concatenate([getattr(case, name) for case in cases])
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@jax.jit
-def attend_with_lse(queries, k_pages, v_pages, *where):
-    return paged_attention(queries, k_pages, v_pages, *where, scale=SCALE, with_lse=True)
-
-
 class TestMerge:
     def test_literal(self):
         """Sums of exponentials 1 and 3: a quarter and three quarters."""
@@ -158,6 +125,6 @@ class TestMerge:
         parts = []
         for row, last in ((0, cut * PAGE - 1), (1, length - 1 - cut * PAGE)):
             where = (jnp.asarray(array, jnp.int32) for array in (table, [row], [last]))
-            parts.append(attend_with_lse(queries, *pages, *where))
+            parts.append(run(case._replace(arguments=(queries, *pages, *where)), SIZES))
         outputs, lses = zip(*parts, strict=True)
         np.testing.assert_allclose(merge(outputs, lses), case.output, rtol=1e-4, atol=1e-5)

@@ -23,6 +23,7 @@ from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
 from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
+from tests.jaxserve.checkpoint.opened import leaf_of
 from tests.reference.decoder_numpy import DeepseekNumpy, Glm4Numpy, MinimaxNumpy, Qwen3Numpy
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_models import TinyModel
@@ -161,7 +162,7 @@ def _leaf(
 ) -> np.ndarray:
     """A leaf of the module from the tensors of the checkpoint."""
     base = name.removesuffix(".values").removesuffix(".scales")
-    leaf = _plain_leaf(sources[f"attention.{base}"], tensors)
+    leaf = leaf_of(sources[f"attention.{base}"], tensors)
     format: Any = weights.split()[0]
     # Vectors, and the matrices that MLA absorbs, are never quantised.
     if format == "plain" or leaf.ndim != 2:
@@ -170,17 +171,6 @@ def _leaf(
     if name == base:
         return np.asarray(dequantize_weight(quantised, jnp.float32))
     return np.asarray(quantised.values if name.endswith(".values") else quantised.scales)
-
-
-def _plain_leaf(source: Source, tensors: dict[str, np.ndarray]) -> np.ndarray:
-    parts = []
-    for name in source.names:
-        part = tensors[name]
-        if source.view is not None:
-            shape, axis, start, stop = source.view
-            part = np.take(part.reshape(shape), range(start, stop), axis=axis)
-        parts.append(part)
-    return np.concatenate(parts, axis=max(parts[0].ndim - 2, 0))
 
 
 def _poison(array: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -54,11 +54,3 @@ def test_steps():
     for step in steps:
         value = step(value)
     np.testing.assert_array_equal(np.asarray(value), np.asarray(module(x)))
-
-
-def test_zeros_behind_the_last_row_change_nothing():
-    rng, gate, up, down = drawn(1, 6, 8)
-    x = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
-    wide = [np.pad(w, ((0, 2), (0, 0))) for w in (gate, up)]
-    padded = dense(*wide, np.pad(down, ((0, 0), (0, 2))))(x)
-    np.testing.assert_allclose(np.asarray(padded), np.asarray(dense(gate, up, down)(x)), atol=1e-5)
