@@ -52,8 +52,8 @@ class StackedLeaves(NamedTuple):
 
 
 def scanned(layers: int, stacks: Sequence[StackedLeaves], tables: Array | None = None) -> Any:
-    """What a scan over a run hands to each layer: its place in the run, the `sliced` leaves of its
-    blocks, and its table of experts."""
+    """Returns the inputs that a scan over a run cuts into layers: places in the run, the `sliced`
+    leaves of the blocks, and tables of experts."""
     return jnp.arange(layers, dtype=jnp.int32), [stack.sliced for stack in stacks], tables
 
 
