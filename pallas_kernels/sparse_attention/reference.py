@@ -1,15 +1,16 @@
 """Definition of the ops in plain `jax.numpy`; runs on every device, as none has a kernel.
 
 Called by `api.py`, which has checked the arguments. A few tokens are taken at a time, so that
-memory does not grow with the batch. With DeepSeek-V3.2's sizes, BF16 and a context of 32,768, a
-prefill chunk of 1,024 tokens holds at its peak, beside the caller's arrays:
+memory does not grow with the batch. By count, with DeepSeek-V3.2's sizes in BF16 and a context of
+32,768, a prefill chunk of 1,024 tokens holds beside the caller's arrays:
 
-    choice      QUERIES tokens: scores 2.1 MB, and of BLOCK_TOKENS positions the keys, 8.4 MB (0.5
-                MB if one sequence has all these tokens), and the scores of heads, 8.4 MB
+    choice      of QUERIES tokens the scores, 2.1 MB, and of BLOCK_TOKENS positions the keys, 8.4 MB
+                (0.5 MB if one sequence has all these tokens), and the scores of heads, 8.4 MB
     chosen      positions of all tokens, 8.4 MB
-    attention   rows of GATHERED_BYTES at most, 34 MB: 14 tokens, whose scores are 15 MB
+    attention   of 14 tokens the rows, 33 MB (GATHERED_BYTES), the values without unseen rows, 29
+                MB, and scores and weights, 15 MB each
 
-52 MB in all, where all chosen rows would be 2.4 GB.
+At most 115 MB at a time, where all chosen rows would be 2.4 GB.
 """
 
 import functools

@@ -7,6 +7,7 @@ compared in `test_model.py`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,14 @@ COLOCATED = LIMITS | {"mode": "colocated"}
 
 CHUNKED = LIMITS | {"scheduler.token_budget": 16, "scheduler.token_buckets": [16]}
 """The scheduler cuts the longest prompt into chunks."""
+
+LONG = COLOCATED | {
+    "cache.pages": 80,
+    "scheduler.max_length": 192,
+    "scheduler.token_budget": 96,
+    "scheduler.token_buckets": [96],
+    "scheduler.page_buckets": [24],
+}
 
 TABLES = yaml.safe_load(golden.text("reference/parity.yaml"))
 AFD: dict[str, dict[str, Any]] = TABLES["afd"]
@@ -198,6 +207,20 @@ def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
     folder = CATALOGUE[name].write(tmp_path)
     overrides = CHUNKED | layouts.LAYOUTS[layout] | {"lanes": 2}
     assert llm_tokens(folder, overrides) == Expected.golden(name).tokens
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name: str, tmp_path: Path):
+    sizes = replace(CATALOGUE[name].sizes, index_topk=24)
+    runtime = load(replace(CATALOGUE[name], sizes=sizes), tmp_path, LONG)
+    reference, texts = DecoderNumpy.from_folder(tmp_path), prompts((110, 131), seed=3)
+    for index, rows in enumerate(Sequences(runtime, texts).in_chunks(32)):
+        expected = reference.logits(texts[index])[list(rows)]
+        np.testing.assert_allclose(np.stack([*rows.values()]), expected, rtol=0, atol=TOLERANCE)
+    with layouts.serving(runtime) as engine:
+        found = layouts.generate(engine, texts, GREEDY)
+    assert found == [reference.greedy(text, OUTPUT_TOKENS) for text in texts]
 
 
 @pytest.mark.nightly
