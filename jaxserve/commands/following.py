@@ -55,7 +55,8 @@ def follow(
         follower = peers
         probes.watch(peers)
 
-        runtime = open_follower(deployment, peers, Options(recorder=recorder))
+        given = Options(token=process.token, recorder=recorder)
+        runtime = open_follower(deployment, peers, given)
         pages = follow_pages(deployment, part, runtime.driver)
         following = Following(runtime, peers, recorder, pages)
         take_serving_priority()

@@ -125,10 +125,10 @@ def _check_runtimes(deployment: Deployment) -> None:
                 f"{name}.processes = {role.processes} does not divide the role's {role.devices} "
                 "devices"
             )
-        if apart and role.processes > 1:
+        if apart and name == "ffn" and role.processes > 1:
             raise ConfigError(
-                f"{name}.processes = {role.processes}: over link.transport = {link.transport} a "
-                "worker has one process"
+                f"{name}.processes = {role.processes}: over link.transport = {link.transport} an "
+                "ffn worker has one process"
             )
     if not apart and attention.hardware and ffn.hardware not in ("", attention.hardware):
         raise ConfigError(

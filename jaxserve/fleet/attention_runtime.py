@@ -4,7 +4,11 @@ Called by `assembly.py` for `serve --role attention`. It keeps running while ffn
 and started again.
 """
 
+import secrets
+
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of
@@ -60,7 +64,7 @@ def attention_cell(
         deployment.link.addresses,
         role.hello,
         token,
-        domain=role.hello.worker,
+        domain=_domain_name(role),
         transport=deployment.link.transport,
         mesh=role.mesh,
         answer_piece=lambda kind, rows: jax.ShapeDtypeStruct((rows, answer.width), answer.dtype),
@@ -72,3 +76,9 @@ def attention_cell(
     rotation = Rotation(role.config.layers, deployment.lanes, gated=True)
     workers, predicts = Workers(attention=(worker,)), bool(role.config.modules)
     return Cell(workers, rotation, deployment.lanes, observer, predicts=predicts), client
+
+
+def _domain_name(role: RoleRuntime) -> str:
+    """Returns a name that all processes of this worker share, and no other worker or start has."""
+    number = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
+    return f"{role.role} {int(number):08x}"

@@ -41,7 +41,7 @@ _LAST_WORDS_SECONDS = 1.0
 """For followers to read why the leader gives up, before its connection closes."""
 
 
-def identity(process_id: int, processes: int, deployment: Deployment) -> Identity:
+def identity(process_id: int, processes: int, deployment: Deployment, role: str = "") -> Identity:
     """Describes this process when it joins (see `control.refusal`).
 
     The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
@@ -54,7 +54,7 @@ def identity(process_id: int, processes: int, deployment: Deployment) -> Identit
     return Identity(
         process_id=process_id,
         processes=processes,
-        role=process_shares(deployment, processes)[process_id].role,
+        role=process_shares(deployment, processes, role)[process_id].role,
         host=socket.gethostname(),
         pid=os.getpid(),
         versions=installed_versions(),
@@ -76,9 +76,9 @@ def joined(
     """This process as part of its deployment, JAX initialised: its `Leader` or `Follower`.
 
     With several processes, the end of the block is the end of the process, by `leave` or, after an
-    exception of any kind, by `abandon`. So it is where roles have runtimes of their own
-    (`link.transport: pull`); the block gets None then. Otherwise one process gets None, too, and
-    goes on behind the block as usual.
+    exception of any kind, by `abandon`. The block gets None in the only process of a runtime. It
+    then goes on behind the block as usual, or ends with it where roles have runtimes of their own
+    (`link.transport: pull`).
 
     Args:
       on_failure: called once, from a thread of the control plane, when another process is gone or
@@ -88,7 +88,7 @@ def joined(
     Raises:
       ConfigError: the layout does not divide over the processes.
     """
-    if deployment.topology.crosses_runtimes:
+    if deployment.topology.crosses_runtimes and arguments.processes == 1:
         with alone(arguments, deployment):
             yield None
         return
@@ -139,7 +139,8 @@ def _end_of_the_control_plane(
     on_failure: Callable[[EngineFailedError, Peers], None],
     on_drain: Callable[[str, Leader], None],
 ) -> Peers:
-    here = identity(arguments.process_id, arguments.processes, listed(deployment))
+    processes, role = arguments.processes, arguments.role
+    here = identity(arguments.process_id, processes, listed(deployment), role)
     if arguments.is_leader:
         control = arguments.control_address
         leader = Leader(
@@ -147,7 +148,7 @@ def _end_of_the_control_plane(
             address=arguments.control_bind or control,
             token=arguments.token,
             cluster=deployment.cluster,
-            roles=[share.role for share in process_shares(deployment, arguments.processes)],
+            roles=[share.role for share in process_shares(deployment, processes, role)],
             on_failure=lambda failure: on_failure(failure, leader),
             on_drain=lambda reason: on_drain(reason, leader),
         )

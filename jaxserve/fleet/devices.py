@@ -55,7 +55,7 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     if platform == "cpu":
         _set_cpu_devices(share, alone=arguments.processes == 1)
     elif platform == "cuda":
-        same = process_shares(deployment, arguments.processes).count(share)
+        same = process_shares(deployment, arguments.processes, arguments.role).count(share)
         _set_gpu_options(share, deployment, several=same > 1)
     if arguments.processes == 1:
         return share
@@ -115,7 +115,7 @@ def _own_devices(arguments: ProcessArguments, deployment: Deployment) -> tuple[i
         return arguments.local_device_ids
     if platform == "tpu":
         raise ConfigError("--host-processes: on TPUs a host has one process")
-    shares = process_shares(deployment, arguments.processes)
+    shares = process_shares(deployment, arguments.processes, arguments.role)
     before = shares[arguments.process_id - number : arguments.process_id]
     first = sum(share.devices for share in before)
     return tuple(range(first, first + shares[arguments.process_id].devices))
@@ -129,22 +129,13 @@ def own_share(arguments: ProcessArguments, deployment: Deployment) -> ProcessSha
         process's, or not of this deployment.
     """
     role = arguments.role
-    if deployment.topology.crosses_runtimes:
-        if role not in ("attention", "ffn"):
-            raise ConfigError(
-                f"link.transport = {deployment.link.transport}: attention and ffn have a runtime "
-                "each, so say which one this is: --role attention or --role ffn (now "
-                f"{role or 'none'})"
-            )
-        if arguments.processes > 1:
-            raise ConfigError(
-                f"--processes {arguments.processes}: over link.transport = "
-                f"{deployment.link.transport} a worker has one"
-            )
-        if role == "attention":
-            return ProcessShare(deployment.attention.devices, 0)
-        return ProcessShare(0, deployment.ffn.devices)
-    share = process_shares(deployment, arguments.processes)[arguments.process_id]
+    if deployment.topology.crosses_runtimes and role not in ("attention", "ffn"):
+        raise ConfigError(
+            f"link.transport = {deployment.link.transport}: attention and ffn have a runtime "
+            "each, so say which one this is: --role attention or --role ffn (now "
+            f"{role or 'none'})"
+        )
+    share = process_shares(deployment, arguments.processes, role)[arguments.process_id]
     played = "colocated" if deployment.topology.has("colocated") else share.role
     if role and role != played:
         raise ConfigError(

@@ -29,15 +29,20 @@ class ProcessShare(msgspec.Struct, frozen=True):
         return " and ".join(name for name in ("attention", "ffn") if getattr(self, name))
 
 
-def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare, ...]:
-    """How the deployment's devices divide over its processes, in process order.
+def process_shares(
+    deployment: Deployment, processes: int, role: str = ""
+) -> tuple[ProcessShare, ...]:
+    """How the devices of a runtime divide over its processes, in process order.
 
     One process has all. Otherwise attention lives on the first a processes and ffn on the rest,
     where a divides both evenly; of several such a, the one with the most equal processes. Each has
     an equal part of both roles where that is asked for, or nothing else divides
     (`Deployment.shares_processes`).
     Every attention process has its part of every domain. A colocated deployment has its one mesh on
-    all processes.
+    all processes, and so has a role with a runtime of its own.
+
+    Args:
+      role: role of the runtime, where roles have runtimes of their own.
 
     Raises:
       ConfigError: nothing divides evenly; the message shows the arithmetic.
@@ -50,10 +55,12 @@ def process_shares(deployment: Deployment, processes: int) -> tuple[ProcessShare
         + (f" of each of {domains} domains" if domains > 1 else ""),
         f"ffn ep {roles[1].ep} × tp {roles[1].tp} = {ffn} devices",
     )
-    if deployment.topology.has("colocated"):
-        if attention % processes:
-            raise ConfigError(f"{sizes[0]} do not divide evenly over {processes} processes")
-        return (ProcessShare(attention // processes, 0),) * processes
+    if deployment.topology.has("colocated") or (role and deployment.topology.crosses_runtimes):
+        of_ffn = role == "ffn"
+        if (attention, ffn)[of_ffn] % processes:
+            raise ConfigError(f"{sizes[of_ffn]} do not divide evenly over {processes} processes")
+        share = (0, ffn // processes) if of_ffn else (attention // processes, 0)
+        return (ProcessShare(*share),) * processes
     if processes == 1:
         return (ProcessShare(domains * attention, ffn),)
     if deployment.shares_processes(processes):

@@ -23,7 +23,7 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
-from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, mesh_rows
+from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, by_process, mesh_rows
 from jaxserve.model.matrix_formats import placed
 from jaxserve.roles.capacity import Sizes
 from jaxserve.roles.compilation import use_compilation_cache
@@ -45,7 +45,7 @@ def role_mesh(
     Raises:
       ConfigError: the runtime has too few devices.
     """
-    there = list(jax.devices() if devices is None else devices)
+    there = by_process(jax.devices() if devices is None else devices)
     a, f = deployment.attention, deployment.ffn
     sizes = {"attention": (a.dp, a.tp, ATTENTION_AXES), "ffn": (f.ep, f.tp, FFN_AXES)}
     rows, columns, axes = sizes[role]

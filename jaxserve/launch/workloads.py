@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
+from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import process_shares
 from jaxserve.planner.fabric import TpuSlice, tpu_slice
@@ -145,14 +146,13 @@ def workloads(
         domains = deployment.domains if apart else _cells(deployment)
         runtime = _runtime(deployment, hardware, count, 1)
         return [*found, _workload("domain", "decode", domains, runtime, WORKER_PORT)]
-    attention, ffn = deployment.attention, deployment.ffn
-    one = _one_process("attention", attention.devices, attention.hardware or hardware)
+    runtime = _role("attention", deployment.attention, hardware)
     if fleet:
-        found.append(_workload("domain", "attention", deployment.domains, one, WORKER_PORT))
+        found.append(_workload("domain", "attention", deployment.domains, runtime, WORKER_PORT))
     else:
-        found.append(_workload("attention", "attention", 1, one))
-    one = _one_process("ffn", ffn.devices, ffn.hardware or hardware)
-    found.append(_workload("ffn", "ffn", len(deployment.link.addresses), one, FFN_PORT))
+        found.append(_workload("attention", "attention", 1, runtime))
+    runtime = _role("ffn", deployment.ffn, hardware)
+    found.append(_workload("ffn", "ffn", len(deployment.link.addresses), runtime, FFN_PORT))
     return found
 
 
@@ -235,15 +235,18 @@ def _runtime(
     return _Runtime(processes, shares.pop(), kind, name)
 
 
-def _one_process(role: str, devices: int, name: str) -> _Runtime:
-    """The one process of a role with a runtime of its own."""
-    kind = load_hardware(name) if name else None
-    if kind is not None and devices > kind.devices_per_host:
+def _role(name: str, role: AttentionRole | FFNRole, hardware: str) -> _Runtime:
+    """The processes of a role with a runtime of its own."""
+    hardware, processes = role.hardware or hardware, max(1, role.processes)
+    kind = load_hardware(hardware) if hardware else None
+    hosts = processes_on_hosts(role.devices, kind, hardware)
+    tpu = kind is not None and kind.platform == "tpu"
+    if hosts > processes or (tpu and hosts != processes):
         raise ConfigError(
-            f"{role}: {devices} devices in one process, but a host of {kind.name} has "
-            f"{kind.devices_per_host}: over link.transport = pull a worker has one process"
+            f"{name}.processes = {role.processes}: {role.devices} of {hardware} are on {hosts} "
+            "hosts, each with a process of its own"
         )
-    return _Runtime(1, devices, kind, name)
+    return _Runtime(processes, role.devices // processes, kind, hardware)
 
 
 def _cells(deployment: Deployment) -> int:

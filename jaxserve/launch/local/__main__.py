@@ -10,8 +10,9 @@ seconds to report it before everything is ended. The exit code is the leader's.
 
     jaxserve launch --target local --runtimes --standbys 1 --config demo --set lanes=3
 
-starts attention and ffn as runtimes of their own. An ffn worker that dies is started again; the
-attention runtime's end is the end of all.
+starts attention and ffn as runtimes of their own, of `attention.processes` and `ffn.processes`
+processes each. An ffn worker that dies is started again; the attention runtime's end is the end of
+all.
 
     jaxserve launch --target local --fleet --config demo-fleet
 
@@ -59,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[list[Member], Rules]:
     if options.runtimes:
-        members = roles_apart(options.standbys)
-        rules = Rules(range(1, len(members)), RUNTIME_SECONDS, hopeless=(1, 2))
+        members = roles_apart(deployment_for(forwarded), options.standbys)
+        ffn = [number for number, member in enumerate(members) if member.runtime]
+        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=(1, 2))
         return with_peers(members) if options.peers else members, rules
     if options.fleet:
         deployment = deployment_for(forwarded)

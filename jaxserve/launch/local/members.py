@@ -5,6 +5,7 @@ by the launcher's command.
 """
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -60,24 +61,35 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     ]
 
 
-def roles_apart(standbys: int) -> list[Member]:
-    """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`);
-    the ffn workers behind the first wait to take over."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + standbys)]
+def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
+    """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`)
+    with the deployment's processes each; the ffn workers behind the first wait to take over."""
+    attention, ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(ffn * (1 + standbys))]
     settings = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
     shared = _set(*settings, f"link.addresses={addresses}")
-    members = [Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)]
-    for runtime, address in enumerate(addresses, 1):
-        arguments = [*shared, "--role", "ffn", "--listen", address]
-        members.append(Member("role ffn, runtime ffn", arguments, runtime))
+    first = Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)
+    members = runtime_of(attention, first)
+    for runtime, own in enumerate(itertools.batched(addresses, ffn), 1):
+        worker = Member("role ffn, runtime ffn", [*shared, "--role", "ffn"], runtime)
+        members += listening_at(own, runtime_of(ffn, worker))
     return members
+
+
+def listening_at(addresses: Sequence[str], processes: Sequence[Member]) -> list[Member]:
+    """Adds the argument by which each process of an ffn worker listens at its address."""
+    return [
+        process._replace(arguments=[*process.arguments, "--listen", address])
+        for address, process in zip(addresses, processes, strict=True)
+    ]
 
 
 def fleet_of(
     deployment: Deployment, processes: int = 1, apart: bool = False, standbys: int = 0
 ) -> list[Member]:
-    """The processes of a deployment on free addresses, the router first. Each prefill worker and,
-    except with `link.transport: pull`, each domain has `processes` processes.
+    """The processes of a deployment on free addresses, the router first. Each prefill worker and
+    each domain has `processes` processes. With `link.transport: pull` domains and ffn workers have
+    those of the deployment.
 
     Args:
       apart: let every worker, and the pages server of every prefill worker, listen on another
@@ -93,7 +105,8 @@ def fleet_of(
         raise ConfigError(
             f"--standbys {standbys}: only ffn workers have them (link.transport: pull)"
         )
-    workers = prefill.workers + domains + pull * (1 + standbys)
+    of_domain, of_ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
+    workers = prefill.workers + domains + pull * (1 + standbys) * of_ffn
     every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
     addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
@@ -108,8 +121,8 @@ def fleet_of(
             )
         if processes > 1 and not prefill.workers:
             raise ConfigError(
-                f"--processes {processes}: over link.transport = pull a domain has one process, "
-                "and there are no prefill workers"
+                f"--processes {processes}: over link.transport = pull a domain has those of "
+                "attention.processes, and there are no prefill workers"
             )
         settings.append(f"link.addresses={rest[domains:]}")
     shared = _set(*settings)
@@ -130,13 +143,15 @@ def fleet_of(
         if own != dialled:
             arguments += ["--listen", own]
             worker = worker._replace(listens=own, dialled=dialled)
-        members += runtime_of(1 if role == "attention" else processes, worker)
-    for runtime in range(len(names) + 1, workers + 1):
-        listens, dialled = listening[runtime - 1], addresses[runtime - 1]
-        arguments = [*shared, "--role", "ffn", "--listen", listens]
-        places = (listens, dialled) if apart else ()
+        members += runtime_of(of_domain if role == "attention" else processes, worker)
+    places = zip(listening[len(names) :], rest[domains:], strict=True)
+    for runtime, pairs in enumerate(itertools.batched(places, of_ffn), len(names) + 1):
         name = "standby" if runtime > len(names) + 1 else "ffn worker"
-        members.append(Member(f"{name}, role ffn", arguments, runtime, *places))
+        worker = Member(f"{name}, role ffn", [*shared, "--role", "ffn"], runtime)
+        made = listening_at([listens for listens, _ in pairs], runtime_of(of_ffn, worker))
+        for process, (listens, dialled) in zip(made, pairs, strict=True):
+            at = process._replace(listens=listens, dialled=dialled)
+            members.append(at if apart else process)
     return members
 
 
@@ -164,6 +179,6 @@ def deployment_for(forwarded: Sequence[str]) -> Deployment:
     add_deployment_arguments(parser)
     known, _ = parser.parse_known_args(forwarded)
     if known.config is None and known.model is None:
-        raise ConfigError("--fleet: say --config or --model")
+        raise ConfigError("--fleet or --runtimes: say --config or --model")
     elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]  # the file's addresses are not used here
     return read_deployment(known.config, known.model, [*known.set, *elsewhere])

@@ -6,6 +6,11 @@ it over the next connection when a connection is lost, a deadline passes or the 
 Answers are returned only once they have arrived whole: a program that is given an array in error
 destroys the KV pages that are donated to it. `server.py` is the other end. Knows nothing of
 attention, ffn, plans or requests.
+
+An attention worker of several processes has a client in each. All send the same messages in the
+same order, each the rows of its own devices. An answer may have reached one process and not another
+when the ffn worker is lost, so each keeps a lane's last answered message, too, and sends it again
+with the others, even while its engine waits for devices that wait for the other process.
 """
 
 import functools
@@ -62,11 +67,12 @@ class MessageClient:
     `send` and `receive` are called by one thread.
 
     Args:
-      addresses: addresses of equivalent ffn workers. The first that is up is used until it is lost;
+      addresses: addresses of equivalent ffn workers. The first that is up is used until it is lost,
+        or, if this worker has several processes, which must agree, as long as it is the first;
         warm connections to the others are kept.
       hello: this worker's facts; ffn workers with other facts are refused.
       token: the secret of the deployment.
-      domain: name of this attention worker.
+      domain: name of this attention worker, equal in all of its processes and in no other worker.
       transport: name of the transport of arrays.
       mesh: mesh of this worker alone.
       answer_piece: shape of a piece of the answer to a message.
@@ -96,14 +102,20 @@ class MessageClient:
             split_address(address)
         self._answer_shape = functools.cache(self._make_answer_shape)
         self._answer_piece, self._mesh = answer_piece, mesh
+        here, devices = jax.process_index(), enumerate(mesh.devices.flat)
+        own = tuple(piece for piece, device in devices if device.process_index == here)
+        self._own, self._shared = len(own), len(own) < mesh.size
         self._deadlines = deadlines
         self._changed = threading.Condition()
         self._unanswered: dict[int, Unanswered] = {}
+        self._answered: dict[int, Unanswered] = {}
+        """Each lane's last answered message, where other processes may lack its answer."""
+        self._numbers = itertools.count()
         self._active: MessageConnection | None = None
         self._last_used = ""
         self._closed = False
         self.counters = LinkCounters()
-        us = Join(hello, domain, mesh.size, tuple(rows))
+        us = Join(hello, domain, mesh.size, tuple(rows), own)
         self.peers = [
             Peer(
                 address,
@@ -140,11 +152,10 @@ class MessageClient:
             not be donated.
         """
         assert lane not in self._unanswered, lane
-        message = Unanswered(lane, kind, layer, rows, packed, self._answer_shape(kind, rows))
-        self._unanswered[lane] = message
-        connection = self._usable()
-        if connection is not None:
-            connection.post(message)
+        words = next(self._numbers), lane, kind, layer, rows
+        with self._changed:
+            self._unanswered[lane] = Unanswered(*words, packed, self._answer_shape(kind, rows))
+            self._post_waiting()
 
     def receive(self, lane: int) -> jax.Array:
         """Waits for the answer to the lane's message and returns it, complete and without error.
@@ -160,13 +171,17 @@ class MessageClient:
         while True:
             if message.connection is not None:
                 message.connection.wait_for(message)
-            if message.answer is not None:
-                del self._unanswered[lane]
-                self.counters.messages += 1
-                return message.answer
+            with self._changed:
+                if (answer := message.answer) is not None:
+                    del self._unanswered[lane]
+                    if self._shared:
+                        self._answered[lane], message.answer = message, None
+                    self.counters.messages += 1
+                    return answer
             if message.error is not None:
                 raise message.error
-            self._resend()
+            self._check(message)
+            self._wait_for_connection()
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
@@ -202,14 +217,16 @@ class MessageClient:
 
     def _usable(self) -> MessageConnection | None:
         """Returns the connection in use, or another that is up; notes the loss of the former."""
-        if self._active is not None:
-            if self._active.failure is None:
-                return self._active
+        if self._active is not None and self._active.failure is not None:
             self.counters.failures += 1
             self.counters.last_failure = self._active.failure
             self._active = None
-        # The worker lost last may be up again and answer probes, but not messages.
-        order = sorted(self.peers, key=lambda peer: peer.address == self._last_used)
+        if self._active is not None and not self._shared:
+            return self._active
+        # The worker lost last may be up again and answer probes, but not messages. Processes of one
+        # attention worker, which must agree, go by the addresses alone.
+        lost = "" if self._shared else self._last_used
+        order = sorted(self.peers, key=lambda peer: peer.address == lost)
         for wanted in (PeerState.UP, PeerState.SUSPECT):
             for peer in order:
                 connection = peer.connection
@@ -218,15 +235,14 @@ class MessageClient:
                     return connection
         return None
 
-    def _resend(self) -> None:
-        """Sends messages again whose connection was lost, or that had none."""
-        connection = self._wait_for_connection()
-        for message in list(self._unanswered.values()):
-            if message.connection is connection:
-                continue
-            self.counters.resends += message.connection is not None
-            self._check(message)
-            connection.post(message)
+    def _post_waiting(self) -> None:
+        """Sends messages that have not gone to the ffn worker in use, if one is. Needs the lock."""
+        connection = self._usable()
+        for message in [*self._answered.values(), *self._unanswered.values()]:
+            done = message.connection is connection or message.error is not None
+            if connection is not None and not done:
+                self.counters.resends += message.connection is not None
+                connection.post(message)
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
@@ -244,12 +260,13 @@ class MessageClient:
         piece = self._answer_piece(kind, rows)
         whole = self._mesh.size * piece.shape[0], *piece.shape[1:]
         put = fast_put()(whole, piece.dtype, piece_sharding(self._mesh))
-        return AnswerShape([piece] * self._mesh.size, put)
+        return AnswerShape([piece] * self._own, put)
 
-    def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> MessageConnection:
+    def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> None:
+        """Waits until an ffn worker is up, and sends to it what waits for one."""
         clock = AwakeClock(longest=2 * WAIT_SECONDS)
         with self._changed:
-            while (connection := self._usable()) is None:
+            while self._usable() is None:
                 if self._closed:
                     raise EngineFailedError("the link to the ffn workers was closed")
                 if any(peer.state is PeerState.PREPARING for peer in self.peers):
@@ -262,13 +279,15 @@ class MessageClient:
                 if refused and give_up_when_refused:
                     raise ConfigError(f"refused by every ffn worker: {self._whereabouts()}")
                 self._changed.wait(WAIT_SECONDS)
-        return connection
+            self._post_waiting()
 
     def _whereabouts(self) -> str:
         return "; ".join(f"{peer.address} {peer.state.value}: {peer.reason}" for peer in self.peers)
 
     def _notify(self) -> None:
         with self._changed:
+            if self._shared and not self._closed:
+                self._post_waiting()
             self._changed.notify_all()
 
     def _silence_allowed(self, peer: Peer) -> float:

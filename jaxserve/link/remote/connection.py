@@ -31,7 +31,7 @@ class AnswerShape(NamedTuple):
     """Landing of an answer on the attention mesh."""
 
     pieces: Sequence[jax.ShapeDtypeStruct]
-    """Shapes of its pieces, one for each device."""
+    """Shapes of the pieces of this process's devices, one each."""
     put: Callable[[Sequence[np.ndarray]], jax.Array]
     """Puts them on the devices, as one array."""
 
@@ -45,6 +45,7 @@ class Unanswered:
     collector.
 
     Attributes:
+      number: number of the message, equal in all processes of the attention worker.
       packed: the message on the attention mesh; kept to be sent again.
       answer_shape: landing of its answer.
       connection: over which it was sent last; None before.
@@ -55,6 +56,7 @@ class Unanswered:
       refusals: how often an ffn worker said that it gets no answer.
     """
 
+    number: int
     lane: int
     kind: str
     layer: int
@@ -92,7 +94,7 @@ class MessageConnection(Session):
         self._allowed = limit
         self._posted: dict[int, Unanswered] = {}
         """Message number → message."""
-        self._to_send: queue.SimpleQueue[tuple[int, Unanswered] | None] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Unanswered | None] = queue.SimpleQueue()
         self._reading = threading.Lock()
         self._ended = threading.Event()
         self._questions: dict[int, Future[bytes]] = {}
@@ -107,14 +109,13 @@ class MessageConnection(Session):
 
     def post(self, message: Unanswered) -> None:
         """Sends the message, or has it sent once it is computed."""
-        number = next(self._numbers)
         message.connection, message.due = self, None
         message.posts += 1
-        self._posted[number] = message
+        self._posted[message.number] = message
         if self._transfers.at_once([message.packed]):
-            self._send_one(number, message)
+            self._send_one(message)
         else:
-            self._to_send.put((number, message))
+            self._to_send.put(message)
 
     def wait_for(self, message: Unanswered) -> None:
         """Waits until a posted message has its answer or error, or the connection has failed."""
@@ -170,13 +171,13 @@ class MessageConnection(Session):
 
     def _send(self) -> None:
         while self.failure is None and (item := self._to_send.get()) is not None:
-            self._send_one(*item)
+            self._send_one(item)
             del item  # or it would be kept until the next one comes
 
-    def _send_one(self, number: int, message: Unanswered) -> None:
+    def _send_one(self, message: Unanswered) -> None:
         def note(bulk: Bulk) -> bytes:
-            fields = message.lane, message.kind, message.layer, message.rows
-            return encode(frames.Note(number, *fields, self._epoch, bulk))
+            fields = message.number, message.lane, message.kind, message.layer, message.rows
+            return encode(frames.Note(*fields, self._epoch, bulk))
 
         try:
             self._transfers.send(note, [shard.data for shard in message.packed.addressable_shards])
@@ -185,7 +186,7 @@ class MessageConnection(Session):
             self.fail(f"the connection closed ({error})")
         except Exception as error:  # of its computation, which `receive` raises
             message.error = error
-            self._posted.pop(number, None)
+            self._posted.pop(message.number, None)
 
     def close(self) -> None:
         """Ends the connection and frees the descriptors."""
@@ -202,7 +203,10 @@ class MessageConnection(Session):
             raise RuntimeError(f"an answer to message {result.number}, which waits for none")
         pieces = self._transfers.receive(result.bulk, message.answer_shape.pieces)
         message.answer = message.answer_shape.put(pieces)
-        del self._posted[result.number]
+        # Earlier messages of the lane, sent again for other processes, get no answer any more.
+        for number, one in list(self._posted.items()):
+            if one.lane == message.lane and number <= result.number:
+                del self._posted[number]
 
     def _refused(self, failed: frames.Failed) -> None:
         if failed.number in self._posted:

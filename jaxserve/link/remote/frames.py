@@ -12,17 +12,20 @@ from jaxserve.link.session.messages import Bulk, Greeting
 
 
 class Join(Greeting, frozen=True, tag="join"):
-    """First frame of an attention worker."""
+    """First frame of a process of an attention worker."""
 
     domain: str
+    """Name of the attention worker, equal in all of its processes and in no other worker."""
     pieces: int = 1
-    """Pieces of each message."""
+    """Pieces of each message, those of all processes together."""
     rows: tuple[int, ...] = ()
     """All numbers of rows that a piece may have."""
+    own: tuple[int, ...] = (0,)
+    """Numbers of the pieces that this process sends."""
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
-    """Accepts an attention worker."""
+    """Accepts a process of an attention worker."""
 
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
@@ -33,7 +36,7 @@ class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     """
 
     number: int
-    """Names the message on this connection."""
+    """Number of the message, equal in all processes of the attention worker."""
     lane: int
     kind: str
     layer: int

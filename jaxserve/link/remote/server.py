@@ -1,12 +1,14 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
-Attention workers connect, send messages and get their answers. Each has two threads here: one
-receives a message and enqueues the worker's program for it at once; the other sends answers that
-were not computed by then. A program is enqueued only once its message has arrived, because device
-queues are in order and a program ahead of its message would block every other domain's. So each
-domain is served in the order of its notes, and domains whose messages have arrived take turns. The
-server keeps only messages in flight and compiled programs (`work.py`): a lost domain is forgotten.
-`client.py` is the other end. This module knows nothing of ffn, plans or requests.
+Processes of attention workers connect, send their rows of messages and get the answers to them.
+Each has two threads here. One receives rows, and enqueues the worker's program at once if they make
+a message whole; the other sends answers that were not computed by then. A program is enqueued only
+once its message has arrived, because device queues are in order and a program ahead of its message
+would block every other domain's. So each domain is served in the order of its notes, and domains
+whose messages have arrived take turns. The server keeps only messages in flight and compiled
+programs (`work.py`): a lost domain is forgotten. The loss of a connection ends those of the
+domain's other processes, too: all connect and send again. `client.py` is the other end. This module
+knows nothing of ffn, plans or requests.
 """
 
 import contextlib
@@ -17,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import jax
+import numpy as np
 
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.work import Preparations, Turns, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
@@ -32,7 +34,7 @@ from jaxserve.link.transports import opens
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""Most domains at a time."""
+"""Most processes of domains at a time."""
 
 
 class MessageServer:
@@ -66,7 +68,8 @@ class MessageServer:
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self._address, self._token = address, token
-        self._domains: set[_Domain] = set()
+        self.changing = threading.Lock()
+        self._domains: dict[str, _Domain] = {}
         self.turns = Turns(lambda: len(self._domains) > 1)
         self.preparations = Preparations(work, self.turns)
         self._listener = Listener(
@@ -84,7 +87,7 @@ class MessageServer:
     @property
     def domains(self) -> list[str]:
         """Names of the connected attention workers."""
-        return sorted(domain.name for domain in list(self._domains) if domain.name)
+        return sorted(self._domains)
 
     @contextlib.contextmanager
     def between_messages(self) -> Iterator[None]:
@@ -94,40 +97,93 @@ class MessageServer:
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        for domain in list(self._domains):
-            domain.fail("the ffn worker ends")
+        for domain in list(self._domains.values()):
+            self._end(domain, "the ffn worker ends")
         self._listener.close(seconds)
 
     def _serve(self, channel: Channel) -> None:
-        domain = _Domain(self, channel)
-        self._domains.add(domain)
+        connection = _DomainConnection(self, channel)
         try:
-            domain.live()
+            connection.live()
         finally:
-            self._domains.discard(domain)
-            self.turns.forget(domain)
+            self.left(connection.domain)
+
+    def admit(self, connection: "_DomainConnection", name: str) -> "_Domain":
+        """Adds a connection to its domain. Another one of the same process has been lost."""
+        with self.changing:
+            domain, own = self._domains.setdefault(name, _Domain(name)), set(connection.own)
+            if any(own.intersection(one.own) for one in domain.connections):
+                self._end(domain, "the process has connected again")
+                domain = self._domains[name] = _Domain(name)
+            domain.connections.append(connection)
+        return domain
+
+    def left(self, domain: "_Domain") -> None:
+        """Ends the domain's other connections after the loss of one, and forgets its messages."""
+        with self.changing:
+            self._end(domain, "another connection of the domain has ended")
+        self.turns.forget(domain)
+
+    def _end(self, domain: "_Domain", reason: str) -> None:
+        if self._domains.get(domain.name) is domain:
+            del self._domains[domain.name]
+        domain.arriving.clear()
+        for connection in domain.connections:
+            connection.fail(reason)
+
+    def arrived(self, domain: "_Domain", note: frames.Note, rows: "_Rows") -> None:
+        """Enqueues the answer to a message that is whole, and sends it or has it sent once it is
+        computed."""
+        pieces = dict(pair for one, own in rows.items() for pair in zip(one.own, own, strict=True))
+        size = MessageSize(len(pieces), note.rows)
+        landed = self.work.land(size, [pieces[piece] for piece in range(size.pieces)])
+        try:
+            with self.turns.take(domain):
+                answer = self.work.run(note.kind, note.layer, size, landed)
+                self.turns.enqueued(answer[0])
+        except Exception as error:
+            logger.exception("link: no answer to %s", note)
+            for connection in rows:
+                connection.refuse(note.number, f"{type(error).__name__}: {error}")
+            return
+        for connection in rows:
+            connection.answer(note.number, [answer[piece] for piece in connection.own])
+
+
+class _Domain:
+    """An attention worker: connections of its processes, from their joining to the first loss, and
+    messages that are not whole, by lane and number."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.connections: list[_DomainConnection] = []
+        self.arriving: dict[tuple[int, int], _Rows] = {}
 
 
 _Answer = tuple[int, Sequence[jax.Array]]
 """Number of a message and the pieces of its answer."""
 
 
-class _Domain(ServedSession[_Answer]):
-    """One connected attention worker; its thread of work sends answers."""
+class _DomainConnection(ServedSession[_Answer]):
+    """A connected process of an attention worker; its thread of work sends answers."""
 
     greeting = frames.Join
 
     def __init__(self, server: MessageServer, channel: Channel):
         super().__init__("link", channel, server.hello, server.deadlines)
-        self.pieces = 0
-        """Pieces of each of the domain's messages."""
+        self.own: Sequence[int] = ()
+        """Numbers of the pieces that this process sends."""
+        self._pieces = 0
         self._server = server
+        self.domain = _Domain("")
+        """Domain of the process, once it is admitted."""
         self._answering = False
         self._transfers = opens(server.transport)(channel)
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
         self._server.preparations.ask(join.pieces, join.rows)
-        self.pieces, self.name = join.pieces, join.domain
+        self._pieces, self.own, self.name = join.pieces, join.own, join.domain
+        self.domain = self._server.admit(self, join.domain)
         return frames.Welcome(self._hello)
 
     def _asked(self, question: frames.Question) -> None:
@@ -150,7 +206,7 @@ class _Domain(ServedSession[_Answer]):
         threading.Thread(target=run, name="link question", daemon=True).start()
 
     def _announced(self, note: frames.Note) -> None:
-        work, size = self._server.work, MessageSize(self.pieces, note.rows)
+        arriving, size = self.domain.arriving, MessageSize(self._pieces, note.rows)
         if note.epoch != self._server.hello.epoch:
             raise RuntimeError(f"epoch {note.epoch}, here {self._server.hello.epoch}")
         try:
@@ -158,26 +214,25 @@ class _Domain(ServedSession[_Answer]):
         except Exception as error:
             logger.exception("link: no shapes of %s", note)
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
-        pieces = self._transfers.receive(note.bulk, shapes)
-        self._run(note, size, work.land(size, pieces))
+        rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.own])
+        with self._server.changing:
+            message = arriving.setdefault((note.lane, note.number), {})
+            message[self] = rows
+            if sum(len(one.own) for one in message) < self._pieces:
+                return
+            for lane, number in list(arriving):
+                if lane == note.lane and number <= note.number:
+                    del arriving[lane, number]
+        self._server.arrived(self.domain, note, message)
 
     handlers: ClassVar = {frames.Note: _announced, frames.Question: _asked}
 
-    def _run(self, note: frames.Note, size: MessageSize, message: Arrays) -> None:
-        """Enqueues the answer, and sends it or has it sent once it is computed."""
-        turns = self._server.turns
-        try:
-            with turns.take(self):
-                answer = self._server.work.run(note.kind, note.layer, size, message)
-                turns.enqueued(answer[0])
-        except Exception as error:
-            logger.exception("link: no answer to %s", note)
-            self._refuse(note.number, f"{type(error).__name__}: {error}")
-            return
-        if self._transfers.at_once(answer):
-            self._send(note.number, answer)
+    def answer(self, number: int, pieces: Sequence[jax.Array]) -> None:
+        """Sends an answer, or has it sent once it is computed."""
+        if self._transfers.at_once(pieces):
+            self._send(number, pieces)
         else:
-            self._wanted.put((note.number, answer))
+            self._wanted.put((number, pieces))
 
     def _work(self) -> None:
         """Sends answers; after a failure only drops them, with their memory."""
@@ -197,9 +252,13 @@ class _Domain(ServedSession[_Answer]):
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:
-            self._refuse(number, f"{type(error).__name__}: {error}")
+            self.refuse(number, f"{type(error).__name__}: {error}")
 
-    def _refuse(self, number: int, text: str) -> None:
+    def refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer. The domain then ends the connection."""
         with contextlib.suppress(OSError):
             self.send(frames.Failed(number, text))
+
+
+_Rows = dict[_DomainConnection, list[np.ndarray]]
+"""Rows of a message by the connections over which they came."""

@@ -57,11 +57,6 @@ class Turns:
         self._taken = False
         self._running: deque[Enqueued] = deque()
 
-    @property
-    def waiting(self) -> int:
-        """Number of domains that wait for their turn."""
-        return len(self._waiting)
-
     @contextlib.contextmanager
     def take(self, who: Hashable) -> Iterator[None]:
         """Waits for the turn of `who`, which lasts for the body. Newcomers go first."""

@@ -12,8 +12,10 @@ from jaxserve import serve
 from jaxserve.config.command_line import read_deployment
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import from_arguments
-from jaxserve.fleet.assembly import Options, open_engine
+from jaxserve.fleet.assembly import Options, open_engine, open_follower
 from jaxserve.fleet.expert_control import Place, RemoteExperts
+from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.following import Following
 from tests.jaxserve import layouts
 
 SECONDS = 240
@@ -48,11 +50,15 @@ def main() -> int:
         return serve.main(sys.argv[1:])
     deployment = read_deployment(options.config, options.model, options.set)
     process = from_arguments(options)
-    with bootstrap.joined(process, deployment):
-        engine = open_engine(deployment, Options(token=process.token))
+    given = Options(token=process.token)
+    with bootstrap.joined(process, deployment) as peers:
+        if isinstance(peers, Follower):
+            Following(open_follower(deployment, peers, given), peers).run()
+            return 0
+        engine = open_engine(deployment, given, peers)
         for number in range(int(os.environ["ROUNDS"])):
             wait_for(Path(os.environ["TOLD"]) / str(number))
-            if number:
+            if number and "MOVES" in os.environ:
                 begin_moves(engine.experts)
             print(f"round {number} begins", flush=True)
             tokens = layouts.generate(engine)

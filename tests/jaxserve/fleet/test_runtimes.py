@@ -29,7 +29,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     command += ["--module", "tests.jaxserve.fleet.runtime_process"]
     for key, value in overrides.items():
         command += ["--set", f"{key}={value}"]
-    environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "TOLD": str(tmp_path)}
+    environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "MOVES": "yes", "TOLD": str(tmp_path)}
     with started(command, environment) as run:
         (tmp_path / "0").touch()
         for victim in (1, 2):
@@ -66,3 +66,30 @@ def test_what_is_missing_is_named(arguments, message):
     run = Launched(command, {"JAX_PLATFORMS": "cpu"})
     assert run.end(SECONDS) == 2, run.output
     assert message in run.output
+
+
+@pytest.mark.parametrize("layout", [{"attention.dp": 2}, {"attention.tp": 2}], ids=["dp", "tp"])
+def test_an_attention_worker_of_two_processes_gives_the_tokens_of_one(
+    tiny_model, reference, tmp_path, layout
+):
+    """The ffn worker is killed in the middle of round 1."""
+    layout = layout | {"attention.processes": 2}
+    command = ["-m", "jaxserve.launch.local", "--runtimes", "--model", str(tiny_model)]
+    command += ["--module", "tests.jaxserve.fleet.runtime_process"]
+    for key, value in (layouts.LIMITS | {"lanes": 2} | layout).items():
+        command += ["--set", f"{key}={value}"]
+    environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "2", "TOLD": str(tmp_path)}
+    with started(command, environment) as run:
+        for number in range(2):
+            (tmp_path / str(number)).touch()
+        run.wait_for(r"^\[0\] round 1 begins", SECONDS)
+        time.sleep(0.2)
+        (pid,) = re.findall(r"process 2: role ffn, runtime ffn, pid (\d+)", run.output)
+        os.kill(int(pid), signal.SIGKILL)
+        assert run.end(SECONDS) == 0, run.output
+    for number in range(2):
+        found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
+        assert found, run.output
+        assert layouts.differences(reference, json.loads(found[1])) == []
+    assert "[0] compilations 0" in run.output
+    assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 1, run.output

@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.connection import MessageConnection
-from jaxserve.link.remote.server import _Domain
+from jaxserve.link.remote.server import _DomainConnection
 from jaxserve.link.session.hello import make_hello
 from jaxserve.link.session.messages import Bulk, Echo, Refused, encode
 
@@ -20,8 +20,8 @@ def test_note_is_an_array_of_plain_values() -> None:
 
 
 def test_frames_come_back() -> None:
-    for frame in (frames.Join(HELLO, "d0", 2, (8, 24)), NOTE, Echo(3)):
-        assert _Domain.decode(encode(frame)) == frame
+    for frame in (frames.Join(HELLO, "d0", 2, (8, 24), (1,)), NOTE, Echo(3)):
+        assert _DomainConnection.decode(encode(frame)) == frame
     answers = frames.Welcome(HELLO), Refused("24 rows", True), frames.Failed(1, "no"), Echo(3)
     for answer in (*answers, frames.Result(7, Bulk(64, None))):
         assert MessageConnection.decode(encode(answer)) == answer
@@ -32,4 +32,4 @@ def test_frames_come_back() -> None:
 )
 def test_anything_else_is_an_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        _Domain.decode(data)
+        _DomainConnection.decode(data)

@@ -79,7 +79,7 @@ def take_turns(turns, run, names):
         threads = [threading.Thread(target=run, args=(name,)) for name in names]
         for number, thread in enumerate(threads, 1):
             thread.start()
-            until(lambda number=number: turns.waiting == number)
+            until(lambda number=number: len(turns._waiting) == number)
     for thread in threads:
         thread.join(30.0)
 
@@ -95,7 +95,7 @@ def test_a_busy_domain_lets_the_others_in_after_each_message():
             with turns.take(name):
                 ran.append(name)
                 others = sum(ran.count(n) < messages[n] for n in messages if n != name)
-                until(lambda others=others: turns.waiting == others)
+                until(lambda others=others: len(turns._waiting) == others)
 
     take_turns(turns, run, messages)
     assert "".join(ran) == "abcabaaaa"
