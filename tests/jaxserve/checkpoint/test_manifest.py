@@ -20,8 +20,6 @@ from jaxserve.checkpoint.manifest import (
 from jaxserve.checkpoint.records import checksum, write_record
 from jaxserve.errors import CheckpointError
 
-CONVERSION_RECORD = Conversion(FORMAT, "abc", "int8", "bfloat16")
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -32,9 +30,8 @@ def folder(tmp_path):
 class TestManifest:
     def test_round_trip(self, folder):
         leaf = StoredLeaf((2, 3), "float32", "0123")
-        manifest = Manifest(
-            CONVERSION_RECORD, {"a": [1, 1e-6]}, {"f": "0a"}, {"head": {"norm": leaf}}
-        )
+        made = Conversion(FORMAT, "abc", "int8", "bfloat16")
+        manifest = Manifest(made, {"a": [1, 1e-6]}, {"f": "0a"}, {"head": {"norm": leaf}})
         write_record(folder / MANIFEST, manifest)
         assert read_manifest(folder) == manifest
         assert [path.name for path in folder.iterdir() if path.is_file()] == [MANIFEST]

@@ -1,4 +1,4 @@
-"""The model's logits against NumPy, with the driver and nothing around it."""
+"""A tiny model's logits against NumPy, by the driver alone; `test_quality.py` has the demo's."""
 
 import dataclasses
 
@@ -10,12 +10,11 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.assembly import build_runtime
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import check_attention
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.layout import FROM_DEVICE
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests import golden
 from tests.conftest import REPOSITORY
@@ -24,7 +23,6 @@ from tests.jaxserve.stepping import Sequences
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3
 
-DEMO = REPOSITORY / "configs" / "demo"
 LENGTHS = (9, 1, 14)  # 24 tokens: one full step
 PROMPTS = [layouts.PROMPTS[3][:9], layouts.PROMPTS[0], layouts.PROMPTS[1][:14]]
 
@@ -87,35 +85,6 @@ def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runti
     assert first[1:3].tolist() == [model.greedy([5, 6], 1)[0], model.greedy([7, 8, 9], 1)[0]]
     second = step([SequenceRow(slot=2, token_ids=[3], kv_length=1, page_ids=[2], sample=False)])
     assert second[1:3].tolist() == first[1:3].tolist()
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not (DEMO / "model.safetensors").exists(), reason="no demo checkpoint")
-def test_demo_model():
-    """The shipped checkpoint: BF16 weights, computed in FP32."""
-    overrides = {
-        "mode": "colocated",
-        "dtype": "float32",
-        "cache.pages": 64,
-        "scheduler.max_length": 64,
-        "scheduler.slots": 5,
-        "scheduler.token_budget": 48,
-        "scheduler.token_buckets": [48],
-        "scheduler.page_buckets": [4],
-    }
-    runtime = build_runtime(load_deployment(DEMO, overrides))
-    assert runtime.buckets == [Bucket(48, 4)]
-    model = Step3Numpy.from_folder(DEMO)
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(0, 3072, length).tolist() for length in (29, 1, 18)]
-    expected = [model.logits(prompt) for prompt in prompts]
-    at_once = Sequences(runtime, prompts).step((29, 1, 18))
-    chunked = Sequences(runtime, prompts)
-    chunked.step((20, 0, 17))
-    chunked = chunked.step((9, 1, 1))
-    for index in range(3):
-        np.testing.assert_allclose(at_once[index], expected[index][-1], atol=1e-4)
-        np.testing.assert_allclose(chunked[index], expected[index][-1], atol=1e-4)
 
 
 NINE = {"ffn.ep": 9, "ffn.shared_ranks": 1}

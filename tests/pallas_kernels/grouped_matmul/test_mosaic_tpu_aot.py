@@ -22,7 +22,6 @@ from tests.pallas_kernels.nightly import nightly
 
 pytestmark = pytest.mark.tpu_aot
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 FORMATS = {
     "bf16": (jnp.bfloat16, None),
     "fp8": (jnp.float8_e4m3fn, (1, 0)),
@@ -55,7 +54,8 @@ def not_cached():
 
 def mesh_of(generation, shape=(1,), names=("x",)):
     pytest.importorskip("libtpu")
-    devices = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
+    topology = aot.GENERATIONS[generation].topology
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
     return Mesh(np.asarray(devices[: np.prod(shape)]).reshape(shape), names)
 
 
