@@ -2,7 +2,7 @@
 
 The host time of a message between the roles grows with the devices that one process owns, hardly
 with those of the other side, so a process a GPU is the fastest way to run a runtime of several
-hosts (`jaxserve/README.md` has the figures). The process that was started this way loads nothing:
+hosts (`docs/measurements/serving.md`). The process that was started this way loads nothing:
 it starts the others, passes signals on, and ends with them. It takes the numbers of the hosts
 (`--process-id`, `--processes`, from flags, the environment or the cluster) and gives the processes
 theirs; a host on its own needs none.

@@ -118,8 +118,8 @@ class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):
 class Loop:
     """Decides the order of planning, enqueueing and reading for all lanes of all domains.
 
-    The host is one step behind every lane (design, decision 8): a lane's next step is enqueued
-    before the result of its last one is awaited.
+    The host is one step behind every lane: it enqueues a lane's next step before it awaits the
+    result of the last one (`docs/decisions/lengths-live-on-the-device.md`).
 
     Args:
       schedulers: One a domain.

@@ -74,7 +74,7 @@ class Workload(NamedTuple):
 def host_processes(deployment: Deployment, work: Workload) -> list[str]:
     """The argument by which each process that is started runs one for every GPU that it has, in a
     runtime with both roles: the host time of a layer grows with the devices of a process
-    (jaxserve/README.md, Measured)."""
+    (docs/measurements/serving.md)."""
     alone = work.hardware is not None and work.hardware.process_devices == 1
     all_roles = work.role in ("", "decode", "prefill")
     if not (alone and all_roles and work.devices > 1):

@@ -138,7 +138,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     hop_seconds: float = 1e-6
     """More of it for every link between the two farthest devices of a torus. A guess."""
     host_seconds: float = 3e-6
-    """Host time of a layer and lane: the driver's own Python (jaxserve/README.md, Measured)."""
+    """Host time of a layer and lane: the driver's own Python (docs/measurements/serving.md)."""
     host_device_seconds: float = 10e-6
     """And for each device of the process: a call and a message with its answer take 36 and 44 µs
     with eight devices (the same table, CPU devices)."""

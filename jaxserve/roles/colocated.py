@@ -1,4 +1,4 @@
-"""The colocated worker: a whole step is one program on one mesh (design, decision 2)."""
+"""The colocated worker: a whole step is one program on one mesh. Other layouts yield its tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

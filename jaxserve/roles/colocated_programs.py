@@ -1,4 +1,4 @@
-"""The program of colocated mode (design, decision 2): a step, scanning over stacked layers."""
+"""The program of colocated mode: a step, scanning over stacked layers."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The order in which the stages of all lanes are enqueued: pure data (design, decision 3).
+"""The order in which the stages of all lanes are enqueued: pure data, tested without devices.
 
 Each lane repeats attend, dispatch, ffn, combine, once a layer. The order is total and the same in
 every process, so transfers between processes pair up. One turn gives one lane one layer:

@@ -22,7 +22,7 @@ class Assumption(NamedTuple):
 
 
 _DISSECTED = "arXiv 2402.13499 (microbenchmarks of H100)"
-_MEASURED = "CPU devices (jaxserve/README.md, Measured)"
+_MEASURED = "CPU devices (docs/measurements/serving.md)"
 _PLANS = "CPU of all its threads, 2026-11-22, load 11 to 25"
 _GUIDE = "CUDA programming guide, throughput of instructions, compute capability 9.0"
 

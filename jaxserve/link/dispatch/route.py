@@ -1,10 +1,10 @@
 """Where the pieces of a link's messages land on the ffn mesh. Plain Python, without JAX.
 
-A message is one array, cut into equal pieces, one for each attention device, whatever the ffn mesh
-is like (design, decision 5). Rows cross once: piece a goes to its *ingress* device of the ffn mesh,
-and the result of its rows comes back from there. The ffn mesh itself brings rows to the devices
-that need them (`model/ffn/exchange.py`). If the ffn mesh consists of several instances, each brings
-rows to its own devices; rows then cross once to each instance, always to the same device of it.
+A message is one array, cut into equal pieces, one for each attention device, for any ffn mesh.
+Rows cross once: piece a goes to its *ingress* device of the ffn mesh, and the result of its rows
+comes back from there. The ffn mesh itself brings rows to the devices that need them
+(`model/ffn/exchange.py`). Each of several instances brings rows to its own devices; rows then cross
+once to each instance, always to the same device of it.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 """Whole deployments that others published, beside what `plan deploy` would make of them;
-jaxserve/planner/README.md has the same numbers.
+docs/measurements/planner.md has the same numbers.
 
 The docstring of every comparison says which inputs are published. What was read back from published
 results proves nothing: it must agree, and is called so. The others move with the rooflines, within

@@ -1,4 +1,4 @@
-"""Simulates systems that papers measured: jaxserve/planner/README.md has the same numbers.
+"""Simulates systems that papers measured: docs/measurements/planner.md has the same numbers.
 
 The docstring of every comparison says which inputs are the paper's, and which are calibrated
 (fitted to something that the paper measured). `python -m tests.jaxserve.planner.test_paper_systems`
