@@ -1,7 +1,7 @@
 """A deployment: which model, on which meshes, in which number formats, with which limits.
 
 `load.py` reads one from a file and checks it. The docstring of every key is its entry in
-`configs/README.md` (`reference.py` writes it).
+`docs/keys.md` (`reference.py` writes it).
 """
 
 from typing import Annotated, Literal

@@ -1,6 +1,6 @@
 """The sections of a deployment file: one struct each.
 
-The docstring of every key is its entry in `configs/README.md` (`reference.py` writes it).
+The docstring of every key is its entry in `docs/keys.md` (`reference.py` writes it).
 `deployment.py` puts the sections together, and `checks.py` checks them against each other.
 """
 

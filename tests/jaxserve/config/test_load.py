@@ -27,7 +27,7 @@ def write(tmp_path):
 
 class TestFile:
     def test_a_model_is_found_beside_the_file(self, write, tmp_path):
-        """The table of configs/README.md has the defaults of the other keys."""
+        """The table of docs/keys.md has the defaults of the other keys."""
         deployment = load_deployment(write("model: demo\n"))
         assert deployment.model == str(tmp_path / "demo")
         assert deployment.attention == AttentionRole()

@@ -1,4 +1,4 @@
-"""`configs/README.md` says of every key what its struct says."""
+"""`docs/keys.md` says of every key what its struct says."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 from jaxserve.config.load import known_keys
 from jaxserve.config.reference import BEGIN, END, main, replaced, table
 
-README = Path(__file__).resolve().parents[3] / "configs" / "README.md"
+README = Path(__file__).resolve().parents[3] / "docs" / "keys.md"
 
 
 def test_the_readme_is_up_to_date() -> None:
-    """Else: python -m jaxserve.config.reference --write configs/README.md."""
+    """Else: python -m jaxserve.config.reference --write docs/keys.md."""
     text = README.read_text(encoding="utf-8")
     assert text == replaced(text)
 
