@@ -35,7 +35,7 @@ def test_epoch_and_protocol_come_first() -> None:
     ours = hello("ffn", FACTS, epoch=3)
     assert refusal(ours, hello("attention", {}, epoch=2)) == "epoch 2 of attention, 3 of ffn"
     assert refusal(ours, hello("attention", FACTS, epoch=3, protocol=9)) == (
-        "protocol 9 of attention, 3 of ffn"
+        "protocol 9 of attention, 4 of ffn"
     )
 
 
