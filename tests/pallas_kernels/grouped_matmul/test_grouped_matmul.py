@@ -1,7 +1,4 @@
-"""`grouped_matmul` and `grouped_swiglu` against literal expectations, and divided among devices.
-
-`test_reference.py` compares them with NumPy, for groups of all sizes.
-"""
+"""`grouped_matmul` and `grouped_swiglu` against literal expectations and a NumPy definition."""
 
 import copy
 
@@ -9,15 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
-from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, swiglu_numpy
+from tests.pallas_kernels.grouped_matmul.suite import (
+    Weight,
+    assert_near,
+    by_group_numpy,
+    poisoned_rows,
+    swiglu_numpy,
+)
 
 # Blocks of 4 x 4 leave a partial block in d_in and in d_out.
 BLOCKS = ("fp8", (4, 4))
 FORMATS = ["float", "fp8", BLOCKS, "int8"]
+ROWS, GROUPS, D_MODEL, D_FF = 48, 4, 6, 9
+SIZES = st.lists(st.integers(0, ROWS // GROUPS), min_size=GROUPS, max_size=GROUPS)
+SEEDS = st.integers(0, 2**32 - 1)
+
+compiled_matmul = jax.jit(grouped_matmul)
+compiled_swiglu = jax.jit(grouped_swiglu)
 
 
 def int32(*values):
@@ -62,6 +73,23 @@ class TestLiteral:
         )
         output = grouped_matmul(jnp.asarray([[1.0, 2.0]]), weights, int32(0, 1))
         np.testing.assert_array_equal(output, [[410]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@settings(max_examples=15)
+@given(sizes=SIZES, seed=SEEDS)
+def test_matmul(format, dtype, sizes, seed):
+    """Ragged and empty groups; what lies past them is poisoned, and gives zeros."""
+    rng = np.random.default_rng(seed)
+    weights = Weight(rng, (GROUPS, D_FF, D_MODEL), format, dtype, sizes)
+    rows = poisoned_rows(rng, ROWS, D_MODEL, dtype, sizes)
+    output = compiled_matmul(jnp.asarray(rows), weights.jax, int32(*sizes))
+    assert output.dtype == dtype
+    expected = by_group_numpy(rows, sizes, D_FF, weights.product)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    least = tolerance * np.abs(expected).max() / 10
+    np.testing.assert_allclose(output.astype(jnp.float32), expected, tolerance, least)
 
 
 @pytest.mark.parametrize("format", ["fp8", BLOCKS, "int8"], ids=str)
