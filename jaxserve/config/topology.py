@@ -4,8 +4,10 @@
 asks them and compares no string of `mode` or `link.transport`.
 """
 
+import ast
 import functools
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
@@ -16,7 +18,7 @@ PlannedMode = Literal["afd", "ep", "tp"]
 
 
 class Transport(msgspec.Struct, frozen=True):
-    """Declaration of a transport of messages; `link/transports/` has a file for each.
+    """Declaration of a transport of messages, at the top of its file in `link/transports/`.
 
     Attributes:
       crosses_runtimes: joins two independent JAX runtimes, instead of two meshes of one.
@@ -33,21 +35,28 @@ class Transport(msgspec.Struct, frozen=True):
     gb_per_second: float = 0.0
 
 
-TransportName = Literal["auto", "device_put", "ppermute", "pull"]
-TRANSPORTS: dict[str, Transport] = {
-    "auto": Transport(),
-    "device_put": Transport(automatic="devices", falls_back_to="ppermute"),
-    "ppermute": Transport(collective=True, automatic="TPU hosts"),
-    # JAX peers report 4.5 GB/s a host for such copies through host memory.
-    "pull": Transport(crosses_runtimes=True, gb_per_second=4.5),
-}
-"""Transports that `link.transport` may name. Processes that do without JAX read this, so it is not
-in the transports' own files."""
+def _declared(file: Path) -> Transport:
+    """Reads the line of a transport's file that declares it. The file is not imported: it imports
+    JAX, which routers and faces do without."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith("TRANSPORT = "))
+    call = cast(ast.Call, ast.parse(line.removeprefix("TRANSPORT = "), mode="eval").body)
+    return Transport(**{str(one.arg): ast.literal_eval(one.value) for one in call.keywords})
+
+
+_FILES = Path(__file__).parent.parent.joinpath("link", "transports").glob("[a-z]*.py")
+TRANSPORTS = {"auto": Transport()} | {file.stem: _declared(file) for file in sorted(_FILES)}
+"""Transports that `link.transport` may name: `auto`, and one for each file."""
 INSIDE, BETWEEN = (
     [name for name, one in TRANSPORTS.items() if name != "auto" and one.crosses_runtimes is between]
     for between in (False, True)
 )
 """Names of transports inside a runtime, and between runtimes."""
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal[tuple(TRANSPORTS)]
 
 
 class Topology(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """The ways in which messages cross, one file each.
 
-A file names the class that `OPENS` one end of its transport: a `MeshTransport` inside a runtime, a
-class like `PullTransfers` between runtimes. `config/topology.py` declares what each can do. Nothing
-else knows the names.
+A file declares its transport (`TRANSPORT`, which `config/topology.py` reads) and names the class
+that `OPENS` one end of it: a `MeshTransport` inside a runtime, a class like `PullTransfers` between
+runtimes. Nothing else knows the names.
 """
 
 import importlib
