@@ -7,6 +7,8 @@ are fewer K heads than devices, all devices compute all of them, and each keeps 
 query heads read.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,10 +17,11 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import HeadNorms, Pages, attend, rotate_and_write
+from jaxserve.model.attention.kv_cache import Pages, attend
 from jaxserve.model.attention.rope import batch_rotation, paired
 from jaxserve.model.columns import norm_columns
 from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros
+from pallas_kernels.rotate_and_write import rotate_and_write
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -68,11 +71,10 @@ class GroupedQueryAttention(nnx.Module):
         head_dim, tokens, norms = self.sizes.head_dim, x.shape[0], self._norms()
         query, key = linear(x, self.query, self.query_bias), linear(x, self.key, self.key_bias)
         if norms and self.sizes.qk_norm == "columns":
-            query = norm_columns(
-                query, norms.query_norm, self.epsilon, self.sizes.q_heads * head_dim
-            )
-            key = norm_columns(key, norms.key_norm, self.epsilon, self.sizes.kv_heads * head_dim)
-            norms = None
+            width = self.sizes.q_heads * head_dim, self.sizes.kv_heads * head_dim
+            query = norm_columns(query, norms["query_norm"], self.epsilon, width[0])
+            key = norm_columns(key, norms["key_norm"], self.epsilon, width[1])
+            norms = {}
         query, key = (
             paired(heads.reshape(tokens, -1, head_dim), self.sizes.rope) for heads in (query, key)
         )
@@ -81,7 +83,9 @@ class GroupedQueryAttention(nnx.Module):
             key, value = self._own_head(key, query), self._own_head(value, query)
         turn = batch_rotation(batch, head_dim, self.sizes.rope)
         with jax.named_scope("write_pages"):
-            query, pages = rotate_and_write(pages, query, key, value, turn, batch, norms)
+            query, pages = rotate_and_write(
+                pages, query, key, value, *turn, *batch.where, epsilon=self.epsilon, **norms
+            )
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
             sinks = None if self.sinks is None else self.sinks[...]
@@ -97,10 +101,10 @@ class GroupedQueryAttention(nnx.Module):
         first_query = jax.lax.axis_index("tp") * query.shape[1]
         return jax.lax.dynamic_slice_in_dim(heads, first_query // group, 1, axis=1)
 
-    def _norms(self) -> HeadNorms | None:
+    def _norms(self) -> dict[str, Any]:
         if self.query_norm is None or self.key_norm is None:
-            return None
-        norms = self.query_norm[...], self.key_norm[...]
+            return {}
+        norms = {"query_norm": self.query_norm[...], "key_norm": self.key_norm[...]}
         if self.sizes.qk_norm == "heads":
-            norms = paired(norms[0], self.sizes.rope), paired(norms[1], self.sizes.rope)
-        return HeadNorms(*norms, self.epsilon)
+            norms = {name: paired(norm, self.sizes.rope) for name, norm in norms.items()}
+        return norms

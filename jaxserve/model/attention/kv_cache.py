@@ -164,29 +164,6 @@ def is_sparse(
     return page_table.shape[1] * pages[0].shape[2] > sizes.indexer.top_k
 
 
-class HeadNorms(NamedTuple):
-    """RMSNorms of every head of queries and keys, before they are rotated."""
-
-    query_norm: Float[Array, " head_dim"]
-    key_norm: Float[Array, " head_dim"]
-    epsilon: float
-
-
-def rotate_and_write(
-    pages: Pages,
-    query: Float[Array, "tokens q_heads head_dim"],
-    key: Float[Array, "tokens kv_heads head_dim"],
-    value: Float[Array, "tokens kv_heads _"],
-    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
-    batch: RaggedBatch,
-    norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Pages]:
-    """Norms and rotates queries and keys, and writes keys and values, quantised to the cache's
-    format. The queries are for `attend`: they may have its dtype already."""
-    options = norms._asdict() if norms else {}
-    return kernels.rotate_and_write(pages, query, key, value, *turn, *batch.where, **options)
-
-
 class LatentNorms(NamedTuple):
     """RMSNorms behind MLA's down maps."""
 

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend, rotate_and_write
+from jaxserve.model.attention.kv_cache import Pages, attend
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
+from pallas_kernels.rotate_and_write import rotate_and_write
 
 
 class FactorizedAttention(nnx.Module):
@@ -58,7 +59,7 @@ class FactorizedAttention(nnx.Module):
         query = query.reshape(tokens, -1, sizes.head_dim)
         key, value = (part.reshape(tokens, sizes.kv_heads, -1) for part in (key, value))
         with jax.named_scope("write_pages"):
-            query, pages = rotate_and_write(pages, query, key, value, turn, batch)
+            query, pages = rotate_and_write(pages, query, key, value, *turn, *batch.where)
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5
             mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
