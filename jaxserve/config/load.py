@@ -43,7 +43,8 @@ def load_deployment(
         of range, or sizes do not fit each other.
     """
     model = str(path) if is_url(path) else "."
-    path = Path() if is_url(path) else hub_folder(str(path)) or deployment_path(Path(path))
+    found = Path() if is_url(path) else deployment_path(Path(path))
+    path = found if found.exists() else hub_folder(str(path)) or found
     try:
         text = "" if path.is_dir() else path.read_text()
     except FileNotFoundError:

@@ -25,7 +25,8 @@ def hub_folder(name: str) -> Path | None:
     Raises:
       ConfigError: no model with this id can be downloaded; the message has the Hub's reason.
     """
-    if not _ID.fullmatch(name) or Path(name).exists() or Path(name).parent.is_dir():
+    path = Path(name)
+    if not _ID.fullmatch(name) or path.exists() or path.parent.is_dir() or path.suffix == ".yaml":
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

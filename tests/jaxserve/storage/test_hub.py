@@ -84,9 +84,7 @@ def test_a_model_that_the_hub_does_not_have(hub):
         hub_folder("maker/other")
 
 
-@pytest.mark.parametrize(
-    "name", ["demo", "configs/demo.yaml", "/maker/model", "a/b/c", "./a", "s/"]
-)
+@pytest.mark.parametrize("name", ["demo", "configs/demo.yaml", "/maker/model", "a/b/c", "a/b.yaml"])
 def test_names_that_are_no_ids(name, hub, tmp_path):
     (tmp_path / "configs").mkdir()
     assert hub_folder(name) is None
