@@ -242,9 +242,10 @@ def _role(name: str, role: AttentionRole | FFNRole, hardware: str) -> _Runtime:
     hosts = processes_on_hosts(role.devices, kind, hardware)
     tpu = kind is not None and kind.platform == "tpu"
     if hosts > processes or (tpu and hosts != processes):
+        only = ", and over link.transport = pull an ffn worker has one" if name == "ffn" else ""
         raise ConfigError(
             f"{name}.processes = {role.processes}: {role.devices} of {hardware} are on {hosts} "
-            "hosts, each with a process of its own"
+            f"hosts, each with a process of its own{only}"
         )
     return _Runtime(processes, role.devices // processes, kind, hardware)
 
