@@ -13,7 +13,7 @@ ALLOWED = {
     "jaxserve/observe/recorder.py": "brings the spans of several hosts to one axis",
     "jaxserve/preflight/meeting.py": "compares the clocks of hosts",
     "jaxserve/roles/attention.py": "when a stage began, for timelines",
-    "jaxserve/roles/colocated.py": "the same",
+    "jaxserve/roles/whole_steps.py": "the same",
     "jaxserve/server/http/chat.py": "`created` of OpenAI's API",
     "jaxserve/server/http/completions.py": "the same",
     "jaxserve/server/http/live.py": "the time on the page",

@@ -208,7 +208,7 @@ class Case(NamedTuple):
     def ratio(self) -> float | None:
         """Cost of AFD over the cheaper of EP and TP; None: one of both does not meet the TPOT."""
         afd = self.best.get("afd")
-        colocated = [plan.dollars for mode, plan in self.best.items() if mode != "afd"]
+        colocated = [plan.dollars for plan in self.best.values() if plan is not afd]
         return afd.dollars / min(colocated) if afd and colocated else None
 
     @property

@@ -64,7 +64,7 @@ def slots_of(folder, overrides, source=None):
     if opened.deployment.mode == "colocated":
         leaves = [leaf[LAYER] for leaf in opened.weights()[0].bank(0)]
     else:
-        leaves = opened.ffn().layers[LAYER]
+        leaves = opened.ffn().blocks[LAYER]
     template = opened.templates.moe
     experts = template.merge(leaves).experts
     found = {}
