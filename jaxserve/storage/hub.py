@@ -32,12 +32,9 @@ def hub_folder(name: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*SMALL, WEIGHTS]))
+        return Path(snapshot_download(name, allow_patterns=[*SMALL, WEIGHTS]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{name}: no such folder, and not to be had from the Hugging Face Hub: {reason}"
         ) from None
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{name}: this repository of the Hugging Face Hub has no config.json")
-    return folder
