@@ -76,10 +76,13 @@ def test_the_life_of_a_token_names_files(name: str) -> None:
     assert 8 <= len(paths) <= 14
 
 
-def test_the_first_page_is_short_and_leads_to_the_others() -> None:
+def test_pages_are_short_and_the_first_leads_to_the_others() -> None:
     first = READMES["README.md"]
     assert first.count("\n") <= 150
     assert [room for room in ROOMS if f"`{room}/" not in first] == []
+    assert [room for room in ROOMS if READMES[f"{room}/README.md"].count("\n") > 100] == []
+    lines = [text.count("\n") for name, text in READMES.items() if "measurements/" not in name]
+    assert sum(lines) <= 2000
 
 
 def test_every_path_in_a_command_exists() -> None:
