@@ -36,5 +36,5 @@ def hub_folder(name: str) -> Path | None:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{name}: no such folder, and not to be had from the Hugging Face Hub: {reason}"
+            f"{name}: no such folder, and its download from the Hugging Face Hub failed: {reason}"
         ) from None

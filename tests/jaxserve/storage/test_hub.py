@@ -76,11 +76,13 @@ def test_a_model_is_downloaded_once_and_without_files_that_nobody_reads(hub):
 
 
 def test_a_model_that_the_hub_does_not_have(hub):
-    with pytest.raises(ConfigError, match=r"^maker/nothing: no such folder, and not to be .*'404 "):
+    with pytest.raises(
+        ConfigError, match=r"^maker/nothing: no such folder, and its download .*'404 "
+    ):
         hub_folder("maker/nothing")
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(ConfigError, match=r"^maker/other: no such folder, and not to be had from"):
+    with pytest.raises(ConfigError, match=r"^maker/other: no such folder, and its download from"):
         hub_folder("maker/other")
 
 
