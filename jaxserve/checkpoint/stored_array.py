@@ -48,7 +48,7 @@ class StoredArray(NamedTuple):
     path: Path
     store: tensorstore.TensorStore
     packed: Packed | None = None
-    """What the bytes of `store` are; None: numbers of its dtype."""
+    """Meaning of the bytes of `store`; None: they are numbers of its dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def why_not(searcher: Searcher, target: Target, found: Found) -> str:
 
 
 def _shortage(found: Found, target: Target, *, mixed: bool) -> str:
-    """What is missing; `mixed`: the roles have no platform in common."""
+    """Says what is missing. With `mixed` the roles have no platform in common."""
     if found.short is None:
         text = f"there is no layout of up to {target.max_devices} devices"
         return f"{text} of one platform: GPUs and TPUs do not serve together" if mixed else text

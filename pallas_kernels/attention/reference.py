@@ -30,7 +30,7 @@ PRODUCT_TOKENS = 512
 """Positions of a block with products in INT8; a row's probabilities of a block share one scale."""
 
 TILE_TOKENS = 64
-"""Tokens of a batch that are taken together where there are so many."""
+"""Tokens of a batch that are taken together, in batches of at least this many."""
 
 MOST_RUNS = 8
 """Most sequences of a tile whose tokens share blocks; with more, every token is by itself. A pass

@@ -23,7 +23,7 @@ from pallas_kernels.rotate_and_write import kept, rotate
 from pallas_kernels.sparse_attention import choose_positions
 
 EPSILON = 1e-6
-"""Of the norm of keys, in every model."""
+"""Epsilon of the norm of keys, the same in every model."""
 
 
 class TokenIndexer(nnx.Module):
