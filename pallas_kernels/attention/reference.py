@@ -165,29 +165,31 @@ def paged_attention(
         output, lse = _attend_tokens(queries, pages_of_token, where.position, call)
     else:
         arrays = queries, pages_of_token, where.position, where.sequence_of_token
-        output, lse = _map_tokens(attend_tile, arrays, TILE_TOKENS)
+        output, lse = in_parts(attend_tile, arrays, TILE_TOKENS)
     return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
 
 
-def _map_tokens(
-    attend: Callable[[Any], tuple[Array, Array]], arrays: tuple[Array, ...], at_once: int
-) -> tuple[Array, Array]:
-    """Attends from `at_once` tokens at a time. `arrays` are queries, pages, positions and others of
-    every token; the last tokens are padded by copies of the last one, at position -1."""
-    tokens = len(arrays[0])
-    if tokens <= at_once:
-        return attend(arrays)
-    missing = -tokens % at_once
+def in_parts[Out](compute: Callable[[Any], Out], tokens: tuple[Array, ...], at_once: int) -> Out:
+    """Computes rows of tokens, `at_once` tokens at a time.
+
+    Args:
+      compute: from arrays like `tokens`, but shorter, to arrays with a row for each token.
+      tokens: arrays with a row for each token; the last part is filled up with copies of the last
+        token, whose results are left out.
+    """
+    count = len(tokens[0])
+    if count <= at_once:
+        return compute(tokens)
+    missing = -count % at_once
     wide = [
         jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)), mode="edge")
-        for array in arrays
+        for array in tokens
     ]
-    wide[2] = jnp.pad(arrays[2], (0, missing), constant_values=-1)
     parts = jax.lax.map(
-        attend, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in wide)
+        compute, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in wide)
     )
-    output, lse = (part.reshape(-1, *part.shape[2:])[:tokens] for part in parts)
-    return output, lse
+    found: Out = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:count], parts)
+    return found
 
 
 def _attend_runs(
@@ -238,7 +240,7 @@ def _attend_tokens(
     def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         return _attend_some(some[0], some[1], some[2][:, None], call)
 
-    return _map_tokens(attend, (queries, pages_of_token, position), max(1, at_once))
+    return in_parts(attend, (queries, pages_of_token, position), max(1, at_once))
 
 
 def _block_pages(cache: Cache) -> int:
@@ -424,7 +426,7 @@ def chunk_attention(
         sees_broken = jnp.any(visible & broken, axis=1)
         return jnp.where(sees_broken[:, None, None], jnp.nan, out), lse
 
-    out, lse = _map_tokens(attend, (queries, sequence_of_token, position), CHUNK_ROWS)
+    out, lse = in_parts(attend, (queries, sequence_of_token, position), CHUNK_ROWS)
     return out.astype(queries.dtype), lse
 
 

@@ -14,14 +14,13 @@ At most 115 MB at a time, where all chosen rows would be 2.4 GB.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.reference import Cache, in_parts
 from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.target import current_target
 from pallas_kernels.varying import vary_like
@@ -93,7 +92,7 @@ def choose_positions(call: ChoiceCall, top_k: int) -> Int32[Array, "tokens chose
         return jnp.where(jnp.isneginf(best), -1, index.astype(jnp.int32))
 
     tokens = call.queries, call.weights, call.sequence_of_token, call.position
-    return _in_parts(choose, tokens, QUERIES)
+    return in_parts(choose, tokens, QUERIES)
 
 
 class Chosen(NamedTuple):
@@ -135,7 +134,7 @@ def attend_chosen(
         return _product("thc,tcd->thd", weights.astype(queries.dtype), values).astype(queries.dtype)
 
     tokens = queries, where.chosen, where.sequence_of_token
-    return _in_parts(attend, tokens, max(1, GATHERED_BYTES // size))
+    return in_parts(attend, tokens, max(1, GATHERED_BYTES // size))
 
 
 def _rows(
@@ -164,22 +163,3 @@ def _product(product: str, left: Array, right: Array) -> Float32[Array, "..."]:
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def _in_parts(
-    compute: Callable[[tuple[Array, ...]], Array],
-    tokens: tuple[Array, ...],
-    at_once: int,
-) -> Array:
-    """Computes the rows of all tokens, `at_once` at a time. The last part is
-    filled up with copies of the last token."""
-    count = len(tokens[0])
-    if count <= at_once:
-        return compute(tokens)
-    missing = -count % at_once
-    parts = [
-        jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)), mode="edge")
-        for array in tokens
-    ]
-    found = jax.lax.map(compute, tuple(a.reshape(-1, at_once, *a.shape[1:]) for a in parts))
-    return found.reshape(-1, *found.shape[2:])[:count]
