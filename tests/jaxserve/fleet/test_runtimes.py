@@ -18,17 +18,28 @@ pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 SECONDS = 240
 
 
+def command_of(model, overrides, *options):
+    """The command that starts runtimes of a model in processes of their own."""
+    command = ["-m", "jaxserve.launch.local", "--runtimes", *options, "--model", str(model)]
+    command += ["--module", "tests.jaxserve.fleet.runtime_process"]
+    return command + [f"--set={key}={value}" for key, value in overrides.items()]
+
+
+def check_rounds(run, reference, rounds):
+    """Compares the tokens that every round printed."""
+    for number in range(rounds):
+        found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
+        assert found, run.output
+        assert layouts.differences(reference, json.loads(found[1])) == []
+
+
 def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, reference, tmp_path):
     """Round 1 loses the worker in use, and the standby takes over; round 2 loses that one, too,
     and the first, which was started again, takes over. Both are lost while experts move. What is
     started again has its weights from the other one, whose experts move."""
     overrides = layouts.LIMITS | {"lanes": 3, "attention.dp": 3, "ffn.ep": 2}
     overrides |= {"ffn.redundant_slots": 1, "experts.move_gb_per_second": 1e-4}
-    command = ["-m", "jaxserve.launch.local", "--runtimes", "--standbys", "1", "--peers"]
-    command += ["--model", str(tiny_model)]
-    command += ["--module", "tests.jaxserve.fleet.runtime_process"]
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
+    command = command_of(tiny_model, overrides, "--standbys", "1", "--peers")
     environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "3", "MOVES": "yes", "TOLD": str(tmp_path)}
     with started(command, environment) as run:
         (tmp_path / "0").touch()
@@ -42,10 +53,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
             (pid,) = re.findall(rf"process {victim}: role ffn, runtime ffn, pid (\d+)", run.output)
             os.kill(int(pid), signal.SIGKILL)
         assert run.end(SECONDS) == 0, run.output
-    for number in range(3):
-        found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
-        assert found, run.output
-        assert layouts.differences(reference, json.loads(found[1])) == []
+    check_rounds(run, reference, 3)
     moving = re.findall(r"^\[0\] moving (\d+)$", run.output, re.MULTILINE)
     assert len(moving) == 2, run.output
     assert min(map(int, moving)) > 2, run.output
@@ -74,10 +82,7 @@ def test_an_attention_worker_of_two_processes_gives_the_tokens_of_one(
 ):
     """The ffn worker is killed in the middle of round 1."""
     layout = layout | {"attention.processes": 2}
-    command = ["-m", "jaxserve.launch.local", "--runtimes", "--model", str(tiny_model)]
-    command += ["--module", "tests.jaxserve.fleet.runtime_process"]
-    for key, value in (layouts.LIMITS | {"lanes": 2} | layout).items():
-        command += ["--set", f"{key}={value}"]
+    command = command_of(tiny_model, layouts.LIMITS | {"lanes": 2} | layout)
     environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "2", "TOLD": str(tmp_path)}
     with started(command, environment) as run:
         for number in range(2):
@@ -87,9 +92,6 @@ def test_an_attention_worker_of_two_processes_gives_the_tokens_of_one(
         (pid,) = re.findall(r"process 2: role ffn, runtime ffn, pid (\d+)", run.output)
         os.kill(int(pid), signal.SIGKILL)
         assert run.end(SECONDS) == 0, run.output
-    for number in range(2):
-        found = re.search(rf"^\[0\] round {number}: (.*)$", run.output, re.MULTILINE)
-        assert found, run.output
-        assert layouts.differences(reference, json.loads(found[1])) == []
+    check_rounds(run, reference, 2)
     assert "[0] compilations 0" in run.output
     assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 1, run.output
