@@ -200,7 +200,7 @@ def test_time_for_a_grammar_counts_against_the_deadline() -> None:
         assert router.end_of("x").finish_reason == "cancelled"
 
 
-def test_requests_that_end_while_their_router_leaves() -> None:
+def test_requests_that_end_while_their_router_leaves(monkeypatch) -> None:
     """The engine's thread ends some of them while the others are cancelled."""
     with a_worker() as worker:
         worker.engine.gate.clear()
@@ -214,7 +214,7 @@ def test_requests_that_end_while_their_router_leaves() -> None:
             worker.engine.cancel("5")
             return left(receiver)
 
-        worker.port.kept.left = ends_another  # type: ignore[method-assign]
+        monkeypatch.setattr(worker.port.kept, "left", ends_another)
         router.leave()
         until(lambda: worker.engine.idle)
 
