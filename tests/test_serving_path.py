@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.model.attention.family import KINDS
 from jaxserve.roles.pipelines import PIPELINES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,9 +174,15 @@ def test_imported_names() -> None:
     assert list(imported_names(ast.parse(text))) == ["a.b", "d.e", "d.f"]
 
 
+NAMED = (("checkpoint", "families", FAMILIES), ("model.attention", "family", KINDS))
+"""Tables of files that are imported by name: their package, the module that has the table, and the
+table. A process imports the files of its own model."""
+
+
 def reach(part: str) -> dict[str, str]:
     """Source text by module, of everything that a process which plays this part can import: of
-    pipelines and model families, which are imported by name, the ones with the most code."""
+    pipelines, model families and kinds of attention, which are imported by name, the ones with the
+    most code."""
     modules = [f"jaxserve.{start}" for start in PARTS[part] if source_of(f"jaxserve.{start}")]
     found: dict[str, str] = {}
     if len(modules) < len(PARTS[part]):
@@ -186,10 +193,11 @@ def reach(part: str) -> dict[str, str]:
         for name in RUNS.get(part, [""])
         for starts in [(*filter(None, [FILES.get(name)]), *(INSIDE if name == "layer" else ()))]
     )
-    if "jaxserve.checkpoint.families" not in found:
-        return found
-    files = {place.partition(":")[0] for place in FAMILIES.values()}
-    return most(closure(f"jaxserve.checkpoint.{file}", **found) for file in files)
+    for package, module, table in NAMED:
+        if f"jaxserve.{package}.{module}" in found:
+            files = {place.partition(":")[0] for place in table.values()}
+            found = most(closure(f"jaxserve.{package}.{file}", **found) for file in files)
+    return found
 
 
 def most(alternatives: Iterable[dict[str, str]]) -> dict[str, str]:

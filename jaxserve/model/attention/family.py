@@ -1,41 +1,42 @@
 """Chooses the module that computes a model's attention, and the values that its layers share.
-Called by `blocks.py` and by a step's first program; each family has its own file."""
+Called by `blocks.py` and by a step's first program. Each kind of attention has its own file, and a
+process imports those of its own model only."""
 
 import functools
+import pkgutil
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxserve.config.model import GQA, MFA, MLA, Attention, LayerKind, ModelConfig
-from jaxserve.model.attention import gqa, mfa, mla
+from jaxserve.config.model import MLA, Attention, LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.kv_cache import is_sparse, without_index
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
 
-Module = mfa.FactorizedAttention | gqa.GroupedQueryAttention | mla.LatentAttention
-MODULES: dict[type, type[Module]] = {
-    MFA: mfa.FactorizedAttention,
-    GQA: gqa.GroupedQueryAttention,
-    MLA: mla.LatentAttention,
+KINDS = {
+    "MFA": "mfa:FactorizedAttention",
+    "GQA": "gqa:GroupedQueryAttention",
+    "MLA": "mla:LatentAttention",
 }
-"""Attention spec → the module that computes it."""
+"""File in this folder, and class in it, of the module that computes each kind of attention spec."""
 
 
-def attention_module(
-    config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs
-) -> Module:
+def attention_module(config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs) -> Any:
     """Makes the attention module of a layer. It maps normed tokens, pages and batch to this
     device's share of the output, and the pages.
 
     Args:
       kind: kind of the layer.
     """
-    return MODULES[type(kind.attention)](config, kind, formats, rngs)
+    place = KINDS[type(kind.attention).__name__]
+    make = pkgutil.resolve_name(f"jaxserve.model.attention.{place}")
+    return make(config, kind, formats, rngs)
 
 
 def with_shared(
