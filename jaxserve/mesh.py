@@ -44,8 +44,8 @@ FFN_RULES: Rules = {"slots": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp"), "s
 """Rules of the ffn mesh. Slots of routed experts are divided over ep, every expert's d_ff over tp,
 and dense FFNs over all devices. The shared expert is divided over all devices, too (`d_ff`),
 unless every ep rank runs it for its own rows (`shared_d_ff`, with `ffn.exchange` = alltoall), every
-device has the whole expert (`own_d_ff`, with `ffn.whole_shared`), or ranks of its own hold it in
-slots (`ffn.shared_ranks`)."""
+device has the whole expert (`own_d_ff`, with `ffn.shared: whole`), or ranks of its own hold it in
+slots (`ffn.shared: ranks:n`)."""
 
 INSTANCE_RULES: Rules = {
     "slots": (INSTANCE, "ep"),

@@ -140,7 +140,7 @@ class HFCheckpoint(BlockReader):
             if kept and dtype == jnp.int4:
                 raise CheckpointError(
                     f"{next(iter(packed.values())).path}: {next(iter(tensors))} and others are one "
-                    "matrix here, and not all in INT4, or ffn.shared_ranks divides them: set "
+                    "matrix here, and not all in INT4, or ffn.shared: ranks:n divides them: set "
                     "ffn.weights, or convert the folder first (python -m jaxserve.convert)"
                 )
             return ()

@@ -71,13 +71,8 @@ def complete(deployment: Deployment) -> Deployment:
     if shared >= ranks:
         key = "attention.dp" if deployment.topology.has("colocated") else "ffn.ep"
         raise ConfigError(
-            f"ffn.shared_ranks = {shared} of {key} = {ranks} ranks leave none for the routed "
+            f"ffn.shared = ranks:{shared} of {key} = {ranks} ranks leaves none for the routed "
             "experts"
-        )
-    if shared and deployment.ffn.whole_shared:
-        raise ConfigError(
-            f"ffn.whole_shared = true, but with ffn.shared_ranks = {shared} the shared expert has "
-            "ranks of its own"
         )
     if cache.rope != "auto" and not scaled(deployment.cache_format):
         raise ConfigError(
@@ -192,8 +187,8 @@ def _check_instances(deployment: Deployment) -> None:
         )
     if ffn.shared_ranks:
         raise ConfigError(
-            f"{start}, but with ffn.shared_ranks = {ffn.shared_ranks} ranks take turns with the "
-            "rows of one"
+            f"{start}, but with ffn.shared = {ffn.shared} these ranks take turns with the rows of "
+            "one"
         )
     if deployment.topology.crosses_runtimes:
         raise ConfigError(

@@ -102,15 +102,13 @@ class FFNRole(Section, frozen=True):
     redundant_slots: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Slots of every ep rank (colocated: DP group) beyond those that its share of the routed
     experts takes: for replicas of busy experts, which `experts` moves there."""
-    shared_ranks: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Number of ep ranks (colocated: DP groups), the last ones, that hold the shared expert and no
-    routed ones, and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide
-    the routed experts. Its d_ff is a multiple of a routed expert's. 0: every device has a part of
-    it, or with `alltoall` every rank all of it."""
-    whole_shared: bool = False
-    """Whether every ffn device (colocated: DP group) has the whole shared expert, for its own rows
-    alone, rather than a part of it for all rows: more memory, and with `link.combine: int8` it runs
-    while the routed experts' results are exchanged."""
+    shared: Annotated[str, Meta(pattern=r"^(split|whole|ranks:[1-9]\d{0,4})$")] = "split"
+    """Where the shared expert is. `split`: every device has a part of it, or with `alltoall` every
+    rank all of it. `whole`: every ffn device (colocated: DP group) has all of it, for its own rows
+    alone: more memory, and with `link.combine: int8` it runs while the routed experts' results are
+    exchanged. `ranks:n`: the last n ep ranks (colocated: DP groups) hold it and no routed experts,
+    and take turns with the rows (xDeepServe's EP 288 is 256 + 32); the others divide the routed
+    experts, and its d_ff is a multiple of a routed expert's."""
     instances: Size = 1
     """Equal parts of the ep ranks, a host each, say. A message goes to each part, whose devices
     exchange its rows among themselves alone, and which answers with the sums over its own experts
@@ -128,6 +126,11 @@ class FFNRole(Section, frozen=True):
     hardware: str = ""
     """Hardware of the ffn role, a name of `configs/hardware`; for people, the planner, and
     `--check`, which says which programs have no kernel there. Empty: attention's."""
+
+    @property
+    def shared_ranks(self) -> int:
+        """Number of ranks with the shared expert alone; 0: there are none."""
+        return int(self.shared.removeprefix("ranks:")) if self.shared.startswith("ranks:") else 0
 
     @property
     def devices(self) -> int:

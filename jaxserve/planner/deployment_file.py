@@ -176,7 +176,7 @@ def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
         **of_role("attention", layout.attention, a),
         **({"ffn.weights": weights} if colocated else of_role("ffn", layout.ffn, f)),
         "ffn.redundant_slots": layout.redundant_slots or None,
-        "ffn.shared_ranks": layout.shared_ranks or None,
+        "ffn.shared": f"ranks:{layout.shared_ranks}" if layout.shared_ranks else None,
         "ffn.exchange": exchange if assumed.alltoall and exchange == "alltoall" else None,
         "link.dispatch": formats.dispatch,
         "link.combine": None if formats.combine == "auto" else formats.combine,
@@ -300,7 +300,7 @@ class FleetFile(NamedTuple):
             "prefill.attention.memory_gb": round(worker.hardware.memory_gb * usable, 1),
             "prefill.attention.hardware": worker.layout.attention,
             "prefill.ffn.redundant_slots": worker.layout.redundant_slots if replicas else None,
-            "prefill.ffn.shared_ranks": 0 if unit.shared_ranks else None,
+            "prefill.ffn.shared": "split" if unit.shared_ranks else None,
             # Their number follows from the memory that one prompt leaves (`pages_beside`).
             "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
         }

@@ -181,7 +181,7 @@ def _shared_kernels(
     columns = config.moe.d_ff // ffn.instances
     here = ExpertShape(config.d_model, columns, groups=1, experts=1, top_k=1)
     name = _name_of(here)
-    alone = ffn.whole_shared or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
+    alone = ffn.shared == "whole" or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
     counted = {one["case"].partition(" ")[0] for one in kernels.read_counts()["h200"]}
     if name not in counted or ffn.weights != "fp8" or not alone:
         return {}

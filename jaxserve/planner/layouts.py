@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     shared_ranks: int = 0
     """Number of ep ranks that hold the shared expert alone."""
     whole_shared: bool = False
-    """The deployment's `ffn.whole_shared`; a search does not try it."""
+    """True with `ffn.shared: whole`; a search does not try it."""
     instances: int = 1
     """The deployment's `ffn.instances`; a search does not try it."""
     transport: TransportName = "auto"

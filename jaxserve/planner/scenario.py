@@ -133,7 +133,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         lanes=deployment.lanes,
         redundant_slots=f.redundant_slots,
         shared_ranks=f.shared_ranks,
-        whole_shared=f.whole_shared,
+        whole_shared=f.shared == "whole",
         instances=1 if colocated else f.instances,
         transport=deployment.link.transport,
     )

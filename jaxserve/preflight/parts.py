@@ -301,8 +301,8 @@ def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointName
     tree = msgspec.to_builtins(deployment)
     tree |= {"mode": "colocated", "domains": 1, "link": {}, "fleet": {}}
     tree["attention"] |= {"dp": 1, "tp": 1, "processes": 0}
-    tree["ffn"] |= {"ep": 1, "tp": 1, "processes": 0, "instances": 1, "shared_ranks": 0}
-    tree["ffn"] |= {"exchange": "gather", "whole_shared": False, "redundant_slots": 0}
+    tree["ffn"] |= {"ep": 1, "tp": 1, "processes": 0, "instances": 1, "shared": "split"}
+    tree["ffn"] |= {"exchange": "gather", "redundant_slots": 0}
     alone = msgspec.convert(tree, Deployment)
     meshes = Submeshes(alone, jax.local_devices()[:1])
     config = placed(config, meshes.ffn)

@@ -36,7 +36,7 @@ server reads, beside the 0.1 ms that collectives between two cores take."""
 SMALLEST_PAGES = 1024
 """Tokens of the smallest page bucket on accelerators."""
 AFD_KEYS = frozenset(
-    ("ffn.ep", "ffn.tp", "ffn.shared_ranks", "link.transport", "link.route", "link.dispatch")
+    ("ffn.ep", "ffn.tp", "ffn.shared", "link.transport", "link.route", "link.dispatch")
 )
 """Keys that only separate meshes have; a file with such a key means them."""
 

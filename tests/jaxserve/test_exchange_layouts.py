@@ -29,7 +29,7 @@ SECONDS = 400
 SPLIT = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2}
 FOUR_BY_TWO = {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2}
 INSTANCES = {"attention.dp": 4, "ffn.instances": 2}
-WHOLE = {"ffn.whole_shared": True}
+WHOLE = {"ffn.shared": "whole"}
 
 EIGHT: dict[str, dict[str, Any]] = {
     "colocated EP 8": {**layouts.COLOCATED, "attention.dp": 8},

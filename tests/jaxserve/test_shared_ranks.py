@@ -1,4 +1,4 @@
-"""The shared expert on ranks of its own (`ffn.shared_ranks`): same tokens, in every layout, while
+"""The shared expert on ranks of its own (`ffn.shared: ranks:n`): same tokens in every layout while
 routed experts move, and with prediction modules.
 
 `make test` runs one layout; the marker `matrix` has the others.
@@ -34,22 +34,22 @@ MODULE = {"speculative.method": "mtp", "speculative.automatic": False}
 MOVING: dict[str, dict[str, Any]] = {
     "4 + 2, gather": GATHER
     | SPARE
-    | {"attention.dp": 2, "ffn.ep": 6, "ffn.shared_ranks": 2, "lanes": 2},
+    | {"attention.dp": 2, "ffn.ep": 6, "ffn.shared": "ranks:2", "lanes": 2},
     "(2 + 1) x 2, alltoall": ALLTOALL
     | SPARE
-    | {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared_ranks": 1}
+    | {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared": "ranks:1"}
     | {"link.transport": "ppermute"},
     "colocated, 3 + 1": layouts.COLOCATED
     | ALLTOALL
     | SPARE
-    | {"attention.dp": 4, "ffn.shared_ranks": 1, "lanes": 2},
+    | {"attention.dp": 4, "ffn.shared": "ranks:1", "lanes": 2},
     "a module, 3 + 3": MODULE
     | SPARE
-    | {"ffn.ep": 6, "ffn.shared_ranks": 3, "speculative.drafts": 2},
+    | {"ffn.ep": 6, "ffn.shared": "ranks:3", "speculative.drafts": 2},
     "colocated, a module, 6 + 2": layouts.COLOCATED
     | GATHER
     | MODULE
-    | {"attention.dp": 8, "ffn.shared_ranks": 2, "speculative.drafts": 1},
+    | {"attention.dp": 8, "ffn.shared": "ranks:2", "speculative.drafts": 1},
 }
 
 
@@ -89,15 +89,15 @@ def check_moves(engine, expected):
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "two shared experts, 4 + 2": (
         "deepseek_v3_all_moe",
-        {"attention.dp": 2, "ffn.ep": 6, "ffn.shared_ranks": 2, "ffn.exchange": "alltoall"},
+        {"attention.dp": 2, "ffn.ep": 6, "ffn.shared": "ranks:2", "ffn.exchange": "alltoall"},
     ),
     "an expert a rank, 6 + 1": (  # EP 7 in place of EP 288: 6 experts, then the shared one
         "kimi_k2",
-        {"ffn.ep": 7, "ffn.shared_ranks": 1, "ffn.exchange": "alltoall", "lanes": 2},
+        {"ffn.ep": 7, "ffn.shared": "ranks:1", "ffn.exchange": "alltoall", "lanes": 2},
     ),
     "8-bit blocks, 2 + 1": (
         "deepseek_v3_fp8",
-        {"ffn.ep": 3, "ffn.shared_ranks": 1, "ffn.exchange": "gather"},
+        {"ffn.ep": 3, "ffn.shared": "ranks:1", "ffn.exchange": "gather"},
     ),
 }
 

@@ -128,7 +128,7 @@ class FFNTemplates:
                     self._formats,
                     redundant=self.slots.redundant,
                     shared_ranks=self.slots.shared_ranks,
-                    whole_shared=deployment.ffn.whole_shared,
+                    whole_shared=deployment.ffn.shared == "whole",
                     instances=deployment.ffn.instances,
                 ),
                 entries={"slots": first_entries(self.slots)},
@@ -223,8 +223,8 @@ def check_ffn(config: ModelConfig, deployment: Deployment) -> None:
         )
     if deployment.ffn.shared_ranks:
         _check_shared_ranks(config, deployment)
-    if deployment.ffn.whole_shared and not (config.experts and config.moe.d_ff):
-        raise ConfigError("ffn.whole_shared = true, but the model has no shared expert")
+    if deployment.ffn.shared == "whole" and not (config.experts and config.moe.d_ff):
+        raise ConfigError("ffn.shared = whole, but the model has no shared expert")
     if deployment.ffn.exchange != "alltoall":
         return
     if not config.experts:
@@ -235,7 +235,7 @@ def check_ffn(config: ModelConfig, deployment: Deployment) -> None:
 
 def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
     """Raises ConfigError unless the shared expert fits into slots of its own ranks."""
-    said = f"ffn.shared_ranks = {deployment.ffn.shared_ranks}"
+    said = f"ffn.shared = {deployment.ffn.shared}"
     if not config.experts or not config.moe.d_ff:
         raise ConfigError(f"{said}, but the model has no shared expert beside routed ones")
     if config.moe.d_ff % config.moe.expert_d_ff:

@@ -35,7 +35,7 @@ class SlotSizes(NamedTuple):
     """Slots a rank beyond those that the experts need (`ffn.redundant_slots`)."""
     shared_ranks: int = 0
     """Further ranks, each of which holds the whole shared expert and no routed ones
-    (`ffn.shared_ranks`)."""
+    (`ffn.shared: ranks:n`)."""
     shared_parts: int = 0
     """Slots for the shared expert on each of those ranks: its parts, as wide as a routed expert."""
 

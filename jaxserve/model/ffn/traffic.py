@@ -133,11 +133,10 @@ def _tensor_sum(mesh: ExchangeMesh, row: RowBytes) -> float:
 def exchange_mesh(deployment: Deployment) -> ExchangeMesh:
     """Devices of the deployment's ffn role; in colocated mode DP groups are the ranks."""
     attention, ffn = deployment.attention, deployment.ffn
+    shared = ffn.shared_ranks, ffn.shared == "whole"
     if deployment.topology.has("colocated"):
-        return ExchangeMesh(attention.dp, attention.tp, None, ffn.shared_ranks, ffn.whole_shared)
-    return ExchangeMesh(
-        ffn.ep, ffn.tp, attention.devices, ffn.shared_ranks, ffn.whole_shared, ffn.instances
-    )
+        return ExchangeMesh(attention.dp, attention.tp, None, *shared)
+    return ExchangeMesh(ffn.ep, ffn.tp, attention.devices, *shared, ffn.instances)
 
 
 def exchange_of(config: ModelConfig, deployment: Deployment) -> ExchangeKind:

@@ -136,7 +136,7 @@ def test_a_part_of_a_tile(step3, monkeypatch):
 def test_ranks_of_the_shared_expert(tmp_path):
     """Their slots are put together from storage; their other arrays may come from peers."""
     model = write_tiny_step3(tmp_path, TinyStep3(mtp=True, share_expert_dim=32))
-    apart, layout = {"ffn.ep": 3, "ffn.shared_ranks": 1}, {"ffn.ep": 2}
+    apart, layout = {"ffn.ep": 3, "ffn.shared": "ranks:1"}, {"ffn.ep": 2}
     for theirs, ours in ((layout, apart), (apart, layout)):
         with serving(model, load(model, theirs).held) as address:
             arrays = check_from(model, ours, address)

@@ -33,8 +33,8 @@ TWO = TinyModel("two", SIZES, fp8_blocks=True)
 """Two shared experts as one, of whose d_ff a slot has half: whole blocks of scales."""
 
 EXPERTS, LAYER = 4, 1
-AFD = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared_ranks": 1}
-COLOCATED = {**layouts.COLOCATED, "attention.dp": 3, "ffn.shared_ranks": 1}
+AFD = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared": "ranks:1"}
+COLOCATED = {**layouts.COLOCATED, "attention.dp": 3, "ffn.shared": "ranks:1"}
 """Two ranks have two experts each, and the third one both parts."""
 
 
@@ -102,7 +102,7 @@ def test_slots_are_parts_of_the_matrices(kind, wanted, layout, exact, folders, f
 
 
 def test_random_weights_are_the_same_on_all_its_ranks(folders):
-    layout = {"ffn.ep": 4, "ffn.shared_ranks": 2, "dtype": "float32"}
+    layout = {"ffn.ep": 4, "ffn.shared": "ranks:2", "dtype": "float32"}
     found, _ = slots_of(folders("hf"), layout | {"ffn.weights": "float32"}, RandomLeaves(3))
     for matrix in found.values():
         np.testing.assert_array_equal(matrix[4:6], matrix[6:8])
@@ -116,7 +116,7 @@ def stored(shape):
 def test_scales_of_blocks_that_two_parts_share_are_refused(tmp_path):
     sizes = dataclasses.replace(SIZES, moe_intermediate_size=144)
     folder = TinyModel("odd", sizes, fp8_blocks=True).write(tmp_path / "odd")
-    layout = {"ffn.ep": 3, "ffn.shared_ranks": 1, "dtype": "float32"}
+    layout = {"ffn.ep": 3, "ffn.shared": "ranks:1", "dtype": "float32"}
     with pytest.raises(CheckpointError, match=r"shared_experts.*column 144: inside a block of 128"):
         slots_of(folder, layout)
     with pytest.raises(CheckpointError, match="3 rows or scales along axis 0 are not 2 x 2"):

@@ -101,8 +101,8 @@ def test_values_out_of_range_are_named(setting):
 @pytest.mark.parametrize(
     "fits",
     [
-        "ffn.ep=4 ffn.shared_ranks=3",
-        "mode=colocated attention.dp=4 ffn.ep=9 ffn.shared_ranks=3",
+        "ffn.ep=4 ffn.shared=ranks:3",
+        "mode=colocated attention.dp=4 ffn.ep=9 ffn.shared=ranks:3",
         "attention.dp=4 ffn.ep=4 ffn.instances=2",
     ],
 )

@@ -31,7 +31,7 @@ def test_what_cannot_shrink():
 
 def test_what_is_left_must_fit():
     """One of two ranks has the shared expert: the other one's experts have nowhere to go."""
-    shared = load_deployment(REPOSITORY, PULL | {"ffn.ep": 2, "ffn.tp": 1, "ffn.shared_ranks": 1})
-    problem = r"ffn.shared_ranks = 1 of ffn.ep = 1 ranks leave none"
+    shared = load_deployment(REPOSITORY, PULL | {"ffn.ep": 2, "ffn.tp": 1, "ffn.shared": "ranks:1"})
+    problem = r"ffn.shared = ranks:1 of ffn.ep = 1 ranks leaves none"
     with pytest.raises(ConfigError, match=problem):
         shrunk(shared, "ffn", 1)

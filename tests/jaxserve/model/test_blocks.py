@@ -87,7 +87,7 @@ def test_a_chunk_that_does_not_sample_keeps_the_lanes_last_token(colocated_runti
     assert second[1:3].tolist() == first[1:3].tolist()
 
 
-NINE = {"ffn.ep": 9, "ffn.shared_ranks": 1}
+NINE = {"ffn.ep": 9, "ffn.shared": "ranks:1"}
 
 
 class TestLayoutsThatDoNotFit:
@@ -107,7 +107,7 @@ class TestLayoutsThatDoNotFit:
             {"ffn.ep": 12},  # more ranks than experts: some have none, or replicas
             {"ffn.redundant_slots": 2},
             {"ffn.redundant_slots": 2, **NINE},
-            {"ffn.whole_shared": True},
+            {"ffn.shared": "whole"},
         ],
         ids=str,
     )

@@ -143,7 +143,7 @@ class TestBytes:
     def test_of_a_shared_expert_with_ranks_of_its_own(self):
         """Every device has one slot a layer: of a routed expert, or of the shared one."""
         sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
-        apart = by_role("deepseek-v3", **sizes, ffn_shared_ranks=32)["ffn"]
+        apart = by_role("deepseek-v3", **sizes, ffn_shared="ranks:32")["ffn"]
         beside = by_role("deepseek-v3", **sizes, ffn_exchange="alltoall")["ffn"]
         expert = 3 * 7168 * 2048 + 3 * 56 * 16 * 4  # with scales of blocks of 128
         assert beside.weights - apart.weights == 58 * expert

@@ -107,7 +107,7 @@ def test_the_shared_expert_stays_where_it_is(source, tmp_path):
     folder = write_tiny_step3(tmp_path, sizes)
     config = architecture(sizes.config())
     checkpoint = open_checkpoint(str(folder), step3_names(config))
-    overrides = {"ffn.ep": 4, "ffn.redundant_slots": 1, "ffn.shared_ranks": 1}
+    overrides = {"ffn.ep": 4, "ffn.redundant_slots": 1, "ffn.shared": "ranks:1"}
     slots, _, pieces = make(folder, overrides, checkpoint, config)
     assert (slots.sizes.local, slots.sizes.total, slots.counts[0].shape) == (4, 12, (1, 4, 7))
 

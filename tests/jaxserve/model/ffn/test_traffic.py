@@ -77,7 +77,7 @@ def test_ep_288_is_256_and_32():
     """xDeepServe §4.5: a token has rows on 8 ranks of routed experts, and on one of the others;
     each of either kind multiplies 1/32 of all rows."""
     sizes = {"attention_dp": 160, "attention_tp": 1, "ffn_ep": 288, "ffn_tp": 1}
-    config, deployment = load("deepseek-v3", **sizes, ffn_shared_ranks=32)
+    config, deployment = load("deepseek-v3", **sizes, ffn_shared="ranks:32")
     assert ranks_met(exchange_mesh(deployment), 256, 8) == pytest.approx(9)
     said = describe_exchange(config, deployment)[2]
     assert re.match(r"288 ranks = 256 .* 0\.031 rows a token .*\+ 32 .*: 0\.031$", said)
