@@ -25,31 +25,12 @@ MAX_SECTION_CHARACTERS = 2**16
 """Longer text between the markers of calls that does not begin a call is treated as content."""
 
 
-class WrittenCall(msgspec.Struct, frozen=True):
-    """A tool call; `arguments` is what the model wrote, usually JSON."""
-
-    name: str
-    arguments: str
-    id: str
-
-
 class Piece(msgspec.Struct, frozen=True):
     """A delta of an answer: exactly one of the three is set."""
 
     reasoning: str = ""
     content: str = ""
     call: CallPart | None = None
-
-
-def calls_of(pieces: Iterable[Piece]) -> list[WrittenCall]:
-    """The calls of a whole answer."""
-    parts = [piece.call for piece in pieces if piece.call is not None]
-    calls = []
-    for _, group in itertools.groupby(parts, lambda part: part.number):
-        first, *rest = group
-        arguments = first.arguments + "".join(part.arguments for part in rest)
-        calls.append(WrittenCall(first.name, arguments, first.id))
-    return calls
 
 
 State = Callable[[str, bool], tuple[list["Piece"], str | None]]

@@ -328,7 +328,9 @@ class CallFormat(msgspec.Struct, frozen=True):
             rules = [] if self.parameter else [f"arguments{index}: %json {json.dumps(schema)}"]
             return [f"{head}{inner}{ends}", *rules]
         required, rules, uses = schema.get("required") or [], [], []
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared = {
+            key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema
+        }
         end = re.escape(self.end).replace("/", r"\/")
         for place, (key, part) in enumerate(properties.items()):
             rule = f"value{index}_{place}"

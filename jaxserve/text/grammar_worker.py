@@ -3,15 +3,21 @@
 Run by `limited_worker.py`. The vocabulary has the model's special tokens and one token a byte: it
 is built quickly in each new process, and the work that kills is done before the vocabulary matters.
 
-A request has `grammar`, as llguidance's compiler takes it, and the other arguments of `_tokenizer`
-and of `llguidance.LLParserLimits`. The answer has `error`, empty where the grammar is fine.
+A request has `grammar`, as llguidance's compiler takes it or in EBNF, and the other arguments of
+`_tokenizer` and of `llguidance.LLParserLimits`. The answer has `error`, empty where the grammar is
+fine, and the `grammar` for the compiler.
 """
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+EBNF = re.compile(r"(?:\s|#.*\n)*+[A-Za-z_][\w-]*\s*::=")
+"""Beginning of a grammar in the form of llama.cpp, XGrammar and SGLang."""
 
 
 class _ByteTokens:
@@ -42,8 +48,13 @@ def answer(request: Mapping[str, Any]) -> dict[str, str]:
     """Compiles the grammar and computes its first mask."""
     special = tuple((number, name) for number, name in request["special"])
     tokenizer = _tokenizer(request["vocab_size"], request["eos"], special)
-    limits = llguidance.LLParserLimits(**request["limits"])
-    matcher = llguidance.LLMatcher(tokenizer, request["grammar"], limits=limits, log_level=0)
+    limits, grammar = llguidance.LLParserLimits(**request["limits"]), request["grammar"]
+    if EBNF.match(grammar):
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except Exception as error:  # the converter has no common type of errors
+            return {"error": str(error)}
+    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return {"error": matcher.get_error()}
+    return {"error": matcher.get_error(), "grammar": grammar}

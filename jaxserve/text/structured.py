@@ -235,10 +235,10 @@ def choice(texts: Sequence[str]) -> str:
 
 
 def lark(grammar: str) -> str:
-    """Converts a grammar in llguidance's Lark form for `GrammarCompiler`.
+    """Converts a grammar in llguidance's Lark form, or in EBNF, for `GrammarCompiler`.
 
     Args:
-      grammar: a Lark grammar with the start symbol `start`.
+      grammar: a Lark grammar with the start symbol `start`, or EBNF (`root ::= …`).
 
     Raises:
       GrammarError: the grammar is too large.
@@ -351,14 +351,14 @@ class GrammarCompiler:
             raise GrammarError(MISSING)
         try:
             request = {"grammar": compiled, "limits": LIMITS, **self._tokens.special()}
-            problem = the_process(grammar_worker, "requests").ask(request)["error"]
+            found = the_process(grammar_worker, "requests").ask(request)
         except LimitError as error:
-            problem = str(error)
-        if problem:
-            raise GrammarError(_first_line(problem))
+            found = {"error": str(error)}
+        if found["error"]:
+            raise GrammarError(_first_line(found["error"]))
         limits = llguidance.LLParserLimits(**LIMITS)
         matcher = llguidance.LLMatcher(
-            self._llguidance_tokenizer, compiled, limits=limits, log_level=0
+            self._llguidance_tokenizer, found["grammar"], limits=limits, log_level=0
         )
         grammar = TokenGrammar(compiled, matcher, self._words, self._tokenizer.token_bytes)
         grammar.mask()  # fails here rather than in the first step, and warms copies up

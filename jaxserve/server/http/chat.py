@@ -29,7 +29,7 @@ from jaxserve.server.http.responses import (
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
 from jaxserve.text.answer_format import AnswerFormat
-from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, calls_of
+from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined
 from jaxserve.text.calls import CallPart
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
@@ -337,12 +337,9 @@ class _Answer:
         parser = self._parsers[source.job.index]
         pieces = self._pieces(parser, output)
         calls = [
-            ToolCall(
-                id=call.id,
-                type="function",
-                function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
-            for call in calls_of(pieces)
+            msgspec.structs.replace(_call_delta(piece.call), index=UNSET)
+            for piece in joined(pieces)
+            if piece.call is not None
         ]
         reasoning = "".join(piece.reasoning for piece in pieces)
         content = self._echo + "".join(piece.content for piece in pieces)

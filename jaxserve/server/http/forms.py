@@ -11,10 +11,13 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.requests import ChatRequest, GenerationFields, SamplingFields
 from jaxserve.server.http.service import Service
-from jaxserve.server.structured_outputs import ANY_OBJECT, form
+from jaxserve.server.structured_outputs import ANY_OBJECT, closed, form
 from jaxserve.text import structured
 from jaxserve.text.answer_format import AnswerFormat
-from jaxserve.text.structured import JSON_OPTIONS, Form, TokenGrammar, TokenRules, quoted
+from jaxserve.text.structured import Form, GrammarError, TokenGrammar, TokenRules, quoted
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Arguments of forced calls have no white space but one space, if any, behind a comma or colon."""
 
 
 async def grammar(
@@ -125,8 +128,8 @@ async def forced_call(
         if names is not None and name not in names:
             continue
         try:
-            bounded = schema if schema is True else {**schema, "x-guidance": JSON_OPTIONS}
-            rules += calls.rules(name, number, bounded, index)
+            compact = schema if schema is True else {**schema, "x-guidance": COMPACT}
+            rules += calls.rules(name, number, compact, index)
         except ValueError as error:
             raise InvalidRequestError(f"tools[{index}].function.name", str(error)) from None
         alternatives.append(f"call{index}")
@@ -158,7 +161,10 @@ def _function(tool: dict[str, Any], index: int) -> tuple[str, Any]:
     required = schema.get("required") or []
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
         raise InvalidRequestError(f"{where}.required", "is no list of names")
-    return function["name"], schema
+    try:
+        return function["name"], closed(schema) if function.get("strict") is True else schema
+    except GrammarError as error:
+        raise InvalidRequestError(where, str(error)) from None
 
 
 def _response_format(request: GenerationFields) -> tuple[str, Form] | None:
@@ -172,7 +178,8 @@ def _response_format(request: GenerationFields) -> tuple[str, Form] | None:
     if wanted.json_schema is None:
         raise InvalidRequestError("response_format.json_schema", "is missing")
     schema = wanted.json_schema.schema or {}
-    return "response_format.json_schema.schema", lambda: structured.json_schema(schema)
+    _, asked = form({"json": schema}, close=wanted.json_schema.strict is True)
+    return "response_format.json_schema.schema", asked
 
 
 def _structured_outputs(request: GenerationFields) -> tuple[str, Form] | None:
@@ -186,4 +193,5 @@ def _structured_outputs(request: GenerationFields) -> tuple[str, Form] | None:
     if wanted is None:
         return form(older) if any(value is not None for value in older.values()) else None
     names = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-    return form({name: getattr(wanted, name) for name in names})
+    close = wanted.disable_additional_properties is True
+    return form({name: getattr(wanted, name) for name in names}, close=close)

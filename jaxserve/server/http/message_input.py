@@ -106,8 +106,9 @@ class CustomTool(Strict, kw_only=True):
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
     strict: bool | None = None
-    """Without effect, like the following fields."""
+    """True: forced calls have no arguments but those that the schema names."""
     eager_input_streaming: bool | None = None
+    """Without effect, like the following fields."""
     input_examples: Annotated[list[JsonObject], Meta(max_length=MAX_PARTS)] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
@@ -240,9 +241,8 @@ def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
 
 
 def _tool(tool: CustomTool) -> JsonObject:
-    function: JsonObject = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
+    told = {"name": tool.name, "description": tool.description, "strict": tool.strict or None}
+    function: JsonObject = {key: value for key, value in told.items() if value is not None}
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 

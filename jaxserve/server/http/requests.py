@@ -93,6 +93,7 @@ class JsonSchema(Strict, kw_only=True):
     description: str | None = None
     schema: JsonObject | None = None
     strict: bool | None = None
+    """True: objects have no properties but those that the schema names."""
 
 
 class ResponseFormat(Strict, kw_only=True):
@@ -120,6 +121,7 @@ class StructuredOutputs(Strict, kw_only=True):
     disable_any_whitespace: bool | None = None
     """Taken without effect: white space is bounded."""
     disable_additional_properties: bool | None = None
+    """True: objects have no properties but those that the schema names."""
 
 
 class SamplingFields(Strict, kw_only=True):
@@ -208,7 +210,7 @@ class SamplingFields(Strict, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     mm_processor_kwargs: JsonObject | None = None
     media_io_kwargs: JsonObject | None = None
-    use_beam_search: Literal[False] | None = None
+    use_beam_search: bool | None = None
     """Only its default, like the following fields."""
     length_penalty: Literal[1] | Annotated[float, Meta(ge=1, le=1)] | None = None
     early_stopping: Literal[False] | None = None

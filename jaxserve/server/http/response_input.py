@@ -192,9 +192,10 @@ def in_words_of(names: Names, origins: list[int], *, items: str, system: str) ->
 
 
 def _tool(tool: FunctionTool) -> JsonObject:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    function = msgspec.structs.asdict(tool)
+    kind = function.pop("type")
     given = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    return {"type": kind, "function": given}
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
@@ -203,7 +204,8 @@ def _response_format(form: TextFormat) -> ResponseFormat:
     if form.schema is None:
         raise InvalidRequestError("text.format.schema", "is missing")
     return ResponseFormat(
-        type="json_schema", json_schema=JsonSchema(name=form.name, schema=form.schema)
+        type="json_schema",
+        json_schema=JsonSchema(name=form.name, schema=form.schema, strict=form.strict),
     )
 
 

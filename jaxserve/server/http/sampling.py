@@ -35,6 +35,12 @@ def sampling_params(
       InvalidRequestError: names the field that is out of range.
     """
     _check_stream_options(fields)
+    if fields.use_beam_search:
+        raise InvalidRequestError(
+            "use_beam_search",
+            "is not supported: no step ranks beams by their sums of log-probabilities or lets them "
+            "share pages; n draws independent answers",
+        )
     given: dict[str, Any] = {"max_tokens": max_tokens}
     given |= {name: getattr(fields, name) for name in SAME_NAMES}
     given |= {"top_k": None if fields.top_k is None else max(0, fields.top_k)}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.text.answer_format import AnswerFormat
-from jaxserve.text.answers import AnswerParser, Piece, calls_of
+from jaxserve.text.answers import AnswerParser, Piece, joined
 from jaxserve.text.calls import (
     DEEPSEEK,
     DEEPSEEK_V31,
@@ -38,7 +38,7 @@ def whole(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
     return (
         "".join(piece.reasoning for piece in pieces),
         "".join(piece.content for piece in pieces),
-        [(call.name, call.arguments) for call in calls_of(pieces)],
+        [(one.call.name, one.call.arguments) for one in joined(pieces) if one.call],
     )
 
 
@@ -123,7 +123,7 @@ def test_arguments_come_while_they_are_written(form, written) -> None:
     pieces = parser.push(written[:cut]) + parser.push("")
     if form is QWEN_XML:
         pieces += parser.push(written[cut : written.index("</function>")])
-    (call,) = calls_of(pieces)
+    (call,) = (piece.call for piece in joined(pieces) if piece.call)
     assert call.name == "weather"
     assert call.arguments.startswith('{"city": "Łódź')
 

@@ -72,6 +72,19 @@ def test_a_grammar() -> None:
     assert follow(grammar, "((x))").finished
 
 
+def test_ebnf() -> None:
+    """As llama.cpp's, XGrammar's and SGLang's clients write it."""
+    grammar = lark('# sums\nroot ::= term ("+" term)*\nterm ::= [0-9]+ | "(" root ")"\n')
+    assert allowed(follow(grammar, "1+(2")) == ")+0123456789"
+    assert "+" in allowed(follow(grammar, ")"))
+    restored = COMPILER.restored(grammar.serialised, b"")
+    assert allowed(restored) == "(0123456789"
+    with pytest.raises(GrammarError, match="Rule 'x' not found"):
+        lark("root ::= x")
+    with pytest.raises(GrammarError, match=r"recursion|it took more than"):
+        lark("root ::= " + "(" * 60_000)
+
+
 def test_a_schema() -> None:
     schema = {
         "type": "object",
