@@ -1,14 +1,16 @@
 """A model folder without any tuning, beside Hugging Face transformers on this CPU.
 
-`python -m jaxserve.bench compare`: both generate the same greedy tokens in FP32, at 1, 8 and 32
-sequences, in processes of their own that take turns. Ours is `LLM(folder)` with the sizes that it
-chooses. Transformers is optional: `--python` names an interpreter that has it and PyTorch, and
-without one only ours is measured. The model is `--model`, or 110 M of random weights.
+`python -m jaxserve.bench compare`: both continue the same prompts greedily, in processes of their
+own that take turns: short prompts at 1, 8 and 32 sequences, where decoding takes the time, and
+single prompts of 512, 4,096 and 16,384 tokens up to their first token. Ours is `LLM(folder)` with
+the sizes that it chooses. Transformers is optional: `--python` names an interpreter that has it and
+PyTorch, and without one only ours is measured. The model is `--model`, or 110 M of random weights.
 
 The folder's tensors are BF16, as models are published. Transformers is asked for FP32 and makes
 FP32 weights of them when it loads; ours keep them and convert in the products, so both compute the
 same sums, and their texts are compared. `--stored float32` writes FP32 tensors: then both keep, and
-read, four bytes a weight.
+read, four bytes a weight. `--theirs bfloat16` has transformers compute in BF16, as far as the CPU
+does: then texts differ.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -39,10 +41,38 @@ from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 
 HELP = "a model folder beside transformers"
-SEQUENCES = {1: 1.0, 8: 1.0, 32: 2.0}
-"""Sequences of a batch → our target, as a multiple of transformers' tokens a second."""
-PROMPT_TOKENS = 16
-OUTPUT_TOKENS = 64
+
+
+class Batch(NamedTuple):
+    """Prompts that both sides continue at the same time.
+
+    Attributes:
+      sequences: number of prompts.
+      prompt: tokens of each.
+      output: greedy tokens after each.
+      target: our tokens a second ÷ transformers', at least.
+    """
+
+    sequences: int
+    prompt: int
+    output: int
+    target: float
+
+    @property
+    def name(self) -> str:
+        if self.output > 1:
+            return f"{self.sequences} sequences"
+        return f"a prompt of {self.prompt}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that its speed counts: generated ones, or those of the prompt."""
+        return self.sequences * (self.output if self.output > 1 else self.prompt)
+
+
+BATCHES = [Batch(1, 16, 64, 1.0), Batch(8, 16, 64, 1.0), Batch(32, 16, 64, 2.0)]
+BATCHES += [Batch(1, prompt, 1, 1.2) for prompt in (512, 4096, 16384)]
+QUICK = [Batch(1, 16, 8, 1.0), Batch(8, 16, 8, 1.0), Batch(1, 512, 1, 1.2)]
 ROUNDS = 5
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 SECONDS = 3600.0
@@ -63,7 +93,7 @@ CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
@@ -88,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=STORED,
         default="bfloat16",
         help="dtype of the random weights' tensors (bfloat16)",
+    )
+    parser.add_argument(
+        "--theirs",
+        choices=STORED,
+        default="float32",
+        help="dtype in which transformers computes (float32)",
     )
     parser.add_argument("--rounds", type=count, default=ROUNDS, help=f"of each batch ({ROUNDS})")
     parser.add_argument(
@@ -114,10 +150,10 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(folder: Path, with_theirs: bool, options: argparse.Namespace) -> Iterator[Part]:
     """Runs both sides in turns."""
-    tokens, rounds = (8, 1) if options.quick else (OUTPUT_TOKENS, options.rounds)
+    batches, rounds = (QUICK, 1) if options.quick else (BATCHES, options.rounds)
     vocab = read_config(folder)[0].vocab
     ours = Worker(generate, {"folder": str(folder), "overrides": options.set})
-    theirs = [options.python, compare_transformers.__file__, str(folder)]
+    theirs = [options.python, compare_transformers.__file__, str(folder), options.theirs]
     found: dict[str, Any] = {"ours": None, "transformers": None}
     with contextlib.ExitStack() as stack:
         sides = {"ours": stack.enter_context(Helper(ours.command(), SECONDS))}
@@ -125,43 +161,44 @@ def measure(folder: Path, with_theirs: bool, options: argparse.Namespace) -> Ite
             sides["transformers"] = stack.enter_context(Helper(theirs, SECONDS))
         for name, side in sides.items():
             found[name] = side.answer()
-        for sequences in SEQUENCES:
-            found[str(sequences)] = _rounds(sides, sequences, tokens, rounds, vocab)
+        longest = found["ours"]["longest"]
+        fitting = [batch for batch in batches if batch.prompt + batch.output <= longest]
+        for batch in fitting:
+            found[batch.name] = _rounds(sides, batch, rounds, vocab)
     stored = json.loads((folder / "config.json").read_text()).get("torch_dtype", "not said")
-    yield part_of(found, tokens, stored)
+    dtypes = f"ours in FP32, transformers in {options.theirs}, tensors {stored}"
+    yield part_of(found, fitting, dtypes)
 
 
-def part_of(found: dict[str, Any], tokens: int, stored: str) -> Part:
-    """Builds the report of the seconds of every round.
+def part_of(found: dict[str, Any], batches: Sequence[Batch], dtypes: str) -> Part:
+    """Builds the report of the seconds of every round of each batch, by its name.
 
     Args:
-      stored: dtype of the tensors, according to the folder.
+      dtypes: of both sides and of the folder's tensors, for the notes.
     """
     measures, notes = [], []
-    for sequences, target in SEQUENCES.items():
-        rounds = found[str(sequences)]
-        all_tokens = sequences * tokens
-        best = all_tokens / min(rounds["ours"])
-        measures.append(Measure(f"ours, {sequences} sequences", best, "tokens/s"))
+    for batch in batches:
+        rounds = found[batch.name]
+        best = batch.tokens / min(rounds["ours"])
+        measures.append(Measure(f"ours, {batch.name}", best, "tokens/s"))
         if rounds["transformers"]:
-            theirs = all_tokens / min(rounds["transformers"])
+            theirs = batch.tokens / min(rounds["transformers"])
             ratio = median_ratio(rounds["transformers"], rounds["ours"])
             measures.append(Measure("  transformers", theirs, "tokens/s"))
             measures.append(
-                Measure("  ours ÷ transformers, median", ratio, "", target, "more"),
+                Measure("  ours ÷ transformers, median", ratio, "", batch.target, "more"),
             )
             notes.append(
-                f"{sequences} sequences: {rounds['same']:.1%} of the texts' tokens are the same up "
-                "to the first that differs"
+                f"{batch.name}: {rounds['same']:.1%} of the texts' tokens are the same up to the "
+                "first that differs"
             )
     started = found["ours"]["seconds"]
     measures.append(Measure("our start, load and compile", started, "s"))
     said = found["transformers"]
     other = f"torch {said['torch']}, transformers {said['transformers']}" if said else "none here"
     notes += [
-        f"{PROMPT_TOKENS} prompt tokens and {tokens} greedy tokens each, FP32, tensors {stored}; "
-        f"tokens/s of the "
-        f"best of {len(found['1']['ours'])} rounds; the other side: {other}",
+        f"{dtypes}; tokens/s of the best round of {len(found[batches[0].name]['ours'])}, of "
+        f"prompts up to the first token; the other side: {other}",
         f"ours: {found['ours']['sizes']}",
     ]
     return Part("compare", "LLM(folder) beside transformers", measures, notes, dict(found))
@@ -177,27 +214,25 @@ def has_transformers(python: str) -> bool:
         raise ConfigError(f"--python {python}: {error.strerror}") from None
 
 
-def _rounds(
-    sides: Mapping[str, Helper], sequences: int, tokens: int, rounds: int, vocab: int
-) -> dict[str, Any]:
+def _rounds(sides: Mapping[str, Helper], batch: Batch, rounds: int, vocab: int) -> dict[str, Any]:
     """Seconds of every round of each side, in turns, after one that warms up; and the share of
     tokens that are the same up to the first difference."""
     numbers = {name: itertools.count() for name in sides}  # each side gets the same prompts
 
     def ask(name: str) -> dict[str, Any]:
-        draw = random.Random(f"{sequences} {next(numbers[name])}")
-        prompts = random_prompts(draw, sequences, PROMPT_TOKENS, vocab)
-        return sides[name].ask({"prompts": prompts, "tokens": tokens})
+        draw = random.Random(f"{batch.name} {next(numbers[name])}")
+        prompts = random_prompts(draw, batch.sequences, batch.prompt, vocab)
+        return sides[name].ask({"prompts": prompts, "tokens": batch.output})
 
     ways = {name: functools.partial(ask, name) for name in sides}
     answers = {"transformers": [], **take_turns(ways, rounds)}
     same = [
-        next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), tokens)
+        next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), batch.output)
         for ours, theirs in zip(answers["ours"], answers["transformers"], strict=False)
         for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True)
     ]
     seconds = {name: [one["seconds"] for one in found] for name, found in answers.items()}
-    return seconds | {"same": sum(same) / (tokens * len(same)) if same else 1.0}
+    return seconds | {"same": sum(same) / (batch.output * len(same)) if same else 1.0}
 
 
 def generate(folder: str, overrides: Sequence[str]) -> None:
@@ -207,7 +242,8 @@ def generate(folder: str, overrides: Sequence[str]) -> None:
         limits = llm.deployment.scheduler
         sizes = f"{llm.deployment.mode}, {limits.slots} slots, steps of {limits.token_buckets} "
         sizes += f"tokens, {llm.deployment.cache.pages} pages"
-        say({"seconds": time.perf_counter() - start, "sizes": sizes})
+        seconds = time.perf_counter() - start
+        say({"seconds": seconds, "sizes": sizes, "longest": limits.max_length})
         for question in asked():
             start = time.perf_counter()
             outputs = llm.generate(question["prompts"], greedy(question["tokens"]))

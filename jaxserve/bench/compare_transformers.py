@@ -1,8 +1,9 @@
 """The other side of `bench compare`: Hugging Face transformers on PyTorch, a process of its own.
 
-Run as a file, by a Python that has both: it imports nothing of jaxserve. Prints what it is; then,
-for every line of standard input, `{"prompts": [[id, …], …], "tokens": n}` with prompts of one
-length, generates n greedy tokens of each and prints `{"seconds": …, "tokens": [[id, …], …]}`.
+Run as a file with a model folder and a dtype, by a Python that has both: it imports nothing of
+jaxserve. Prints versions; then, for every line of standard input, `{"prompts": [[id, …], …],
+"tokens": n}` with prompts of one length, generates n greedy tokens of each and prints
+`{"seconds": …, "tokens": [[id, …], …]}`.
 """
 
 import json
@@ -10,12 +11,12 @@ import sys
 import time
 
 
-def main(folder: str) -> None:
+def main(folder: str, dtype: str) -> None:
     """Answers until standard input ends."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.eval()
     said = {
         "torch": torch.__version__,
@@ -42,4 +43,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

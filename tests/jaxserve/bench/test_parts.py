@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.bench import drafts, mixes
+from jaxserve.bench import compare, drafts, mixes
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
 from tests import golden
@@ -24,6 +24,15 @@ def test_drafts_are_compared_round_by_round_and_by_verified_steps():
         }
     )
     golden.check("bench/drafts.txt", table(part) + "\n")
+
+
+def test_a_prompt_counts_its_own_tokens_and_a_batch_what_it_generates():
+    seconds = {"ours": [2.0, 1.0], "transformers": [4.0, 3.0], "same": 1.0}
+    batches = [compare.Batch(8, 16, 64, 1.0), compare.Batch(1, 512, 1, 4.0)]
+    found = {batch.name: seconds for batch in batches}
+    found["ours"] = {"seconds": 3.0, "sizes": "colocated, 32 slots"}
+    found["transformers"] = {"torch": "2.15", "transformers": "5.23"}
+    golden.check("bench/compare.txt", table(compare.part_of(found, batches, "in FP32")) + "\n")
 
 
 def test_a_grammar_of_even_and_odd_tokens_by_turns():
