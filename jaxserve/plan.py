@@ -28,8 +28,8 @@ def parser() -> Parser:
     """Returns a parser of all commands; `run` of the parsed options runs one."""
     made = Parser(prog="python -m jaxserve.plan", description=__doc__)
     commands = made.add_subparsers(required=True, metavar="command")
-    for name, told in TABLE.commands.items():
-        add_command(commands.add_parser(name, help=told.help), name)
+    for name, command in TABLE["commands"].items():
+        add_command(commands.add_parser(name, help=command["help"]), name)
     return made
 
 

@@ -23,8 +23,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
+from jaxserve.planner.demand import Demand, Spares
 from jaxserve.planner.deploy import Asked, Deployment, Hosts, Part, Planned, Sizer
-from jaxserve.planner.deploy_demand import Demand, Spares
 from jaxserve.planner.deploy_fleet import Fleet, Slowed
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
@@ -278,7 +278,7 @@ def _write(
 def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> list[str]:
     """Returns the arguments of `plan` that simulate the file, in the middle of things; where units
     compute prompts, from its start."""
-    demand, fleet, layout = asked.demand, made.fleet, made.plan.layout
+    demand, fleet, layout = asked.demand, made.fleet, made.fleet.unit.plan.layout
     uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
     counted = max(COUNTED, int(HORIZON * asked.ttft.seconds * demand.rate))
     values = {

@@ -29,8 +29,9 @@ from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
+from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
-from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.simulate import (
     FleetResult,
     Progress,

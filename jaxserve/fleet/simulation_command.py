@@ -23,18 +23,11 @@ from jaxserve.fleet.simulation import (
     decode_workers,
 )
 from jaxserve.observe import timeline_view
-from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.noise import ExpertLoads, Lengths, read_skew
-from jaxserve.planner.options import (
-    jitter,
-    read_deployment,
-    read_scenario,
-    reader,
-    seconds,
-    tokens,
-)
+from jaxserve.planner.noise import ExpertLoads, read_skew
+from jaxserve.planner.options import jitter, read_deployment, read_scenario
 from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times, Traffic
 from jaxserve.planner.stage_times import expert_loads
@@ -65,19 +58,6 @@ NUMBERS = {
     "seconds": ("simulated s", ".3f"),
 }
 """Label and format of the results' numbers, by their names; no result has all."""
-
-
-loss = reader(
-    r"(.+)@(.*)\+(.*)",
-    "WORKER@AT+FOR, as in domain 0@20s+5s",
-    lambda worker, at, back: Loss(worker=worker, at=seconds(at), seconds=seconds(back)),
-)
-"""Reads `domain 0@20s+5s`: a worker, when it is lost, and how long it stays away."""
-
-
-def shared_tokens(text: str) -> int:
-    """Reads `0` or a number of tokens."""
-    return 0 if text == "0" else tokens(text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -296,7 +276,7 @@ def read_simulation(
         host_seconds=options.host,
         jitter=jitter(options),
         seed=options.seed,
-        losses=tuple(options.lose),
+        losses=tuple(Loss(worker=name, at=at, seconds=away) for name, at, away in options.lose),
     )
     times = []
     for one in workers:

@@ -4,17 +4,18 @@ measurements to calibrate with. Preflight makes its measurements here, too.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.calibration import Asked, Calibration, MeasuredStage
-from jaxserve.planner.lanes import Disaggregated
+from jaxserve.planner.calibration import Asked, Calibration, Fit, FitKey, MeasuredStage
+from jaxserve.planner.lanes import Disaggregated, cycle_seconds
 from jaxserve.planner.measurements import (
+    SIZES,
     Measurement,
     calibration,
     expected,
@@ -25,7 +26,7 @@ from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans, with
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
-from jaxserve.planner.view import Part, Report, json_text, show
+from jaxserve.planner.view import Part, Report, json_text, show, table
 from jaxserve.roles.layout import StepLoad
 
 UNDETERMINED = (
@@ -65,8 +66,8 @@ class Compared(NamedTuple):
 
 
 def summary(found: Sequence[Compared]) -> list[str]:
-    """How many predictions are as good as asked, and the worst one: of what the calibration has not
-    seen, and of all."""
+    """Counts the predictions that are as good as asked, and names the worst one: of loads that the
+    calibration has not seen, and of all."""
     lines = []
     held_out = [one for one in found if one.held_out]
     groups = {" held out": held_out} if 0 < len(held_out) < len(found) else {}
@@ -74,16 +75,14 @@ def summary(found: Sequence[Compared]) -> list[str]:
         for which, ones in (groups | {"": found}).items():
             if these := [one for one in ones if (one.name == "step") == (kind == "step")]:
                 worst = max(these, key=lambda one: abs(one.error))
-                good = sum(one.within for one in these)
-                load = worst.load
+                good, load = sum(one.within for one in these), worst.load
                 lines.append(
                     f"{kind}s{which} within {limit:.0%}: {good} of {len(these)}; the worst is "
                     f"{worst.name} at {load.sequences} sequences of "
                     f"{load.context // load.sequences} tokens, {worst.error:+.0%}"
                 )
     loads = {one.load: one.held_out for one in found}
-    lines.append(f"loads that were not calibrated with: {sum(loads.values())} of {len(loads)}")
-    return lines
+    return [*lines, f"loads that were not calibrated with: {sum(loads.values())} of {len(loads)}"]
 
 
 def compare(
@@ -99,7 +98,7 @@ def compare(
     calibrated = {load_of(one) for one in known}
     found = []
     for one in seen:
-        times = made.rooflines().step(_rows(made, one))
+        times = made.rooflines().step(_rows(made, one.load))
         held_out = load_of(_measurement(made, one.load, "attend", 0)) not in calibrated
         for (stage, layers), timed in one.stages.items():
             if stage != "host":  # a step's time where it is measured
@@ -111,18 +110,19 @@ def compare(
     return found
 
 
-def _rows(made: Scenario, one: Observed) -> Rows:
-    load, limits = one.load, made.deployment.scheduler
-    return even_rows(
-        made.layout.dp,
-        max(1, load.sequences),
-        load.tokens,
-        load.context,
-        load.pairs,
-        padded=load.bucket_tokens,
-        reach=load.bucket_pages * made.deployment.cache.page_size,
-        sampled=min(load.bucket_tokens, limits.slots),
-    )
+def _padding(made: Scenario, load: StepLoad) -> dict[str, Any]:
+    """Sizes of the step's bucket, as `Rows` and `Measurement` name them."""
+    return {
+        "padded": load.bucket_tokens,
+        "reach": load.bucket_pages * made.deployment.cache.page_size,
+        "sampled": min(load.bucket_tokens, made.deployment.scheduler.slots),
+    }
+
+
+def _rows(made: Scenario, load: StepLoad) -> Rows:
+    totals = load.tokens, load.context, load.pairs
+    count = max(1, load.sequences)
+    return even_rows(made.layout.dp, count, *totals, **_padding(made, load))
 
 
 def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: int) -> float:
@@ -139,22 +139,10 @@ def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: i
 
 
 def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:
-    """Seconds from one step of a lane to its next one, when all lanes take these times: along the
-    engine's schedule, with a host that enqueues a lane's step once it has read the lane's step
-    before the last."""
+    """Seconds from one step of a lane to its next one along the engine's schedule, when all lanes
+    take these times."""
     pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups)
-    ends: list[list[float]] = [[] for _ in range(lanes)]
-    host = 0.0
-    for lane in range(lanes):
-        pipeline.begin(lane, 0, 0.0, times)
-    while len(ends[0]) < _SETTLE + _COUNTED:
-        lane, end = pipeline.advance(host)
-        read = ends[lane][-1] if ends[lane] else 0.0
-        ends[lane].append(end)
-        if times.host:
-            host = max(host, read) + times.host
-        pipeline.begin(lane, len(ends[lane]), host, times)
-    return (ends[0][-1] - ends[0][_SETTLE - 1]) / _COUNTED
+    return cycle_seconds(pipeline, [times] * lanes, settle=_SETTLE, counted=_COUNTED)
 
 
 def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
@@ -165,7 +153,7 @@ def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
     plain = made.measured_by(asked)
     for one in seen:
         asked.terms.clear()
-        times = plain.rooflines().step(_rows(made, one))
+        times = plain.rooflines().step(_rows(made, one.load))
         own = {(key.stage, key.layers): roof for key, (_, roof) in asked.terms.items()}
         for (stage, layers), timed in one.stages.items():
             beside = _predicted(made, times, stage, layers) - own[stage, layers]
@@ -182,7 +170,6 @@ def _measurement(
     seconds: float = 1.0,
 ) -> Measurement:
     layout, on_ffn = made.layout, stage in ("ffn", "combine")
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "ep", "ffn_tp")}
     formats = (made.ffn if on_ffn else made.attention).formats
     return Measurement(
         device_kind=made.roles.names[on_ffn],
@@ -193,18 +180,17 @@ def _measurement(
         format=formats.weights,
         cache=None if formats.cache == formats.weights else formats.cache,
         seconds=seconds,
-        dispatch=formats.dispatch,
-        combine=formats.combine,
-        **sizes,
-        rows=formats.rows,
-        held=formats.held,
         layers=layers,
         tokens=-(-load.tokens // layout.dp),
         pairs=-(-load.pairs // layout.dp),
-        padded=load.bucket_tokens,
-        reach=load.bucket_pages * made.deployment.cache.page_size,
-        sampled=min(load.bucket_tokens, made.deployment.scheduler.slots),
+        **_padding(made, load),
+        **_fields(formats, "dispatch", "combine", "rows", "held"),
+        **_fields(layout, *SIZES),
     )
+
+
+def _fields(told: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(told, name) for name in names}
 
 
 def load_of(one: Measurement) -> tuple[int, ...]:
@@ -220,16 +206,20 @@ def verify(options: argparse.Namespace) -> None:
     made, seen = observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
     found = compare(made, seen, known)
-    rows = [["", "sequences", "tokens", "context", "bucket", "", "µs", "predicted", "error"]]
-    for one in found:
-        load = one.load
-        sizes = load.sequences, load.tokens, round(load.context / load.sequences)
-        row = [_name(made, one), *map(str, sizes), f"{load.bucket_tokens}x{load.bucket_pages}"]
-        row += [f"of {one.spans}", f"{one.measured * 1e6:.1f}", f"{one.predicted * 1e6:.1f}"]
-        rows.append([*row, f"{one.error:+.0%}" + ("" if one.within else " *")])
+    columns: dict[str, Callable[[Compared], str]] = {
+        "": lambda one: _name(made, one),
+        "sequences": lambda one: str(one.load.sequences),
+        "tokens": lambda one: str(one.load.tokens),
+        "context": lambda one: str(round(one.load.context / one.load.sequences)),
+        "bucket": lambda one: f"{one.load.bucket_tokens}x{one.load.bucket_pages}",
+        " ": lambda one: f"of {one.spans}",
+        "µs": lambda one: f"{one.measured * 1e6:.1f}",
+        "predicted": lambda one: f"{one.predicted * 1e6:.1f}",
+        "error": lambda one: f"{one.error:+.0%}" + ("" if one.within else " *"),
+    }
     builtins = msgspec.to_builtins
     tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
-    parts = [Part(rows=rows, lines=summary(found))]
+    parts = [Part(rows=table(columns, found), lines=summary(found))]
     show(options, Report("Predicted against measured", parts, tree))
 
 
@@ -278,7 +268,8 @@ def calibrate(options: argparse.Namespace) -> None:
         options.write.write_text(json_text(found) + "\n")
     sure = all(one.determined for one in fits.fits.values())
     points = _point_rows(found, fits, options.configs)
-    parts = [Part(rows=_fit_rows(fits)), Part(rows=points, lines=[] if sure else [UNDETERMINED])]
+    fitted = Part(rows=table(_FITS, fits.fits.items()))
+    parts = [fitted, Part(rows=points, lines=[] if sure else [UNDETERMINED])]
     tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
     show(options, Report("Calibration", parts, tree))
 
@@ -299,14 +290,15 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
     return chosen
 
 
-def _fit_rows(fits: Calibration) -> list[list[str]]:
-    rows = [["", "format", "constant µs", "× bytes", "× FLOPs", "points", "worst error"]]
-    for key, one in fits.fits.items():
-        name = f"{key.stage} {key.layers}, {key.model} on {key.hardware}"
-        factors = f"{one.constant * 1e6:.1f}", f"{one.memory:.2f}", f"{one.compute:.2f}"
-        error = f"{one.error:.1%}{'' if one.determined else ' ?'}"
-        rows.append([name, key.format, *factors, str(one.points), error])
-    return rows
+_FITS: dict[str, Callable[[tuple[FitKey, Fit]], str]] = {
+    "": lambda each: f"{each[0].stage} {each[0].layers}, {each[0].model} on {each[0].hardware}",
+    "format": lambda each: each[0].format,
+    "constant µs": lambda each: f"{each[1].constant * 1e6:.1f}",
+    "× bytes": lambda each: f"{each[1].memory:.2f}",
+    "× FLOPs": lambda each: f"{each[1].compute:.2f}",
+    "points": lambda each: str(each[1].points),
+    "worst error": lambda each: f"{each[1].error:.1%}{'' if each[1].determined else ' ?'}",
+}
 
 
 def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) -> list[list[str]]:

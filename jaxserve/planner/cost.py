@@ -1,13 +1,12 @@
-"""The cost of decoding a token in bytes, FLOPs and dollars at full utilisation: the formulas of
-Step-3 (arXiv 2507.19427) §4 to §6. Called by `tables.py` and `advice.py`."""
+"""The cost of decoding a token in bytes, FLOPs and dollars at full utilisation, and the rules that
+follow from it: the formulas of Step-3 (arXiv 2507.19427) §4 to §6."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxserve.config.model import MLA
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import core_flops, index_flops
-from jaxserve.planner.models import AttentionLayers, CostModel, Lightning
+from jaxserve.planner.models import AttentionLayers, CostModel
 
 STAGE_SECONDS = 0.0166
 """A third of 50 ms, as the paper rounds it (§3.1, §6)."""
@@ -17,7 +16,8 @@ class TokenCost(NamedTuple):
     """The cost of one decoded token, summed over all layers (Step-3, tables 2 and 3)."""
 
     cache_bytes: float
-    """Bytes of KV cache and states read (for states, also written)."""
+    """Bytes of KV cache and states read, at 8 bits a number unless the model fixes the format. A
+    state is read and written, so it counts twice."""
     attention_flops: float
     """FLOPs of attention proper, without the linear maps."""
     linear_flops: float
@@ -27,32 +27,27 @@ class TokenCost(NamedTuple):
 
 
 def token_cost(model: CostModel, context: int) -> TokenCost:
-    """The cost of a token after `context` tokens, with an 8-bit cache."""
+    """Returns the cost of a token after `context` tokens."""
+    groups = model.attention
+    read = ((1 + g.has_state) * (g.cache_bytes or 1) * g.cached_numbers(context) for g in groups)
     return TokenCost(
-        sum(group.layers * cache_bytes(group, context) for group in model.attention),
-        sum(group.layers * attention_flops(group, context) for group in model.attention),
+        sum(g.layers * size for g, size in zip(groups, read, strict=True)),
+        sum(g.layers * _attention_flops(g, context) for g in groups),
         2.0 * model.linear_parameters,
         2.0 * model.ffn_activated,
     )
 
 
-def cache_bytes(group: AttentionLayers, context: int) -> float:
-    """Bytes of cache traffic per layer, at 8 bits per number unless the model fixes the format. A
-    state is read and written, so it counts twice."""
-    times = 2 if isinstance(group.spec, Lightning) else 1
-    return times * (group.cache_bytes or 1) * group.cached_numbers(context)
-
-
-def attention_flops(group: AttentionLayers, context: int) -> float:
-    """FLOPs a layer: q·k and p·v over every token of the context.
+def _attention_flops(group: AttentionLayers, context: int) -> float:
+    """FLOPs of a layer: q·k and p·v over every token of the context.
 
     For latent attention the paper takes the cached row's width, 576, for both products; the true
     cost of the absorbed form is 5.6 % less.
     """
-    if isinstance(group.spec, Lightning):
-        return core_flops(group)
+    if group.has_state:
+        return group.core_flops
     core = 4.0 * group.spec.q_heads * group.key_dim * group.attended(context)
-    return core + index_flops(group) * group.seen(context)
+    return core + group.index_flops * group.seen(context)
 
 
 def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> float:
@@ -88,12 +83,6 @@ def cheapest(model: CostModel, context: int, hardware: dict[str, Hardware]) -> C
     return Choice(attention[best[0]] + ffn[best[1]], *best)
 
 
-def arithmetic_intensity(model: CostModel, context: int) -> float:
-    """FLOPs a byte of cache (§5.1)."""
-    cost = token_cost(model, context)
-    return cost.attention_flops / cost.cache_bytes
-
-
 def ffn_batch(hardware: Hardware, sparsity: float) -> float:
     """Tokens from which an FFN with 8-bit weights is bound by compute (§5.3)."""
     return hardware.roofline / (2 * sparsity)
@@ -103,12 +92,8 @@ def minimum_sparsity(
     hardware: Hardware, d_model: int, layers: int, stage_seconds: float = STAGE_SECONDS
 ) -> float:
     """Share of the experts below which the messages of a batch that fills the FFN take longer than
-    a stage (§5.4): 8-bit dispatch and 16-bit combine over the links of one host to others.
-
-    Args:
-      stage_seconds: time budget of a stage, summed over the layers. Like the paper, which rounds
-        16.6 ms × 2/3 to 11.1 ms, this rounds.
-    """
+    a stage of all layers (§5.4): 8-bit dispatch and 16-bit combine over the links of one host. Like
+    the paper, which rounds 16.6 ms × 2/3 to 11.1 ms, this rounds."""
     budget = round(stage_seconds * 2 / 3, 4)
     messages = hardware.host_network * hardware.bandwidth * budget
     return d_model * hardware.paper_flops * layers / messages
@@ -120,10 +105,10 @@ def network_batch(hardware: Hardware, d_model: int, layers: int, stage_seconds: 
 
 
 class AttentionFit(NamedTuple):
-    """Whether a device can be an attention device at all (§6). Bytes are of one layer."""
+    """Whether a device can be an attention device at all (§6), by a layer's stage."""
 
     readable_bytes: float
-    """Bytes that the memory delivers in a stage."""
+    """Bytes that the memory delivers."""
     linear_bytes: float
     """8-bit weights of the linear maps that the device holds."""
     cached_tokens: int
@@ -132,16 +117,11 @@ class AttentionFit(NamedTuple):
 
 
 def attention_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> AttentionFit:
-    """Checks the largest group of attention layers. As in the paper the output map is split over
-    eight devices, and the other maps are whole on every device.
-
-    Args:
-      stage_seconds: time budget of one layer's stage.
-    """
+    """Checks the largest group of attention layers against a stage of one layer. As in the paper
+    the output map is split over eight devices, and the other maps are whole on every device."""
     group = max(model.attention, key=lambda g: g.layers)
     readable = hardware.bandwidth * stage_seconds
-    width = group.spec.v_dim if isinstance(group.spec, MLA) else group.spec.head_dim
-    output = group.spec.q_heads * width * model.d_model
+    output = group.spec.q_heads * group.value_dim * model.d_model
     linear = sum(group.split_parameters(model.d_model)) - output + output / 8
     per_token = (group.cache_bytes or 1) * group.cached_numbers(1)
     tokens = max(0, math.floor((readable - linear) / per_token))
@@ -162,12 +142,71 @@ class FFNFit(NamedTuple):
 
 
 def ffn_fit(model: CostModel, hardware: Hardware, stage_seconds: float) -> FFNFit:
-    """Assumes half of the memory bandwidth, since compute takes the other half of the time.
-
-    Args:
-      stage_seconds: time budget of one layer's stage.
-    """
+    """Checks a stage of one layer at half of the memory bandwidth, since compute takes the other
+    half of the time."""
     layer = hardware.bandwidth * 0.5 * stage_seconds
     host = layer * model.layers * hardware.devices_per_host
     hosts = math.ceil(model.ffn_parameters / host)
     return FFNFit(layer, host, model.ffn_parameters, hosts, hosts * hardware.devices_per_host)
+
+
+class Check(NamedTuple):
+    """A rule and whether it holds."""
+
+    name: str
+    holds: bool
+    numbers: str
+
+    @property
+    def text(self) -> str:
+        return f"{'holds' if self.holds else 'FAILS'}  {self.name}: {self.numbers}"
+
+
+def checks(
+    model: CostModel,
+    context: int,
+    tpot: float,
+    attention: Hardware,
+    ffn: Hardware,
+    tokens: int | None = None,
+) -> Iterator[Check]:
+    """Yields the rules for a pair of hardware and, given the tokens of a lane, for its batch.
+
+    Args:
+      tpot: time per output token in seconds; each of the three pipeline stages gets a third.
+    """
+    stage = tpot / 3
+    layer = stage / model.layers
+    sparsity = model.moe.sparsity if model.moe else 1.0
+    fills = ffn_batch(ffn, sparsity)
+    if model.moe:
+        least = minimum_sparsity(ffn, model.d_model, model.layers, stage)
+        yield Check(
+            "sparsity (§5.4)",
+            sparsity >= least,
+            f"experts' sparsity {sparsity:.3f}, least {least:.3f} for {ffn.name} at "
+            f"{tpot * 1e3:g} ms: {fills:.0f} tokens fill the FFN, the network carries "
+            f"{network_batch(ffn, model.d_model, model.layers, stage):.0f} a stage",
+        )
+    if tokens is not None:
+        yield Check(
+            "FFN batch (§5.3)",
+            tokens >= fills,
+            f"{tokens} tokens a lane, {fills:.0f} make the FFN compute-bound on {ffn.name}",
+        )
+    fit = attention_fit(model, attention, layer)
+    sequences = fit.cached_tokens // context
+    yield Check(
+        "attention in time (§6)",
+        sequences >= 1,
+        f"{attention.name} reads {fit.readable_bytes / 1e6:.0f} MB in {layer * 1e6:.0f} µs, of "
+        f"which {fit.linear_bytes / 1e6:.0f} MB are weights: {fit.cached_tokens:,} tokens of "
+        f"cache, {sequences} sequences of {context:,} a device and lane",
+    )
+    needed = ffn_fit(model, ffn, layer)
+    yield Check(
+        "FFN in time (§6)",
+        needed.devices < 100,
+        f"{needed.weight_bytes / 1e9:.0f} GB of FFN weights at half of the bandwidth take "
+        f"{needed.hosts} hosts, {needed.devices} {ffn.name} (a hundred and more are trouble)",
+    )

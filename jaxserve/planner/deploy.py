@@ -1,11 +1,11 @@
 """Sizes a whole deployment: prefill workers, the pages link, decode units and spares, for requests
 at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
 
-Arithmetic gives every layout the most requests a second that it could serve, which orders the
-layouts by what they would cost at least. From the cheapest on, a simulation with the engine's own
-schedulers and the router's own policy (`fleet/deploy_command.py`) says how many it takes; a layout
-that costs more at least than the best one costs is not simulated. Where one unit that computes
-prompts, too, meets the targets for less, that is the plan. No queue is approximated.
+Arithmetic gives every layout the most requests a second that it could serve, and so what it costs
+at least. From the cheapest on, a simulation with the engine's own schedulers and the router's own
+policy (`fleet/deploy_command.py`) says how many it takes. A layout that costs more at least than
+the best one costs is not simulated. Where one unit that computes prompts, too, meets the targets
+for less, that is the plan. No queue is approximated.
 """
 
 import functools
@@ -19,14 +19,13 @@ import msgspec
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.planner.advice import why_not
-from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
+from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Fleet, Handoff, Pace, PrefillWorker
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Found, Plan, Searcher
+from jaxserve.planner.search import Found, Plan, Searcher, why_not
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, expert_loads
 
@@ -39,14 +38,14 @@ KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
 MOST_BUSY = 0.85
 """Share of the time, and of the slots, that are planned to be taken at most: nearer to 1 a percent
-more requests multiplies what they wait."""
+more requests multiplies their waits."""
 CHUNKS = (1024, 2048, 4096, 8192)
 """Tokens of a DP group's prefill step to try."""
 REASONS = 16
 """Layouts that are named with what they cost."""
 FURTHER = 4
-"""Times the least number of workers or units up to which a number that meets a target is looked
-for."""
+"""A number of workers or units that meets a target is looked for up to this multiple of the least
+number."""
 GROWN = 8
 """Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
 
@@ -125,10 +124,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     link: Handoff
     prediction: FleetResult
     roles: tuple[Role, ...]
-
-    @property
-    def plan(self) -> Plan:
-        return self.fleet.unit.plan
 
     @property
     def dollars(self) -> float:
@@ -367,8 +362,7 @@ class Sizer:
     def _linked(self, fleet: Fleet, demand: Demand) -> Fleet:
         """The fleet with as many workers and units as it takes for hand-offs to keep neither end of
         the pages link busy for more than `MOST_BUSY` of the time."""
-        requests = self.requests(demand)
-        seconds = self.link(fleet).seconds(float((requests.prompt - requests.found).mean()))
+        seconds = self.link(fleet).seconds(self.requests(demand).computed)
         least = _ceil(demand.rate * seconds / MOST_BUSY)
         fleet = fleet._replace(workers=max(fleet.workers, least))
         return fleet if least <= fleet.units else self._with_units(fleet, least, demand)
@@ -477,7 +471,7 @@ class Sizer:
           most: slots of a unit at most; 0: any number.
         """
         old = made.fleet.worker
-        unit = self.unit(made.plan, demand, most)
+        unit = self.unit(made.fleet.unit.plan, demand, most)
         if isinstance(unit, str):
             return None
         chunks = self._chunks(old.layout, (old.hardware,) * 2, old.chunk)
@@ -499,7 +493,7 @@ class Sizer:
         return Sizer(self.searcher, self._hosts, asked, self._simulate)
 
     def with_slots(self, made: Deployment, slots: int) -> Deployment:
-        """Returns the same workers and units, as many as it takes where a unit has no more slots.
+        """Returns as many of the same workers and units as it takes where a unit has no more slots.
 
         Raises:
           ConfigError: no number of them meets the targets.

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.planner.deploy_demand import Requests
+from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.lanes import pipeline_of
+from jaxserve.planner.lanes import cycle_seconds, pipeline_of
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import token_budget
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Plan, Searcher
-from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
+from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
 
 QUANTILES, POINTS = 5, 3
 """Prompts, and chunks of each, whose seconds stand for all prompts."""
@@ -114,52 +114,24 @@ class Pace:
 
     def _seconds(self, batch: int) -> float:
         """Seconds with `batch` sequences a DP group and lane."""
-        layout, count = self._layout, self._layout.dp * batch
+        layout, count, times = self._layout, self._layout.dp * batch, self._times
         length, _ = self._requests.running(count * layout.lanes)
-        group = np.repeat(np.arange(layout.dp), batch)
-        ones = np.ones(count, int)
+        group, ones = np.repeat(np.arange(layout.dp), batch), np.ones(count, int)
         steps = [
-            self._times.step(rows_of(layout, group, ones, of_lane))
+            times.step(fullest(layout.dp, group, ones, of_lane))
             for of_lane in np.split(length, layout.lanes)
         ]
-        cycle = cycle_seconds(layout, steps * STEPS, self._times)
+        sizes = {"layers": times.layers, "lanes": layout.lanes, "groups": layout.dp}
+        pipeline = pipeline_of(layout.topology, times, **sizes)
+        # The first steps fill the pipeline.
+        cycle = cycle_seconds(pipeline, steps, settle=1, counted=STEPS - 2)
         # The hosts of a role enqueue every layer of every lane.
         host = self._searcher.host_seconds(layout)
-        return max(cycle, self._times.layers * layout.lanes * host) * self.drafts(batch)
+        return max(cycle, times.layers * layout.lanes * host) * self.drafts(batch)
 
     def largest(self, room: int, tpot: float) -> int:
         """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
         return bisect_right(range(1, room + 1), tpot, key=self.seconds)
-
-
-def rows_of(layout: Layout, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
-    """A step's sequences; messages are padded to the fullest DP group."""
-    most = int(np.bincount(group, tokens, layout.dp).max(initial=1))
-    return Rows(layout.dp, group, tokens, length, most)
-
-
-def cycle_seconds(layout: Layout, steps: list[StepTimes], times: StageTimes) -> float:
-    """Seconds between two steps of a lane, when every lane goes on with a next step at once.
-
-    Args:
-      steps: steps of the lanes in turn, at least three a lane.
-      times: the source of the steps' times.
-    """
-    lanes = layout.lanes
-    pipeline = pipeline_of(
-        layout.topology, times, layers=times.layers, lanes=lanes, groups=layout.dp
-    )
-    ends: dict[int, list[float]] = {lane: [] for lane in range(lanes)}
-    for number, step in enumerate(steps[:lanes]):
-        pipeline.begin(number, number, 0.0, step)
-    for number in range(lanes, len(steps) + lanes):
-        lane, end = pipeline.advance(0.0)
-        ends[lane].append(end)
-        if number < len(steps):
-            pipeline.begin(lane, number, 0.0, steps[number])
-    # The first steps fill the pipeline, and the last of every lane run in an emptying one.
-    cycles = [(one[-2] - one[0]) / (len(one) - 2) for one in ends.values()]
-    return float(np.mean(cycles))
 
 
 class Chunks:
@@ -176,7 +148,7 @@ class Chunks:
     def _step(self, groups: int, tokens: int, length: int) -> float:
         """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
         each = np.ones(groups, int)
-        rows = rows_of(self._layout, np.arange(groups), each * tokens, each * length)
+        rows = fullest(self._layout.dp, np.arange(groups), each * tokens, each * length)
         step = self._times.step(rows)
         attend = sum(float(layer.max()) for layer in step.attend)
         return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
@@ -188,12 +160,10 @@ class Chunks:
 
     def busy(self, requests: Requests) -> float:
         """Mean seconds of a DP group for a request, with all groups busy."""
-        chunks = float((requests.prompt - requests.found).mean()) / self._chunk
         shares = ((n + 0.5) / QUANTILES for n in range(QUANTILES))
         prompts = (requests.quantile(share, of_tokens=True) for share in shares)
-        return chunks * float(
-            np.mean([self._mean(self._layout.dp, found, prompt) for prompt, found in prompts])
-        )
+        means = [self._mean(self._layout.dp, found, prompt) for prompt, found in prompts]
+        return requests.computed / self._chunk * float(np.mean(means))
 
     def alone(self, prompt: int, found: int) -> float:
         """Seconds of a prompt with nothing else in the worker."""

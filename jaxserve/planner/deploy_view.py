@@ -42,7 +42,7 @@ def deploy_report(shown: Shown) -> Report:
     """The plan with its latency, load, cost, sensitivity and alternatives."""
     made, asked = shown.planned.best, shown.asked
     title = f"Decode alone: cost against TPOT, {shown.sizer.context:,} tokens"
-    picture = front_svg(title, shown.planned.found, asked.target, made.plan)
+    picture = front_svg(title, shown.planned.found, asked.target, made.fleet.unit.plan)
     command = [f"in simulated time: {shown.command}"] if shown.command else []
     sensitivity = _sensitivity(shown)
     reasons = [["layout", ""], *map(list, shown.planned.reasons.items())]
@@ -128,8 +128,8 @@ def _facts(shown: Shown) -> list[str]:
             f"{link.bytes_per_second / 1e9:.0f} GB/s a worker"
         )
     lines += [
-        f"drafts: {layout.drafts} a step, {made.plan.tokens_a_step:.2f} tokens; redundant slots of "
-        f"experts: {layout.redundant_slots} a rank (prefill "
+        f"drafts: {layout.drafts} a step, {fleet.unit.plan.tokens_a_step:.2f} tokens; redundant "
+        f"slots of experts: {layout.redundant_slots} a rank (prefill "
         f"{fleet.worker.layout.redundant_slots})",
         f"spares: {shown.asked.spares.text}",
         f"USD: {made.month:,.0f} a month; {millions['in']:.3f} a million tokens in (prefill, found "
@@ -224,7 +224,11 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
             "chunk": fleet.worker.chunk,
             "layout": fleet.worker.layout,
         },
-        "decode": {"units": fleet.units, "slots": fleet.slots, "plan": plan_tree(made.plan)},
+        "decode": {
+            "units": fleet.units,
+            "slots": fleet.slots,
+            "plan": plan_tree(fleet.unit.plan),
+        },
         "link": made.link,
         "prediction": made.prediction,
         "of_file": shown.of_file,

@@ -23,8 +23,8 @@ from jaxserve.config.load import deployment_of, known_keys, load_deployment, set
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
+from jaxserve.planner.demand import Requests
 from jaxserve.planner.deploy import Asked, Deployment
-from jaxserve.planner.deploy_demand import Requests
 from jaxserve.planner.deploy_fleet import Tree, unit_keys
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import usable
@@ -268,7 +268,7 @@ class FleetFile(NamedTuple):
     def _keys(self, made: Deployment, requests: Requests, slots: int) -> Tree:
         fleet, asked = made.fleet, self.asked
         unit, worker = fleet.unit.layout, fleet.worker
-        plan = msgspec.structs.replace(made.plan, batch=slots)
+        plan = msgspec.structs.replace(made.fleet.unit.plan, batch=slots)
         keys = _keys(self.file, plan, self.calculator)
         fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
         of_fleet = fewer.keys(asked.longest, asked.page, requests, self.cost)

@@ -1,5 +1,5 @@
-"""Products of kernels: attention's FLOPs, their padding, and the rows of the busiest experts; and
-the blocks in which plain XLA computes without kernels.
+"""Work of kernels beyond its plain count: padding of attention's rows, prompts of latent attention,
+rows of the busiest experts, and the blocks in which plain XLA computes without kernels.
 
 Called by `stages.py` and `stage_times.py`; knows neither rates nor deployments.
 """
@@ -11,32 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.config.model import MLA
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.models import AttentionLayers, Lightning
+from jaxserve.planner.models import AttentionLayers
 
 BLOCK_TOKENS, FIRST_TOKENS = 128, 32
 """Positions of a context that hardware without kernels attends to at a time, and of the first
 `BLOCK_TOKENS` (`pallas_kernels/attention/reference.py`)."""
-
 BLOCK_ROWS = 8
 """Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
 once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
-
-
-def core_flops(group: AttentionLayers) -> float:
-    """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
-    attention mixes the latent alone, without its positional part."""
-    spec = group.spec
-    if isinstance(spec, Lightning):
-        return 10.0 * spec.q_heads * spec.head_dim**2
-    mixed = spec.kv_latent if isinstance(spec, MLA) else spec.head_dim
-    return 2.0 * spec.q_heads * (group.key_dim + mixed)
-
-
-def index_flops(group: AttentionLayers) -> float:
-    """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
-    return 2.0 * group.indexer.heads * group.indexer.head_dim if group.indexer else 0.0
 
 
 class Expanded(NamedTuple):
@@ -44,7 +27,7 @@ class Expanded(NamedTuple):
     (DeepSeek-V2 §2.1); numbers or arrays, an entry a sequence."""
 
     pairs: Any
-    """A query's token with a token that it attends to."""
+    """Pairs of a query's token with a token that it attends to."""
     tokens: Any
     """Tokens whose keys and values are expanded, written, and read again."""
     again: Any
@@ -59,7 +42,7 @@ class Attending(NamedTuple):
     read: Any
     """Cached tokens that are read; of lightning attention, states read and written."""
     pairs: Any
-    """A query's token with a token that it attends to, all of them, times `tile_padding`."""
+    """Pairs of a query's token with a token that it attends to, times `tile_padding`."""
     expanded: Expanded | None = None
     """The part on expanded keys and values; its pairs times `row_padding`."""
     scored: tuple[Any, Any] = (0, 0)
@@ -67,35 +50,26 @@ class Attending(NamedTuple):
 
 
 def prompt_chunks(
-    tokens: Any, length: Any, pairs: Any, *, whole: bool
+    tokens: np.ndarray, length: np.ndarray, pairs: np.ndarray, *, whole: bool
 ) -> tuple[Any, Any, Expanded]:
     """Latent attention of prompts' chunks: (tokens read from the cache, pairs in absorbed form, the
-    expanded part). A sequence with one token decodes, and is absorbed.
+    expanded part). A sequence with one token decodes, in absorbed form.
 
     Args:
-      tokens: tokens of each sequence in the step; a NumPy array, as are the next two.
+      tokens: tokens of each sequence in the step.
       length: cached tokens of each sequence after the step.
-      pairs: attended pairs of each sequence, in total.
-      whole: whether the cache before a chunk is expanded, too (`Assumptions.expanded`). If not, as
-        in the engine: expanded within the chunk, absorbed before it, which passes the maps
-        twice.
+      pairs: attended pairs of each sequence.
+      whole: whether the cache before a chunk is expanded, too (`Assumptions.expanded`). The engine
+        expands within the chunk and absorbs before it, which passes the maps twice.
     """
     chunk = tokens > 1
-    inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)
     read = np.where(chunk, length - tokens, length)
     if whole:
-        none = np.zeros_like(inside)
-        expanded = Expanded(
-            np.where(chunk, pairs, 0.0), np.where(chunk, length, none), np.where(chunk, read, none)
-        )
-        return read, np.where(chunk, none, pairs), expanded
+        own, before = np.where(chunk, length, 0.0), np.where(chunk, read, 0.0)
+        return read, np.where(chunk, 0.0, pairs), Expanded(pairs * chunk, own, before)
+    inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)
     own = np.where(chunk, tokens, 0.0)
     return read, pairs - inside, Expanded(inside, own, own)
-
-
-def expanded_width(spec: MLA) -> int:
-    """Numbers of a token's expanded keys and values, all heads. A pair takes two FLOPs for each."""
-    return spec.q_heads * (spec.nope_dim + spec.rope_dim + spec.v_dim)
 
 
 def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any) -> Any:
@@ -107,9 +81,7 @@ def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any)
     """
     spec = group.spec
     heads = spec.q_heads / tp / max(1.0, spec.kv_heads / tp)
-    if isinstance(spec, Lightning):
-        heads = float(hardware.tile_rows)
-    return row_padding(hardware, heads * rows)
+    return row_padding(hardware, (float(hardware.tile_rows) if group.has_state else heads) * rows)
 
 
 def row_padding(hardware: Hardware, rows: Any) -> Any:

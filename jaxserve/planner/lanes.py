@@ -8,7 +8,7 @@ enqueued it. Lanes of all domains are numbered together; lane i belongs to domai
 concurrently: one computes while the messages of the other are in flight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -346,3 +346,28 @@ def pipeline_of(topology: Topology, times: StageTimes, **setting: Any) -> Disagg
     if topology.has("ffn"):
         return Disaggregated(**setting)
     return Overlapped(**setting) if times.overlapped else Colocated(**setting)
+
+
+def cycle_seconds(
+    pipeline: Disaggregated | Colocated, steps: Sequence[StepTimes], *, settle: int, counted: int
+) -> float:
+    """Seconds from one step of a lane to its next one, if every lane repeats its step at once. The
+    host enqueues a lane's step once it has read the lane's step before the last.
+
+    Args:
+      steps: a step of each lane.
+      settle, counted: steps of every lane that fill the pipeline, and those of the mean.
+    """
+    ends: list[list[float]] = [[] for _ in steps]
+    host = 0.0
+    for lane, times in enumerate(steps):
+        pipeline.begin(lane, 0, 0.0, times)
+    while min(map(len, ends)) < settle + counted:
+        lane, end = pipeline.advance(host)
+        read, times = ends[lane][-1] if ends[lane] else 0.0, steps[lane]
+        ends[lane].append(end)
+        if times.host:
+            host = max(host, read) + times.host
+        pipeline.begin(lane, len(ends[lane]), host, times)
+    last = settle + counted - 1
+    return float(np.mean([(one[last] - one[settle - 1]) / counted for one in ends]))

@@ -1,8 +1,7 @@
 """Measured stages: their file, and the calibration that follows from it.
 
-Called by `plan.py calibrate`, and by every command that takes `--calibration`. A file is a JSON
-list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` writes it, or the file of
-`jaxserve preflight`, which has such a list; `calibrate` collects several into one.
+A file is a JSON list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` writes
+it, or the file of `jaxserve preflight`, which has such a list; `plan calibrate` joins several.
 """
 
 import sys
@@ -31,6 +30,9 @@ from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers, load_
 from jaxserve.planner.stage_times import Rooflines, even_rows
 from jaxserve.planner.stages import Calculator
 
+SIZES = ("dp", "tp", "ep", "ffn_tp")
+"""Fields of a layout that a measurement shares."""
+
 
 class Measurement(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
@@ -38,7 +40,7 @@ class Measurement(
     """The time of one stage of one layer."""
 
     device_kind: str
-    """Name of JAX ("TPU v6 lite", "NVIDIA H200"), or of a hardware file."""
+    """JAX's name ("TPU v6 lite", "NVIDIA H200"), or that of a hardware file."""
     op: MeasuredStage
     model: str
     """A known model, or a model folder."""
@@ -78,7 +80,7 @@ class Measurement(
     sampled: int = 0
     """Rows of a DP group that head and sampler see; 0: one a sequence."""
     source: Literal["measured", "estimate"] = "measured"
-    """`estimate`: computed from compiled programs (`plan estimate`); of no account where the same
+    """`estimate`: computed from compiled programs (`plan estimate`), and ignored where the same
     stage of the same model was measured on the same hardware."""
 
     @property
@@ -103,7 +105,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     told: list[Measurement] | _Preflight = read_json(path, list[Measurement] | _Preflight)  # type: ignore[arg-type]
     found = told if isinstance(told, list) else told.measurements
     for index, one in enumerate(found):
-        for name in ("seconds", "batch", "context", "dp", "tp", "ep", "ffn_tp"):
+        for name in ("seconds", "batch", "context", *SIZES):
             if not 0 < getattr(one, name) < 1e9:
                 raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is not above 0")
         for name in ("tokens", "pairs", "padded", "reach", "sampled"):
@@ -113,10 +115,9 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
-    """Joins lists of measurements; later ones replace earlier ones with the same key, but estimates
-    nothing that was measured."""
-    every = [one for found in lists for one in found]
-    every.sort(key=lambda one: one.source != "estimate")
+    """Joins lists of measurements; later ones replace earlier ones with the same key, except that
+    estimates replace no measurement."""
+    every = sorted((one for found in lists for one in found), key=lambda o: o.source != "estimate")
     return list({one.key: one for one in every}.values())
 
 
@@ -126,7 +127,7 @@ class Expected(NamedTuple):
     key: FitKey
     terms: Terms
     roofline: float
-    """Seconds of the stage's own work; without collectives, which a bench of one device has not."""
+    """Seconds of the stage's own work, without collectives, as a bench of one device has it."""
 
 
 def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
@@ -135,28 +136,20 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
     Raises:
       ConfigError: its hardware or model is unknown, or the model has no such layers.
     """
-    hardware = load_hardware(one.device_kind, folder=configs)
-    formats = Formats(
-        weights=one.format,
-        cache=one.cache or one.format,
-        dispatch=one.dispatch,
-        combine=one.combine,
-        compute=one.compute,  # type: ignore[arg-type]
-        rows=one.rows,
-        held=one.held,
-    )
+    kind, hardware = one.device_kind, load_hardware(one.device_kind, folder=configs)
+    named = {
+        name: getattr(one, name) for name in ("dispatch", "combine", "compute", "rows", "held")
+    }
+    formats = Formats(weights=one.format, cache=one.cache or one.format, **named)
     model, asked = load_model(one.model, configs), Asked()
     calculator = Calculator(model, one.context, formats, Assumptions(), asked)
-    sizes = {name: getattr(one, name) for name in ("dp", "tp", "ep", "ffn_tp")}
-    kind = one.device_kind
+    sizes = {name: getattr(one, name) for name in SIZES}
     layout = Layout(mode="afd", attention=kind, ffn=kind, lanes=1, **sizes)
     tokens, padding = one.tokens or one.batch, {"reach": one.reach, "sampled": one.sampled}
     totals = (one.dp * number for number in (tokens, one.batch * one.context, one.pairs))
     rows = even_rows(one.dp, one.dp * one.batch, *totals, padded=one.padded or tokens, **padding)
     Rooflines(layout, calculator, calculator, (hardware, hardware)).step(rows)
-    layers = one.layers
-    if layers is None:
-        layers = most_layers(model, one.op)
+    layers = most_layers(model, one.op) if one.layers is None else one.layers
     for key, (terms, roofline) in asked.terms.items():
         if (key.stage, key.layers) == (one.op, layers):
             return Expected(key, terms, roofline)
@@ -164,7 +157,7 @@ def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
 
 
 def most_layers(model: CostModel, stage: MeasuredStage) -> int:
-    """Which group of equal layers is the largest; 0 where a stage's are all alike."""
+    """Index of the largest group of equal layers that run a stage; 0 if all are alike."""
     groups: dict[str, Sequence[AttentionLayers | FFNLayers]]
     groups = {"attend": model.attention, "enter": model.attention, "ffn": model.ffn}
     sizes = [group.layers for group in groups.get(stage, ())] or [0]
@@ -174,29 +167,25 @@ def most_layers(model: CostModel, stage: MeasuredStage) -> int:
 def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
     """Returns a fit for each stage, hardware, model and format that was measured, or else
     estimated."""
-    points: dict[FitKey, list[tuple[Terms, float]]] = {}
-    measured: set[FitKey] = set()
+    points: dict[FitKey, dict[str, list[tuple[Terms, float]]]] = {}
     for one in sorted(found, key=lambda one: one.source == "estimate"):
         key, terms, _ = expected(one, configs)
-        if one.source == "measured":
-            measured.add(key)
-        elif key in measured:
-            continue
-        points.setdefault(key, []).append((terms, one.seconds))
-    return Calibration({key: fit(values) for key, values in points.items()})
+        points.setdefault(key, {}).setdefault(one.source, []).append((terms, one.seconds))
+    return Calibration(
+        {key: fit(own.get("measured") or own["estimate"]) for key, own in points.items()}
+    )
 
 
 def estimated(found: Sequence[Measurement]) -> str:
     """Warns of estimates among measurements; empty without any."""
     count = sum(one.source == "estimate" for one in found)
-    if not count:
-        return ""
-    return f"{count} of {len(found)} stages are ESTIMATES from compiled programs, not measured"
+    told = f"{count} of {len(found)} stages are ESTIMATES from compiled programs, not measured"
+    return told if count else ""
 
 
 def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
-    """The calibration from a file of measurements; without a file, no correction. Says on stderr if
-    they are estimates.
+    """Returns the calibration from a file of measurements; without a file, no correction. Says on
+    stderr if they are estimates.
 
     Raises:
       ConfigError: see `read_measurements` and `expected`.

@@ -1,8 +1,8 @@
 """Memory of a layout's devices (weights, cache, a step's activations) and the sequences that fit.
 
-Called by `search.py` and `deploy.py`. Activations come from `roles/activations.py`, by which
-`serve` refuses a deployment, so that `serve` accepts every plan. Weights are sums by formula, since
-the engine's templates, which need JAX, take a second a layout; both agree within `TEMPLATES`.
+Activations come from `roles/activations.py`, by which `serve` refuses a deployment, so that `serve`
+accepts every plan. Weights are sums by formula: the engine's templates need JAX, take a second a
+layout, and do not know models that can only be planned. Both agree within `TEMPLATES`.
 """
 
 import functools
@@ -32,9 +32,9 @@ MOST_TOKENS = 65536
 class RoleMemory(NamedTuple):
     """Bytes on a device of a role."""
 
-    weights: float
-    cache: float
-    activations: int
+    weights: float = 0.0
+    cache: float = 0.0
+    activations: int = 0
     """Activations of the largest step."""
     moving: float = 0.0
     """Room for an expert on its way."""
@@ -49,9 +49,6 @@ class RoleMemory(NamedTuple):
         kept = self.weights + self.cache
         whole = kept + TEMPLATES * self.weights + self.step
         return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
-
-
-NOTHING_HELD = RoleMemory(0.0, 0.0, 0)
 
 
 def usable(hardware: Hardware, reserve: float) -> float:
@@ -89,8 +86,14 @@ class Memory:
         ffn: Mapping[str, Hardware],
     ):
         self._calculator, self._attention, self._ffn = calculator, attention, ffn
+        self._reserve = calculator.assumed.reserve
         self._drafting = calculator._replace(model=calculator.model.with_module())
         self._fixed = functools.lru_cache(maxsize=1)(self._sum_up)
+
+    def on(self, layout: Layout) -> tuple[Hardware, Hardware]:
+        """Hardware of attention and of the FFN, the same in a colocated layout."""
+        attention = self._attention[layout.attention]
+        return attention, self._ffn.get(layout.ffn, attention)
 
     def held(self, layout: Layout, batch: int, budget: int = 0) -> tuple[RoleMemory, ...]:
         """Memory of the attention and the ffn role, or of the one mesh of a colocated layout.
@@ -108,37 +111,30 @@ class Memory:
         )
         pieces = layout.attention_devices
         multiplying = ffn_activations(step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds)
-        cache = layout.lanes * batch * fixed.sequence
         attention, *ffn = fixed.roles
-        if not ffn:
-            attending += multiplying
-        attention = attention._replace(cache=cache, activations=attending)
+        attention = attention._replace(
+            cache=layout.lanes * batch * fixed.sequence,
+            activations=attending if ffn else attending + multiplying,
+        )
         return attention, *(part._replace(activations=multiplying) for part in ffn)
 
     def kept(self, layout: Layout, batch: int) -> tuple[float, float]:
-        """Bytes of weights and cache on a device of the attention and of the ffn role; of the
-        latter 0, if colocated."""
+        """Bytes of weights and cache on a device of the attention role, and of the ffn role; 0 for
+        the latter, if colocated."""
         fixed = self._fixed(layout)
-        attention, ffn = fixed.roles if len(fixed.roles) > 1 else (fixed.roles[0], NOTHING_HELD)
+        attention, ffn, *_ = *fixed.roles, RoleMemory()
         return attention.weights + layout.lanes * batch * fixed.sequence, ffn.weights
 
     def fits(self, layout: Layout, batch: int) -> bool:
-        """Whether `batch` sequences a DP group and lane fit."""
-        return all(
-            part.fits(hardware, self._calculator.assumed.reserve)
-            for part, hardware in zip(self.held(layout, batch), self.on(layout), strict=False)
-        )
-
-    def on(self, layout: Layout) -> tuple[Hardware, Hardware]:
-        """Hardware of attention and of the FFN, the same in a colocated layout."""
-        attention = self._attention[layout.attention]
-        return attention, self._ffn.get(layout.ffn, attention)
+        """Whether `batch` sequences of each DP group and lane fit."""
+        parts = zip(self.held(layout, batch), self.on(layout), strict=False)
+        return all(part.fits(hardware, self._reserve) for part, hardware in parts)
 
     def room(self, layout: Layout) -> int:
-        """Sequences a DP group and lane that fit; 0: not even one."""
+        """Sequences of a DP group and lane that fit; 0: not even one."""
         weights, _ = self.kept(layout, 0)
         one = self.kept(layout, 1)[0] - weights
-        there = self._attention[layout.attention].memory * (1 - self._calculator.assumed.reserve)
+        there = self._attention[layout.attention].memory * (1 - self._reserve)
         most = int((there - weights) // one)
         if most < 1 or self.fits(layout, most):  # activations rarely need more than is kept free
             return max(0, most)
@@ -147,43 +143,37 @@ class Memory:
     def shortage(self, layout: Layout) -> tuple[str, float, float]:
         """(role, bytes that one sequence takes there, available bytes) for the role that has too
         few, or for attention."""
-        reserve = self._calculator.assumed.reserve
         names = ("attention", "ffn")
-        parts = zip(names, self.held(layout, 1), self.on(layout), strict=False)
-        attention, *ffn = parts
-        lacking = [one for one in ffn if not one[1].fits(one[2], reserve)]
+        attention, *ffn = zip(names, self.held(layout, 1), self.on(layout), strict=False)
+        lacking = [one for one in ffn if not one[1].fits(one[2], self._reserve)]
         name, part, hardware = lacking[0] if lacking else attention
-        kept, there = part.weights + part.cache, hardware.memory * (1 - reserve)
+        kept, there = part.weights + part.cache, hardware.memory * (1 - self._reserve)
         if kept > there:
             return name, kept, there
-        return name, kept + part.step, usable(hardware, reserve)
+        return name, kept + part.step, usable(hardware, self._reserve)
 
     def _sum_up(self, layout: Layout) -> _Fixed:
         # With drafts, weights and cache of the module count, too.
         calculator = self._drafting if layout.drafts else self._calculator
-        entrance = calculator.entrance_bytes if layout.drafts else 0.0
-        mesh, model = layout.ffn_mesh, calculator.model
-        _, hardware = self.on(layout)
+        mesh, model, (_, hardware) = layout.ffn_mesh, calculator.model, self.on(layout)
         moving = 0.0
         if mesh.routed > 1 and model.moe is not None:
             expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor
             moving = expert * calculator.formats.weight_bytes
-        kinds = (
+        kinds = tuple(
             ffn_widths(
-                group.shared_d_ff,
-                group.expert_d_ff,
-                group.top_k,
-                mesh,
+                *(group.shared_d_ff, group.expert_d_ff, group.top_k, mesh),
                 alltoall=calculator.exchange_kind(group, mesh, hardware) == "alltoall",
             )
             for group in model.ffn
         )
+        entrance = calculator.entrance_bytes if layout.drafts else 0.0
         attention = calculator.attention_weights(layout.tp) + entrance
         ffn = calculator.ffn_weights(mesh, hardware, layout.redundant_slots)
-        roles: tuple[RoleMemory, ...] = (RoleMemory(attention + ffn, 0.0, 0, moving),)
+        roles: tuple[RoleMemory, ...] = (RoleMemory(attention + ffn, moving=moving),)
         if layout.topology.has("ffn"):
-            roles = RoleMemory(attention, 0.0, 0), RoleMemory(ffn, 0.0, 0, moving)
-        return _Fixed(roles, calculator.sequence_bytes(layout.tp), tuple(kinds))
+            roles = RoleMemory(attention), RoleMemory(ffn, moving=moving)
+        return _Fixed(roles, calculator.sequence_bytes(layout.tp), kinds)
 
     def _step_sizes(self, layout: Layout, batch: int, budget: int) -> StepSizes:
         calculator = self._calculator

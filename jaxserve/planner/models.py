@@ -1,9 +1,9 @@
 """A model as a sum of costs: groups of equal attention layers and groups of equal FFN layers.
 
-`cost_model` groups the layer kinds of the engine's `ModelConfig`, which it reads from
-`configs/models/<name>/config.json`. Models that the engine cannot run are described by
-`configs/models/<name>/cost.yaml`. Called by all of the planner; it knows nothing of hardware and of
-number formats, except that a group may fix the format of its cache.
+`cost_model` groups the layers of the engine's `ModelConfig`, read from
+`configs/models/<name>/config.json`. Models that the engine cannot run have a `cost.yaml` instead.
+Whatever a kind of attention decides (widths, FLOPs, cached bytes, parameters) is asked of
+`AttentionLayers`. Nothing here knows hardware.
 """
 
 import json
@@ -16,9 +16,11 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.config.formats import scaled
 from jaxserve.config.model import GQA, MFA, MLA, Attention, Indexer, LayerKind, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.planner.assumptions import SCALE, Formats, number_bytes
 from jaxserve.planner.hardware import read_struct, unknown
 from jaxserve.roles.activations import head_width
 
@@ -50,10 +52,30 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether attention multiplies in INT8 (`attention.int8_products`)."""
 
     @property
+    def has_state(self) -> bool:
+        """Whether a sequence has one state instead of an entry for each token."""
+        return isinstance(self.spec, Lightning)
+
+    @property
+    def latent(self) -> MLA | None:
+        """Parameters of latent attention; None: the group has another kind."""
+        return self.spec if isinstance(self.spec, MLA) else None
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """Chooses the tokens that attention reads; None: it reads all that a token sees."""
+        return self.latent.indexer if self.latent else None
+
+    @property
     def key_dim(self) -> int:
         """Width of a cached key. The row of latent attention serves as key and value at once."""
-        spec = self.spec
-        return spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim
+        latent = self.latent
+        return latent.kv_latent + latent.rope_dim if latent else self.spec.head_dim  # type: ignore[union-attr]
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's output."""
+        return self.latent.v_dim if self.latent else self.spec.head_dim  # type: ignore[union-attr]
 
     @property
     def head_width(self) -> int:
@@ -63,14 +85,9 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def seen(self, context: int) -> int:
         """Cached tokens that a token attends to; a state counts as one."""
-        if isinstance(self.spec, Lightning):
+        if self.has_state:
             return 1
         return min(context, self.spec.window) if self.spec.window else context
-
-    @property
-    def indexer(self) -> Indexer | None:
-        """Chooses the tokens that attention reads; None: it reads all that a token sees."""
-        return self.spec.indexer if isinstance(self.spec, MLA) else None
 
     def attended(self, context: int) -> int:
         """Cached tokens that a token attends to behind an indexer, which scores all it sees."""
@@ -82,9 +99,56 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         spec = self.spec
         if isinstance(spec, Lightning):
             return spec.q_heads * spec.head_dim**2
-        arrays = 1 if isinstance(spec, MLA) else 2
+        arrays = 1 if self.latent else 2
         index = self.indexer.head_dim * self.seen(context) if self.indexer else 0
         return arrays * spec.kv_heads * self.key_dim * self.attended(context) + index
+
+    def row_bytes(self, formats: Formats, tp: int) -> float:
+        """Bytes of a cached token that attention reads on a device, an indexer's key left out; of
+        lightning attention, bytes of the whole state."""
+        size, spec = self.cache_bytes or number_bytes(formats.cache), self.spec
+        if isinstance(spec, Lightning):
+            return size * spec.q_heads * spec.head_dim**2 / tp
+        scale = SCALE if scaled(formats.cache) and not self.cache_bytes else 0
+        if not isinstance(spec, MLA):
+            return 2 * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
+        fixed = formats.rope == "auto" or self.cache_bytes
+        rotated = size if fixed else number_bytes(formats.rope)
+        return spec.kv_latent * size + spec.rope_dim * rotated + scale
+
+    def index_row_bytes(self, formats: Formats) -> float:
+        """Bytes of an indexer's key of one token; 0 without an indexer."""
+        if not self.indexer:
+            return 0.0
+        scale = SCALE if scaled(formats.cache) else 0
+        return self.indexer.head_dim * number_bytes(formats.cache) + scale
+
+    @property
+    def core_flops(self) -> float:
+        """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
+        attention mixes the latent alone, without its positional part."""
+        if isinstance(self.spec, Lightning):
+            return 10.0 * self.spec.q_heads * self.spec.head_dim**2
+        mixed = self.latent.kv_latent if self.latent else self.key_dim
+        return 2.0 * self.spec.q_heads * (self.key_dim + mixed)
+
+    @property
+    def index_flops(self) -> float:
+        """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
+        return 2.0 * self.indexer.heads * self.indexer.head_dim if self.indexer else 0.0
+
+    @property
+    def expanded_width(self) -> int:
+        """Numbers of a token's expanded keys and values, all heads, in latent attention
+        (DeepSeek-V2 §2.1). A pair takes two FLOPs for each."""
+        latent = self.latent
+        return latent.q_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) if latent else 0
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the maps that expand, or absorb, latent keys and values of all heads."""
+        latent = self.latent
+        return latent.kv_latent * latent.q_heads * (latent.nope_dim + latent.v_dim) if latent else 0
 
     def split_parameters(self, d_model: int) -> tuple[int, int]:
         """Parameters of the linear maps of one layer: (cut by query heads under tensor
@@ -98,7 +162,7 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 if index := spec.indexer:
                     whole += index.heads * index.head_dim * spec.q_latent
                     whole += d_model * (index.head_dim + index.heads)
-                return query + head_parameters(spec) + out, whole
+                return query + self.head_parameters + out, whole
             case MFA() as spec:
                 split = (spec.latent + d_model) * spec.q_heads * spec.head_dim
                 return split, d_model * (spec.latent + 2 * spec.kv_heads * spec.head_dim)
@@ -106,11 +170,6 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 return 2 * d_model * (spec.q_heads + spec.kv_heads) * spec.head_dim, 0
             case spec:  # q, k, v, gate and output
                 return 5 * d_model * spec.q_heads * spec.head_dim, 0
-
-
-def head_parameters(spec: MLA) -> int:
-    """Parameters of the maps that expand, or absorb, keys and values of all heads."""
-    return spec.kv_latent * spec.q_heads * (spec.nope_dim + spec.v_dim)
 
 
 class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,8 +205,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     follow each other (dense layers first), and attention groups are spread evenly among each
     other."""
     modules: tuple[tuple[AttentionLayers, FFNLayers], ...] = ()
-    """Layers of the multi-token-prediction modules in the checkpoint, which are not among the
-    layers above."""
+    """Layers of the multi-token-prediction modules, which are not among the layers above."""
 
     def __post_init__(self) -> None:
         """Completes `order`.
@@ -196,7 +254,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters, with embedding and head, without norms and routers."""
+        """All parameters, with embedding and head, without norms and routers."""
         return self.linear_parameters + self.ffn_parameters + 2 * self.vocab * self.d_model
 
     @property
@@ -216,8 +274,8 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def cost_model(config: ModelConfig) -> CostModel:
-    """Describes the costs of a model that the engine runs. Layers of several kinds may have equal
-    costs, and are one group then."""
+    """Describes the costs of a model that the engine runs. Kinds of layers with equal costs are one
+    group."""
     layers = [_layer(kind) for kind in config.decoder]
     counts = [Counter(groups) for groups in zip(*layers, strict=True)]
     attention = sorted(counts[0], key=lambda one: (one.spec.window, one.int8_products))
@@ -249,7 +307,7 @@ def known_models(folder: Path = CONFIGS) -> list[str]:
 
 
 def model_folder(name: str, folder: Path = CONFIGS) -> Path:
-    """Path of the description of a known model, or of the model folder at this path.
+    """Returns the path of a known model's description, or of the model folder at this path.
 
     Raises:
       ConfigError: the model is unknown; lists the known models.
@@ -281,10 +339,10 @@ def model_config(path: Path) -> ModelConfig | None:
 
 
 def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) -> CostModel:
-    """A known model by name, or the model folder of this path.
+    """Returns a known model by name, or the model at this path.
 
     Args:
-      int8: layers whose attention multiplies in INT8; for models that the engine runs.
+      int8: layers whose attention multiplies in INT8, of models that the engine runs.
 
     Raises:
       ConfigError: the model is unknown (lists the known models), or its description is wrong.

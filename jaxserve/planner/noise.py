@@ -9,7 +9,6 @@ are those that the engine would make (`model/ffn/balance.py`).
 import functools
 import json
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal
 
 import msgspec
@@ -102,40 +101,6 @@ class ExpertLoads:
         """Mean ÷ max tokens of a device in the limit of many tokens, averaged over the layers."""
         loads = [row @ share for row, share in zip(self._popularity, self._shares, strict=True)]
         return float(np.mean([each.mean() / each.max() for each in loads]))
-
-
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompts and outputs: lognormal around a mean."""
-
-    prompt: int
-    output: int
-    spread: float = 0.0
-    """Standard deviation over the mean, of both."""
-    longest: int
-    """Prompt and output together are cut to this."""
-
-    def draw(self, random: np.random.Generator) -> tuple[int, int]:
-        """(prompt, output) of one request, at least one token each."""
-        factors = np.ones(2)
-        if self.spread:
-            variance = np.log1p(self.spread**2)
-            factors = random.lognormal(-variance / 2, variance**0.5, 2)
-        prompt = min(max(1, round(self.prompt * factors[0])), self.longest - 1)
-        return prompt, min(max(1, round(self.output * factors[1])), self.longest - prompt)
-
-    def sample(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts and outputs of `count` requests, int `[count]` each.
-
-        Every quantile occurs once, in random order, so that a few hundred requests have the
-        distribution's mean and tail, and 1 % more in a mean is 1 % more in every length.
-        """
-        sigma, places = float(np.log1p(self.spread**2)) ** 0.5, (np.arange(count) + 0.5) / count
-        factors = np.exp(sigma * np.array([NormalDist().inv_cdf(one) for one in places]))
-        factors /= factors.mean()
-        prompt = np.rint(self.prompt * random.permutation(factors))
-        prompt = np.clip(prompt, 1, self.longest - 1).astype(int)
-        output = np.rint(self.output * random.permutation(factors)).astype(int)
-        return prompt, np.clip(output, 1, self.longest - prompt)
 
 
 class Skew(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Times of stages and steps in a timeline, load by load.
+"""Times of stages and steps in a timeline, load by load. Called by `comparison.py`.
 
-Called by `comparison.py`. A load is what a step had to do; steps whose contexts differ by
-less than a tenth are alike. Times are means over ordinary steps, those of the middle half of
-durations: such means add up to a step, as medians do not, and a pause counts as little in them.
+A load is the work of a step; steps whose contexts differ by less than a tenth are alike. Times are
+means over ordinary steps, those of the middle half of durations: such means add up to a step, as
+medians do not, and a pause counts as little in them.
 """
 
 import itertools
@@ -59,10 +59,10 @@ class _Trace(msgspec.Struct):
 
 
 def read_spans(path: Path) -> list[Span]:
-    """The spans of a `--timeline` folder, or of its timeline.json.
+    """Reads the spans of a `--timeline` folder, or of its timeline.json.
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: it has none.
     """
     file = path / "timeline.json" if path.is_dir() else path
     spans = read_json(file, _Trace).spans
@@ -72,8 +72,8 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def with_load(spans: Sequence[Span], load: StepLoad) -> list[Span]:
-    """Spans that do not say what their steps had to do, of a typical window without compilations
-    and pauses, with this load; others are as they were."""
+    """Gives spans without loads this one, in a typical window without compilations and pauses;
+    spans with loads stay as they are."""
     if any(span.load is not None for span in spans):
         return list(spans)
     steps = len({span.step for span in spans})

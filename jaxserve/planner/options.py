@@ -1,7 +1,7 @@
-"""Options of the `plan` commands, which `commands.yaml` lists: how their texts are read.
+"""Options of the `plan` commands: `commands.yaml` lists them, `READERS` read their texts, and the
+functions below make hardware, searches and scenarios of them.
 
-Called by `plan.py` and the command modules. Readers of a single option raise ArgumentTypeError;
-`Parser` adds the option's name.
+Readers of a single option raise ArgumentTypeError; `Parser` adds the option's name.
 """
 
 import argparse
@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import msgspec
+import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
-from jaxserve.observe.spans import AFDStage
+from jaxserve.observe.spans import STAGES
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
-from jaxserve.planner.hardware import MONTH, Hardware, load_hardware, read_struct
+from jaxserve.planner.demand import Level
+from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
 from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.measurements import read_calibration
@@ -31,6 +33,12 @@ from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
 from jaxserve.planner.search import NO_DRAFTS, Acceptance, Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.layout import Bucket
+
+TABLE: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8")
+)
+LEAST = 1e-9
+"""Stands for 0 where a number has to be above it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,45 +81,28 @@ def number(low: float, high: float, kind: Callable[[str], float] = int) -> Calla
     return reader("(.*)", f"{low:g} to {high:g}", lambda text: within(low, kind(text), high))
 
 
-STAGES = get_args(AFDStage)
-LEAST = 1e-9
-"""Least of what has to be above 0."""
-
 seconds = reader(
     r"(\d+\.?\d*|\.\d+)\s*(ms|us|s|)",
     "a time above 0, as in 50ms",
     lambda time, unit: within(LEAST, float(time) * {"s": 1.0, "us": 1e-6}.get(unit, 1e-3), 1e9),
 )
-"""Reads `50ms`, `200us`, `0.05s`; a bare number is in milliseconds."""
+"""A bare number is in milliseconds."""
 tokens = reader(
     r"(\d+)\s*([kK]?)",
     "a number of tokens, as in 8192 or 8K",
     lambda count, kilo: within(1, int(count) * (1024 if kilo else 1), 2**24),
 )
-"""Reads `8192`, or `8K`, which is 8 × 1024."""
-bucket = reader(
-    r"(\d+)x(\d+)",
-    "tokens x pages, as in 128x64",
-    lambda rows, pages: Bucket(int(rows), int(pages)),
-)
-"""Reads `128x64`: tokens and pages."""
-numbers = reader(
-    r"(\d+(?:,\d+)*)", "numbers, as in 8,32", lambda items: list(map(int, items.split(",")))
-)
-"""Reads `8,32`."""
 price = reader(
     r"([^=]*[^=\s]\s*)=(.*)",
     "name=USD an hour, as in h100=1.9",
     lambda name, usd: (name.strip().lower(), within(LEAST, float(usd), 1e6)),
 )
-"""Reads `h100=1.9`: USD for a device and hour."""
 spread = reader(
     rf"(?:({'|'.join(STAGES)})=)?(.*)",
     f"a spread from 0 to 10, of all stages or of one of {', '.join(STAGES)}, as in 0.05 or "
     "combine=0.3",
     lambda name, size: dict.fromkeys((name,) if name else STAGES, within(0, float(size), 10)),
 )
-"""Reads `0.05`, of every stage, or `combine=0.3`, of one."""
 stall = reader(
     r"([^:]*):([^:]*)(?::([^:]*))?",
     "probability:time, as in 0.001:1ms, and perhaps an exponent from 0.5 to 100, as in "
@@ -122,7 +113,74 @@ stall = reader(
         0.0 if exponent is None else within(0.5, float(exponent), 100),
     ),
 )
-"""Reads `0.001:1ms`, or with the exponent of a heavy tail `0.001:1ms:1.5`."""
+READERS: dict[str, Callable[[str], Any]] = {
+    "path": Path,
+    "price": price,
+    "seconds": seconds,
+    "spread": spread,
+    "stall": stall,
+    "tokens": tokens,
+    "bucket": reader(
+        r"(\d+)x(\d+)",
+        "tokens x pages, as in 128x64",
+        lambda rows, pages: Bucket(int(rows), int(pages)),
+    ),
+    "numbers": reader(
+        r"(\d+(?:,\d+)*)", "numbers, as in 8,32", lambda items: list(map(int, items.split(",")))
+    ),
+    "level": reader(
+        r"(?:p(\d\d(?:\.\d+)?)\s*=)?(.*)",
+        "a percentile from p50 to p99.9 and a time, as in p95=2s",
+        lambda percent, time: Level(within(50, float(percent or 95), 99.9), seconds(time)),
+    ),
+    "failures": reader(
+        r"([\d.]+)h:([\d.]+)h",
+        "hours between a server's failures, and those that it is away, as in 1000h:12h",
+        lambda between, away: (float(between), within(LEAST, float(away), float(between))),
+    ),
+    "loss": reader(
+        r"(.+)@(.*)\+(.*)",
+        "WORKER@AT+FOR, as in domain 0@20s+5s",
+        lambda worker, at, away: (worker, seconds(at), seconds(away)),
+    ),
+    "shared": lambda text: 0 if text == "0" else tokens(text),
+}
+"""Readers that `commands.yaml` names."""
+NAMES: dict[str, Sequence[str]] = {
+    "formats": PLANNED,
+    "links": get_args(LinkMode),
+    "modes": tuple(MODES),
+    "products": ("auto", *PLANNED),
+}
+"""Lists of names that it may name."""
+
+
+def add_command(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the options of a command to its parser; `run` of the parsed options runs it."""
+    command = TABLE["commands"][name]
+    shared = {each: TABLE["shared"][each] for each in (*command.get("shared", ()), "json", "html")}
+    for option, told in {**shared, **command.get("options", {})}.items():
+        keywords = dict(told)
+        if "read" in keywords:
+            keywords["type"] = READERS[keywords.pop("read")]
+        if "range" in keywords:
+            low, high = keywords.pop("range")
+            keywords["type"] = number(low, high, type(low))
+        if "among" in keywords:
+            keywords["choices"] = NAMES[keywords.pop("among")]
+        parser.add_argument(f"--{option.removeprefix('role-')}", **keywords)
+    folder = "folder with models/ and hardware/"
+    parser.add_argument("--configs", type=Path, default=CONFIGS, help=folder)
+    module, _, function = command["run"].partition(":")
+
+    def run(options: argparse.Namespace) -> Any:
+        """Imports the command's module when the command runs."""
+        return getattr(importlib.import_module(module), function)(options)
+
+    parser.set_defaults(run=run)
+
+
+# ------------------------------------------------------------------- one value of several options
 
 
 def jitter(options: argparse.Namespace) -> Jitter:
@@ -142,13 +200,11 @@ PAPER = Assumptions(
     plan_below_seconds=0.0,
     pull_gb_s=0.0,
 )
-"""How Step-3's own system moves rows (§7.1)."""
-
+"""Step-3's own system (§7.1)."""
 PUBLISHED = msgspec.structs.replace(
     PAPER, alltoall=True, overlapped=True, whole_dense=True, replicas=True
 )
 """AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
-
 _RANGES = {"compute": (0.01, 1.0), "memory": (0.01, 1.0), "network": (0.01, 1.0)}
 _RANGES |= {"imbalance": (0.0, 100.0), "reserve": (0.0, 0.9), "pull_gb_s": (0.0, 1000.0)}
 """Ranges of assumptions; other numbers are from 0 to 1."""
@@ -175,10 +231,9 @@ def assumptions(items: Sequence[str]) -> Assumptions:
         found = msgspec.convert(tree, Assumptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--assume: {error}") from None
-    ranges = {name: _RANGES.get(name, (0.0, 1.0)) for name in tree}
     wrong = [
         f"{name} = {getattr(found, name)} (from {low} to {high})"
-        for name, (low, high) in ranges.items()
+        for name, (low, high) in ((name, _RANGES.get(name, (0.0, 1.0))) for name in tree)
         if not low <= getattr(found, name) <= high
     ]
     if wrong:
@@ -201,78 +256,6 @@ def acceptance(text: str, most: int) -> Acceptance:
     if len(shares) < most:
         raise ConfigError(f"--acceptance {text!r}: {len(shares)} shares for {most} drafts")
     return Acceptance(shares)
-
-
-READERS: dict[str, Callable[[str], Any]] = {
-    "bucket": bucket,
-    "numbers": numbers,
-    "path": Path,
-    "price": price,
-    "seconds": seconds,
-    "spread": spread,
-    "stall": stall,
-    "tokens": tokens,
-}
-NAMES: dict[str, Sequence[str]] = {
-    "formats": PLANNED,
-    "links": get_args(LinkMode),
-    "modes": tuple(MODES),
-    "products": ("auto", *PLANNED),
-}
-
-
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A command of `commands.yaml`."""
-
-    help: str
-    run: str
-    """Module and function, as `module:function`."""
-    shared: list[str] = []
-    """Names of options that several commands have."""
-    options: dict[str, dict[str, Any]] = {}
-    """Keywords of the options that no other command shares, by name."""
-
-
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    shared: dict[str, dict[str, Any]]
-    commands: dict[str, Command]
-
-
-TABLE = read_struct(Path(__file__).with_name("commands.yaml"), _Table)
-
-
-def add_command(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the options of a command to its parser; `run` of the parsed options runs it."""
-    command = TABLE.commands[name]
-    shared = {each: TABLE.shared[each] for each in (*command.shared, "json", "html")}
-    for option, told in {**shared, **command.options}.items():
-        keywords = dict(told)
-        if "read" in keywords:
-            reader = keywords.pop("read")
-            keywords["type"] = READERS[reader] if reader in READERS else _later(reader)
-        if "range" in keywords:
-            low, high = keywords.pop("range")
-            keywords["type"] = number(low, high, type(low))
-        if "among" in keywords:
-            keywords["choices"] = NAMES[keywords.pop("among")]
-        parser.add_argument(f"--{option.removeprefix('role-')}", **keywords)
-    folder = "folder with models/ and hardware/"
-    parser.add_argument("--configs", type=Path, default=CONFIGS, help=folder)
-    parser.set_defaults(run=_later(command.run))
-
-
-def _later(place: str) -> Callable[[Any], Any]:
-    """Returns a function whose module is imported when it is called.
-
-    Args:
-      place: `module:function`.
-    """
-    module, _, name = place.partition(":")
-
-    def call(told: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(told)
-
-    return call
 
 
 def read_hardware(
@@ -303,10 +286,10 @@ def read_hardware(
 def price_lines(
     hardware: Mapping[str, Hardware], own: Iterable[tuple[str, float]] = ()
 ) -> list[str]:
-    """Says what each costs, and who says so.
+    """Returns a line for the price of each, with its source.
 
     Args:
-      own: names whose prices were given, with them.
+      own: names whose prices `--price` gives, with these.
     """
     given, lines = dict(own), []
     for name, one in sorted(hardware.items()):
@@ -320,8 +303,7 @@ def price_lines(
 
 
 def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> Formats:
-    """Returns the number formats; what is not given is FP8, or INT8 if some of the hardware has no
-    FP8.
+    """Returns the number formats; the default is FP8, or INT8 if some of the hardware has no FP8.
 
     Raises:
       ConfigError: FP8 is asked of hardware that has none.
@@ -360,11 +342,7 @@ def read_searcher(
 
 
 def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[PlannedMode]) -> Target:
-    """Returns the target of a search.
-
-    Args:
-      tpot: seconds.
-    """
+    """Returns the target of a search within `tpot` seconds."""
     return Target(
         tpot=tpot,
         max_devices=options.max_devices,

@@ -1,9 +1,9 @@
-"""Published numbers beside ours: Step-3's tables 2 to 7, and what others measured.
+"""`plan tables`: published numbers beside ours.
 
-Called by `plan tables`, whose data are in `configs/world/`. `step3.yaml` has the numbers that the
-paper prints; each is compared with ours, rounded to as many digits. `measurements.yaml` has what
-others measured, its sources, and what had to be taken for granted; the predictions are those of a
-search, for the one layout and batch that was measured.
+`configs/world/step3.yaml` has the numbers of tables 2 to 7 that Step-3's paper prints; each is
+compared with ours, rounded to as many digits. `measurements.yaml` has what others measured, with
+sources and with what had to be taken for granted; predictions are a search's, for the one layout
+and batch that was measured.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode, topology_of
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.cost import (
-    arithmetic_intensity,
     attention_dollars,
     cheapest,
     ffn_dollars,
@@ -74,8 +73,7 @@ class Table(NamedTuple):
         shown = [["", *self.columns]]
         for label, cells in self.rows.items():
             shown.append([label, *(cells[c].text if c in cells else "" for c in self.columns)])
-            wrong = {c: f"{cell.printed} !" for c, cell in cells.items() if not cell.agrees}
-            if wrong:
+            if wrong := {c: f"{cell.printed} !" for c, cell in cells.items() if not cell.agrees}:
                 shown.append(["  the paper", *(wrong.get(c, "") for c in self.columns)])
         return Part(f"{self.name}: {self.title}", shown)
 
@@ -116,24 +114,21 @@ def tables(folder: Path = CONFIGS) -> list[Table]:
         fp8 = one.flops("fp8") if "fp8" in one.teraflops else None
         return [one.price, one.flops("bfloat16"), fp8, one.bandwidth, one.roofline]
 
-    def units(name: str) -> list[float]:
-        return [hardware[name].dollars_per_flop, hardware[name].dollars_per_byte]
-
     def dollars(name: str) -> list[float]:
         model, kinds = models[name], hardware.values()
         found = [attention_dollars(model, context, h) for context in CONTEXTS for h in kinds]
         return found + [ffn_dollars(model, h) for h in kinds]
 
     def beside(name: str) -> list[float]:
-        model = models[name]
+        model, cost = models[name], token_cost(models[name], CONTEXTS[0])
         best = [cheapest(model, context, hardware).dollars for context in CONTEXTS]
-        return [model.activated / 1e9, *best, arithmetic_intensity(model, CONTEXTS[0])]
+        return [model.activated / 1e9, *best, cost.attention_flops / cost.cache_bytes]
 
     ours: dict[str, Callable[[str], Sequence[float | None]]] = {
         "Table 2": lambda name: token_cost(models[name], CONTEXTS[0]),
         "Table 3": lambda name: token_cost(models[name], CONTEXTS[1]),
         "Table 4": peaks,
-        "Table 5": units,
+        "Table 5": lambda n: [hardware[n].dollars_per_flop, hardware[n].dollars_per_byte],
         "Table 6": dollars,
         "Table 7": lambda name: [minimum_sparsity(hardware[name], step3.d_model, step3.layers)],
         "Text": beside,
@@ -166,13 +161,18 @@ def agreement(found: Sequence[Table]) -> str:
 def report(found: Sequence[Table]) -> Report:
     """Returns all tables, and how many numbers agree."""
     parts = [*(table.part for table in found), Part(lines=[SCOPE, agreement(found)])]
-    tree = []
-    for table in found:
-        rows = {
-            label: {column: cell._asdict() for column, cell in row.items()}
-            for label, row in table.rows.items()
+    tree = [
+        {
+            "scope": SCOPE,
+            "name": table.name,
+            "title": table.title,
+            "rows": {
+                label: {column: cell._asdict() for column, cell in row.items()}
+                for label, row in table.rows.items()
+            },
         }
-        tree.append({"scope": SCOPE, "name": table.name, "title": table.title, "rows": rows})
+        for table in found
+    ]
     return Report("Step-3's tables, computed and printed", parts, tree)
 
 
@@ -202,7 +202,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     given: str
     """Facts that the source states."""
     taken: str
-    """Facts that it does not state, and we had to take."""
+    """Facts that it does not state."""
     formats: Formats
     dp: Count = 1
     tp: Count = 1
@@ -298,12 +298,8 @@ def world_report(found: Sequence[Compared]) -> Report:
         Part("Sources, and what was taken for granted", lines=notes),
     ]
     tree = [
-        {
-            "scope": WORLD_SCOPE,
-            **msgspec.to_builtins(one.measurement),
-            "predicted": one.predicted,
-            "error": one.error,
-        }
+        {"scope": WORLD_SCOPE, **msgspec.to_builtins(one.measurement)}
+        | {"predicted": one.predicted, "error": one.error}
         for one in found
     ]
     return Report("What others measured, and what the planner predicts", parts, tree)

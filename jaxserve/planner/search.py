@@ -1,4 +1,5 @@
-"""Searches for the cheapest layouts that meet a target. Called by `plan.py search`.
+"""Searches for the cheapest layouts that meet a target, and says why nothing does. Called by `plan
+search`, `map` and `deploy`.
 
 Three modes: `afd`, attention and FFN on separate devices of any two kinds; `ep`, colocated, with
 one DP group per device and the experts divided over all of them; `tp`, colocated, with everything
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.planner.calibration import NOTHING
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
@@ -45,7 +46,7 @@ NO_DRAFTS = Acceptance(())
 
 
 class Pass(NamedTuple):
-    """One run of the multi-token-prediction module within a step."""
+    """One run of the layers, or of the multi-token-prediction module, within a step."""
 
     batch: int
     """Sequences per DP group."""
@@ -54,7 +55,7 @@ class Pass(NamedTuple):
 
 
 def passes(batch: int, drafts: int) -> Iterator[Pass]:
-    """Yields the passes of a step with `drafts` drafts."""
+    """Yields the module's passes of a step with `drafts` drafts."""
     for draft in range(drafts):
         yield Pass(batch, 1 if draft else 1 + drafts)
 
@@ -87,6 +88,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens_per_device(self) -> float:
         return self.tokens_per_second / self.layout.devices
+
+    @property
+    def month(self) -> float:
+        """USD a month for the devices."""
+        return self.dollars * self.tokens_per_second * 3600 * MONTH / 1e6
 
     @property
     def slowest(self) -> tuple[str, str]:
@@ -308,3 +314,65 @@ def _batches(room: int) -> list[int]:
     """Powers of two up to `room`, and `room`."""
     powers = [2**power for power in range(room.bit_length())]
     return powers if powers[-1] == room else [*powers, room]
+
+
+# -------------------------------------------------------------------------- where nothing is found
+
+
+def why_not(searcher: Searcher, target: Target, found: Found) -> str:
+    """Explains which bound prevents the target, and lists single changes that would meet it."""
+    if plan := found.fastest:
+        name, bound = plan.slowest
+        parts = ("dispatch", "combine") if name == "link" else (name,)
+        stage = sum(plan.stages[part].seconds for part in parts)
+        text = (
+            f"no layout reaches {target.tpot * 1e3:g} ms a token: the fastest, "
+            f"{plan.layout.text}, takes {plan.tpot * 1e3:.1f} ms with one sequence a DP group; "
+            f"its {name} stage takes {stage * 1e6:.0f} µs a layer, bound by {bound}"
+        )
+    elif found.short:
+        layout, role, needed, there = found.short
+        text = (
+            f"nothing fits on up to {target.max_devices} devices: the nearest layout, "
+            f"{layout.devices} devices, needs {needed / 1e9:.1f} GB on each of the {role} role's "
+            f"(weights and one sequence a lane) and has {there / 1e9:.1f} GB: bound by memory size"
+        )
+    else:
+        text = f"there is no layout of up to {target.max_devices} devices"
+        attention, ffn = (
+            {one.platform for one in role.values()} for role in (searcher.attention, searcher.ffn)
+        )
+        if attention.isdisjoint(ffn):
+            text += " of one platform: GPUs and TPUs do not serve together"
+    changes = "; ".join(_changes(searcher, target, found))
+    advice = f"what would meet it: {changes}" if changes else "no change of one thing meets it"
+    return f"{text}\n  {advice}"
+
+
+def _changes(searcher: Searcher, target: Target, found: Found) -> Iterator[str]:
+    calculator, attention, ffn = searcher.calculator, searcher.attention, searcher.ffn
+
+    def meets(calculator: Calculator, target: Target) -> bool:
+        return Searcher(calculator, attention, ffn).feasible(target)
+
+    for factor in (2, 4, 8):
+        more = target.max_devices * factor
+        if more <= 512 and meets(calculator, msgspec.structs.replace(target, max_devices=more)):
+            yield f"up to {more} devices"
+            break
+    formats = calculator.formats
+    for field in ("weights", "cache"):
+        if getattr(formats, field) == "bfloat16":
+            stored = all(h.stores("fp8") for h in (*attention.values(), *ffn.values()))
+            name = "fp8" if stored else "int8"
+            smaller = msgspec.structs.replace(formats, **{field: name})
+            if meets(calculator._replace(formats=smaller), target):
+                yield f"{field} in {name}"
+    context = calculator.context
+    while context > 256:
+        context //= 2
+        if meets(calculator._replace(context=context), target):
+            yield f"a context of {context:,}"
+            break
+    if found.fastest is not None:
+        yield f"a TPOT of {found.fastest.tpot * 1e3:.1f} ms"

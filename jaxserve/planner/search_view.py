@@ -1,5 +1,4 @@
-"""`plan search`: the cheapest layouts, for a terminal, for programs, and as a picture; its pictures
-and trees are those of `plan deploy`, too. `plan map`: the cheapest AFD, EP and TP over models,
+"""`plan search`: the cheapest layouts; `plan map`: the cheapest AFD, EP and TP over models,
 hardware, contexts and TPOTs.
 
 A case of the map is two searches: of AFD on the mix, and of colocation on either kind.
@@ -7,13 +6,14 @@ A case of the map is two searches: of AFD on the mix, and of colocation on eithe
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,9 +21,8 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
-from jaxserve.planner.advice import checks, why_not
+from jaxserve.planner.cost import checks
 from jaxserve.planner.deployment_file import plan_file, write_plan
-from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.options import (
     positions,
@@ -33,8 +32,8 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.search import STAGES, Found, Plan, Searcher, front
-from jaxserve.planner.view import Part, Report, Series, chart, show
+from jaxserve.planner.search import STAGES, Found, Plan, Searcher, front, why_not
+from jaxserve.planner.view import Part, Report, Series, chart, show, table
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
@@ -46,9 +45,9 @@ LEGEND = (
 )
 
 
-def _month(plan: Plan) -> float:
-    """USD a month for a plan's devices."""
-    return plan.dollars * plan.tokens_per_second * 3600 * MONTH / 1e6
+def _stage(name: str, plan: Plan) -> str:
+    stage = plan.stages[name]
+    return f"{stage.seconds * 1e6:.0f} {stage.bound[0]}"
 
 
 def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
@@ -67,17 +66,19 @@ def _front(found: Found, mode: str) -> list[Plan]:
     return front([plan for plan in found.points if plan.layout.mode == mode])
 
 
-def _rows(plans: Sequence[Plan]) -> list[list[str]]:
-    rows = [["", "devices", "batch", "TPOT ms", *(f"{name} µs" for name in STAGES)]]
-    rows[0] += ["slowest", "tokens/s/device", "USD/M out", "USD/month", "GB A", "GB F"]
-    for plan in plans:
-        layout, stages = plan.layout, (plan.stages[name] for name in STAGES)
-        row = [layout.text, str(layout.devices), f"{layout.dp}x{layout.lanes}x{plan.batch}"]
-        row += [f"{plan.tpot * 1e3:.1f}", *(f"{s.seconds * 1e6:.0f} {s.bound[0]}" for s in stages)]
-        row += [": ".join(plan.slowest), f"{plan.tokens_per_device:.0f}", f"{plan.dollars:.3f}"]
-        row += [f"{_month(plan):,.0f}", f"{plan.attention_bytes / 1e9:.1f}"]
-        rows.append([*row, f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else ""])
-    return rows
+_COLUMNS: dict[str, Callable[[Plan], str]] = {
+    "": lambda plan: plan.layout.text,
+    "devices": lambda plan: str(plan.layout.devices),
+    "batch": lambda plan: f"{plan.layout.dp}x{plan.layout.lanes}x{plan.batch}",
+    "TPOT ms": lambda plan: f"{plan.tpot * 1e3:.1f}",
+    **{f"{name} µs": functools.partial(_stage, name) for name in STAGES},
+    "slowest": lambda plan: ": ".join(plan.slowest),
+    "tokens/s/device": lambda plan: f"{plan.tokens_per_device:.0f}",
+    "USD/M out": lambda plan: f"{plan.dollars:.3f}",
+    "USD/month": lambda plan: f"{plan.month:,.0f}",
+    "GB A": lambda plan: f"{plan.attention_bytes / 1e9:.1f}",
+    "GB F": lambda plan: f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
+}
 
 
 def plan_tree(plan: Plan) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_and_device": plan.tokens_per_device,
         "dollars_per_million_tokens": plan.dollars,
-        "dollars_a_month": _month(plan),
+        "dollars_a_month": plan.month,
         "attention_bytes": plan.attention_bytes,
         "ffn_bytes": plan.ffn_bytes,
     }
@@ -153,11 +154,12 @@ def run(options: argparse.Namespace) -> int:
             continue
         layout = plans[0].layout
         roles = hardware[layout.attention], hardware[layout.ffn]
-        rules = list(checks(calculator.model, options.context, options.tpot, *roles, plans[0]))
-        parts.append(Part(MODES[mode], _rows(plans), [rule.text for rule in rules]))
+        asked = calculator.model, options.context, options.tpot, *roles
+        rules = list(checks(*asked, layout.dp * plans[0].batch))
+        parts.append(Part(MODES[mode], table(_COLUMNS, plans), [rule.text for rule in rules]))
         tree["best"] += map(plan_tree, plans)
         tree["checks"][mode] = [rule._asdict() for rule in rules]
-    money = f"{cheapest.dollars:.3f} USD a million tokens out, {_month(cheapest):,.0f} USD a month"
+    money = f"{cheapest.dollars:.3f} USD a million tokens out, {cheapest.month:,.0f} USD a month"
     values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
     parts += [
         Part(lines=[LEGEND, f"cheapest: {cheapest.layout.text}, {money}"]),
@@ -265,16 +267,14 @@ class MapPart(NamedTuple):
 
 
 def map_rows(found: Sequence[Case]) -> list[list[str]]:
-    """A heading, and a row a model, mix and context, with a column a TPOT: the cheapest mode, its
-    USD a million tokens, and what AFD costs over colocation."""
+    """A heading, and a row for each model, mix and context, with a column a TPOT."""
     tpots = sorted({case.tpot for case in found})
     rows = [["", "hardware", "context", *(f"{tpot * 1e3:g} ms" for tpot in tpots)]]
     places: dict[tuple[str, str, int], dict[float, Case]] = {}
     for case in found:
-        places.setdefault((case.model, case.mix, case.context), {})[case.tpot] = case
+        places.setdefault(case[:3], {})[case.tpot] = case
     for (model, mix, context), row in places.items():
-        cells = [row[tpot].text for tpot in tpots]
-        rows.append([model, mix, f"{context // 1024}K", *cells])
+        rows.append([model, mix, f"{context // 1024}K", *(row[tpot].text for tpot in tpots)])
     return rows
 
 

@@ -28,6 +28,7 @@ from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import AFDStage, Span
+from jaxserve.planner.demand import Lengths
 from jaxserve.planner.lanes import (
     Busy,
     Colocated,
@@ -38,7 +39,7 @@ from jaxserve.planner.lanes import (
     pipeline_of,
     undisturbed,
 )
-from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
 from jaxserve.roles.step_plan import StepPlan
 

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxserve.config.model import MLA
 from jaxserve.errors import ConfigError
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
@@ -24,7 +23,7 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel, Lightning
+from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stages import Calculator
 
@@ -55,24 +54,25 @@ class Rows(NamedTuple):
         return np.bincount(self.group, each, self.groups)
 
 
+def fullest(groups: int, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
+    """Rows whose messages are padded to the fullest DP group."""
+    most = int(np.bincount(group, tokens, groups).max(initial=1))
+    return Rows(groups, group, tokens, length, most)
+
+
 def even_rows(
     groups: int, count: int, tokens: float, context: float, pairs: float = 0, **bucket: int
 ) -> Rows:
-    """Rows of equal sequences, spread evenly over the DP groups.
+    """Rows of `count` equal sequences, spread evenly over the DP groups.
 
     Args:
-      count: number of sequences.
       tokens, context, pairs: of all sequences together; no pairs: as the others imply.
       bucket: `padded`, `reach` and `sampled` of `Rows`.
     """
-    return Rows(
-        groups,
-        np.arange(count) % groups,
-        np.full(count, tokens / count),
-        np.full(count, context / count),
-        pairs=np.full(count, pairs / count) if pairs else None,
-        **bucket,
-    )
+    tokens_each, length = (np.full(count, total / count) for total in (tokens, context))
+    attended = np.full(count, pairs / count) if pairs else None
+    made = Rows(groups, np.arange(count) % groups, tokens_each, length, 0, pairs=attended)
+    return made._replace(**bucket)  # type: ignore[arg-type]
 
 
 class StepTimes(NamedTuple):
@@ -171,7 +171,7 @@ class Rooflines:
         """
         group, on, tp = self._attention.model.attention[index], self._on_attention, self._layout.tp
         window = group.spec.window
-        if on.pads and rows.reach and not isinstance(group.spec, Lightning):
+        if on.pads and rows.reach and not group.has_state:
             longest = float(rows.length.max(initial=1))
             block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
             # Blocks of the page tables up to the end of the longest sequence.
@@ -182,7 +182,7 @@ class Rooflines:
         read, pairs, expanded = rows.length, rows.pairs, None
         if pairs is None:
             pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
-        if isinstance(group.spec, Lightning):
+        if group.has_state:
             read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
         elif window:
             read = np.minimum(rows.length, window + rows.tokens - 1)
@@ -192,7 +192,7 @@ class Rooflines:
             sparse = bool((rows.length > group.indexer.top_k).any())
             pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
             read = pairs if sparse else read  # every token's rows are copied by themselves
-        if isinstance(group.spec, MLA) and (rows.tokens > 1).any() and not sparse:
+        if group.latent and (rows.tokens > 1).any() and not sparse:
             whole = self._attention.assumed.expanded
             read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
             more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))

@@ -1,9 +1,8 @@
-"""Rooflines of this engine's layouts: the time of each stage of a layer, and the memory of a
-device.
+"""Rooflines of this engine's layouts: times of a layer's stages, and bytes of weights and cache.
 
-Called by `search.py` and `stage_times.py`. Times are of one lane and one layer. A kernel takes the
-time of its bytes or of its FLOPs, whichever is longer, at the shares of the peak in `Assumptions`;
-a stage adds a constant. Nothing here knows of instances, prices or targets.
+Times are of one lane and one layer. A kernel takes the time of its bytes or of its FLOPs, whichever
+is longer, at the shares of the peak in `Assumptions`; a stage adds a constant. Measurements correct
+rooflines. Nothing here knows prices or targets.
 """
 
 import math
@@ -13,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxserve.config.formats import scaled
-from jaxserve.config.model import MLA, Platform
+from jaxserve.config.model import Platform
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
 from jaxserve.model.row_width import RowBytes, row_bytes
-from jaxserve.planner.assumptions import SCALE, Assumptions, Formats, number_bytes
+from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
 from jaxserve.planner.fabric import (
     alltoall_seconds,
@@ -31,19 +30,10 @@ from jaxserve.planner.kernels import (
     Attending,
     blocks_met,
     busiest_by_chance,
-    core_flops,
-    expanded_width,
-    index_flops,
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import (
-    AttentionLayers,
-    CostModel,
-    FFNLayers,
-    Lightning,
-    head_parameters,
-)
+from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 HOSTS_EACH = 8
 """Hosts that each host hands a plan on to, as in `fleet/broadcast.py`."""
@@ -118,15 +108,15 @@ class Calculator(NamedTuple):
           rows: tokens of a sequence in the step, drafts included; its cache is read once.
           stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
         """
-        seen, tokens = group.attended(self.context), batch * rows
-        scored = batch * group.seen(self.context), tokens * group.seen(self.context)
-        read = batch * (2 if isinstance(group.spec, Lightning) else seen)  # states are also written
-        pairs = tokens * seen * tile_padding(group, hardware, tp, rows)
-        return StageTime(
-            *self.attended(
-                group, hardware, tp, Attending(tokens, read, pairs, scored=scored), stage
-            )
+        seen, attended, tokens = (
+            group.seen(self.context),
+            group.attended(self.context),
+            batch * rows,
         )
+        read = batch * (2 if group.has_state else attended)  # states are also written
+        pairs = tokens * attended * tile_padding(group, hardware, tp, rows)
+        load = Attending(tokens, read, pairs, scored=(batch * seen, tokens * seen))
+        return StageTime(*self.attended(group, hardware, tp, load, stage))
 
     def attended(
         self,
@@ -184,23 +174,23 @@ class Calculator(NamedTuple):
         """Costs of attention and of the linear maps as (bytes, FLOPs, format), from numbers or
         arrays. FLOPs of INT8 products are divided by the speed-up of their kernel."""
         split, whole = group.split_parameters(self.model.d_model)
-        flops, form = core_flops(group) / tp, self.formats.attention
+        flops, form = group.core_flops / tp, self.formats.attention
         if group.int8_products:
             flops /= hardware.int8_attention
         linear = 2 * load.tokens * (split / tp + whole)
         kernels = [
-            (self._attended_row(group, tp) * load.read, flops * load.pairs, form),
+            (group.row_bytes(self.formats, tp) * load.read, flops * load.pairs, form),
             (self._linear_bytes(group, tp), linear, self.formats.linear),
         ]
         if group.indexer:
             keys, pairs = load.scored
-            kernels.append((self._index_row(group) * keys, index_flops(group) * pairs, form))
+            size = group.index_row_bytes(self.formats) * keys
+            kernels.append((size, group.index_flops * pairs, form))
         if load.expanded is not None:
-            assert isinstance(group.spec, MLA)
             # Keys and values are expanded and written, then read and attended to.
-            width = expanded_width(group.spec) / tp
+            width = group.expanded_width / tp
             size = width * number_bytes(self.formats.rows) * load.expanded.tokens
-            maps = 2 * head_parameters(group.spec) / tp * load.expanded.again
+            maps = 2 * group.head_parameters / tp * load.expanded.again
             kernels += [(size, maps, form), (size, 2 * width * load.expanded.pairs, form)]
         return kernels
 
@@ -465,27 +455,8 @@ class Calculator(NamedTuple):
         return self._row_bytes(0).result
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
-        """Bytes a token, layer and device; of lightning attention, of the whole state."""
-        return self._attended_row(group, tp) + self._index_row(group)
-
-    def _index_row(self, group: AttentionLayers) -> float:
-        """Bytes of an indexer's key of one token; 0 without an indexer."""
-        if not group.indexer:
-            return 0.0
-        scale = SCALE if scaled(self.formats.cache) else 0
-        return group.indexer.head_dim * number_bytes(self.formats.cache) + scale
-
-    def _attended_row(self, group: AttentionLayers, tp: int) -> float:
-        """Bytes of `cache_row` that attention itself reads, without an indexer's key."""
-        size, spec = group.cache_bytes or number_bytes(self.formats.cache), group.spec
-        if isinstance(spec, Lightning):
-            return size * spec.q_heads * spec.head_dim**2 / tp
-        scale = SCALE if scaled(self.formats.cache) and not group.cache_bytes else 0
-        if not isinstance(spec, MLA):
-            return 2 * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
-        fixed = self.formats.rope == "auto" or group.cache_bytes
-        rotated = size if fixed else number_bytes(self.formats.rope)
-        return spec.kv_latent * size + spec.rope_dim * rotated + scale
+        """Bytes of a token in one layer on a device; of lightning attention, of the whole state."""
+        return group.row_bytes(self.formats, tp) + group.index_row_bytes(self.formats)
 
     def sequence_bytes(self, tp: int) -> float:
         """Bytes of cache that one sequence takes on a device of its DP group."""
@@ -495,7 +466,7 @@ class Calculator(NamedTuple):
     @property
     def handed_over(self) -> float:
         """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
-        paged = (g for g in self.model.attention if not isinstance(g.spec, Lightning))
+        paged = (group for group in self.model.attention if not group.has_state)
         return sum(group.layers * self.cache_row(group, 1) for group in paged)
 
     def attention_weights(self, tp: int) -> float:
@@ -510,11 +481,8 @@ class Calculator(NamedTuple):
         """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
         attention in its dtype."""
         split, whole = group.split_parameters(self.model.d_model)
-        size = self.formats.weight_bytes
-        total = (split / tp + whole) * size
-        if isinstance(group.spec, MLA):
-            total += head_parameters(group.spec) / tp * (number_bytes(self.formats.rows) - size)
-        return total
+        size, rows = self.formats.weight_bytes, number_bytes(self.formats.rows)
+        return (split / tp + whole) * size + group.head_parameters / tp * (rows - size)
 
     def ffn_weights(self, mesh: ExchangeMesh, hardware: Hardware, redundant: int = 0) -> float:
         """Bytes of weights on an ffn device.

@@ -9,8 +9,8 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic, Loss
 from jaxserve.plan import main
+from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
-from jaxserve.planner.noise import Lengths
 from tests.jaxserve.planner.making import Given
 
 STEP = 0.1

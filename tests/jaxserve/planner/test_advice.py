@@ -1,9 +1,10 @@
 """Advice where no layout meets a target; Step-3's rules on large and small GPUs."""
 
-from jaxserve.planner.advice import checks, why_not
+from jaxserve.planner.cost import checks
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.models import load_model
+from jaxserve.planner.search import why_not
 from tests import golden
 from tests.jaxserve.planner.making import searcher
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.demand import Demand, Level, Spares
 from jaxserve.planner.deploy import Asked, Hosts, Sizer, _fewest
-from jaxserve.planner.deploy_demand import Demand, Level, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.simulate import FleetResult, Times

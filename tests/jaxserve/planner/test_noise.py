@@ -6,10 +6,10 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
+from jaxserve.planner.demand import Lengths
 from jaxserve.planner.noise import (
     ExpertLoads,
     Jitter,
-    Lengths,
     Skew,
     mean_busiest,
     rank_shares,

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from jaxserve.planner.assumptions import Assumptions, Formats
+from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy import CHUNKS, Asked, Hosts, Sizer
-from jaxserve.planner.deploy_demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Pace
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.planner.demand import Lengths
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic

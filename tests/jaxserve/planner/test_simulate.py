@@ -6,9 +6,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
 from jaxserve.planner.assumptions import Assumptions
-from jaxserve.planner.deploy_demand import Demand
+from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Pace
-from jaxserve.planner.noise import Jitter, Lengths
+from jaxserve.planner.noise import Jitter
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
 from jaxserve.planner.stage_times import Rooflines

@@ -8,7 +8,7 @@ from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import known_hardware, load_hardware
-from jaxserve.planner.kernels import blocks_met, busiest_by_chance, core_flops, tile_padding
+from jaxserve.planner.kernels import blocks_met, busiest_by_chance, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.stages import Calculator, StageTime
@@ -69,8 +69,8 @@ class TestAttend:
 
     def test_latent_attention_does_not_mix_positions(self):
         group = load_model("deepseek-v3").attention[0]
-        assert core_flops(group) == 2 * 128 * (576 + 512)
-        assert core_flops(load_model("step3").attention[0]) == 4 * 64 * 256
+        assert group.core_flops == 2 * 128 * (576 + 512)
+        assert load_model("step3").attention[0].core_flops == 4 * 64 * 256
 
     @pytest.mark.parametrize(("name", "faster"), [("v5e", 1.38), ("v6e", 1.15), ("h800", 1.0)])
     def test_products_in_int8_are_as_fast_as_their_kernel(self, name, faster):
@@ -84,7 +84,7 @@ class TestAttend:
         hardware = load_hardware(name)
         slow, fast = (made.attend(each, hardware, 512, 1, 4).seconds for each in (plain, int8))
         pairs = 512 * 4 * 8192 * tile_padding(plain, hardware, 1, 4)
-        products = pairs * core_flops(plain) / hardware.flops("bfloat16")
+        products = pairs * plain.core_flops / hardware.flops("bfloat16")
         assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
 
 

@@ -1,8 +1,8 @@
-"""Demand of a deployment: requests a second, their lengths, how soon their tokens come, and the
-servers that stand by.
+"""Demand of a deployment: requests a second, their lengths, their targets, and the servers that
+stand by.
 
-Called by `deploy.py`. Lengths are quantiles of `noise.Lengths` instead of draws, so that a plan is
-the same every time, and changes no more than what it is for.
+Lengths are quantiles of their distribution instead of draws, so that a plan is the same every time,
+and changes no more than what it is for.
 """
 
 import math
@@ -11,12 +11,43 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-from jaxserve.planner.noise import Lengths
-from jaxserve.planner.options import reader, seconds, within
-
 SAMPLE = 4096
 """Requests that stand for all where no queue matters."""
 GOLDEN = (5**0.5 - 1) / 2
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of prompts and outputs: lognormal around a mean."""
+
+    prompt: int
+    output: int
+    spread: float = 0.0
+    """Standard deviation over the mean, of both."""
+    longest: int
+    """Prompt and output together are cut to this."""
+
+    def draw(self, random: np.random.Generator) -> tuple[int, int]:
+        """Returns (prompt, output) of one request, at least one token each."""
+        factors = np.ones(2)
+        if self.spread:
+            variance = np.log1p(self.spread**2)
+            factors = random.lognormal(-variance / 2, variance**0.5, 2)
+        prompt = min(max(1, round(self.prompt * factors[0])), self.longest - 1)
+        return prompt, min(max(1, round(self.output * factors[1])), self.longest - prompt)
+
+    def sample(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns prompts and outputs of `count` requests, int `[count]` each.
+
+        Every quantile occurs once, in random order, so that a few hundred requests have the
+        distribution's mean and tail, and 1 % more in a mean is 1 % more in every length.
+        """
+        sigma, places = float(np.log1p(self.spread**2)) ** 0.5, (np.arange(count) + 0.5) / count
+        factors = np.exp(sigma * np.array([NormalDist().inv_cdf(one) for one in places]))
+        factors /= factors.mean()
+        prompt = np.rint(self.prompt * random.permutation(factors))
+        prompt = np.clip(prompt, 1, self.longest - 1).astype(int)
+        output = np.rint(self.output * random.permutation(factors)).astype(int)
+        return prompt, np.clip(output, 1, self.longest - prompt)
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +109,11 @@ class Requests(msgspec.Struct, frozen=True):
         inside = np.average(self.output.astype(float) ** 2 / 12, weights=self.output)
         return float((variance + inside) ** 0.5)
 
+    @property
+    def computed(self) -> float:
+        """Mean tokens of a prompt that a prefix cache does not have."""
+        return float((self.prompt - self.found).mean())
+
     def running(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Cache lengths of `count` sequences that run at a moment, and the tokens that each still
         generates, int `[count]`: the same fixed quadrature for every call."""
@@ -92,8 +128,7 @@ class Requests(msgspec.Struct, frozen=True):
         """Tokens of a prompt that this share of prompts stays below, and those of it found.
 
         Args:
-          of_tokens: of all computed tokens, in the order of their prompts' lengths, this share
-            comes before the prompt's.
+          of_tokens: the share is of all computed tokens, in the order of their prompts' lengths.
         """
         order = np.argsort(self.prompt, kind="stable")
         each = (self.prompt - self.found)[order] if of_tokens else np.ones(len(order))
@@ -114,22 +149,14 @@ class Level(msgspec.Struct, frozen=True):
         return f"p{self.percent:g}={shown}"
 
 
-level = reader(
-    r"(?:p(\d\d(?:\.\d+)?)\s*=)?(.*)",
-    "a percentile from p50 to p99.9 and a time, as in p95=2s",
-    lambda percent, time: Level(within(50, float(percent or 95), 99.9), seconds(time)),
-)
-"""Reads `p95=2s`; a time alone is p95."""
-
-
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
     """The servers that stand by. A unit or worker that loses a server waits until it has another.
 
     Attributes:
-      count: servers of every role; with `between` those that failures ask for, at least.
-      between: hours from one failure of a server to its next, on the mean; 0: none are looked at.
+      count: servers of every role; with `between` the least number.
+      between: mean hours from one failure of a server to its next; 0: servers do not fail.
       repair: hours that a failed server is away.
-      share: of the time in which there are enough.
+      share: part of the time in which enough servers stand by.
     """
 
     count: int = 0
@@ -138,11 +165,8 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.999
 
     def hosts(self, used: int) -> int:
-        """Spare servers of a role: the number of failed ones at a moment is Poisson's.
-
-        Args:
-          used: servers that the role uses.
-        """
+        """Spare servers of a role that uses `used` servers: the number of failed ones at a moment
+        is Poisson's."""
         if not self.between or not used:
             return self.count if used else 0
         away = used * self.repair / (self.between + self.repair)
@@ -159,17 +183,7 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        if not self.between:
-            return (
-                f"{self.count} servers of every role, as asked" if self.count else "none asked for"
-            )
-        failing = f"a server fails every {self.between:g} h and is away for {self.repair:g} h"
-        return f"{failing}; enough of them stand by in {self.share:.1%} of the time"
-
-
-failures = reader(
-    r"([\d.]+)h:([\d.]+)h",
-    "hours between a server's failures, and those that it is away, as in 1000h:12h",
-    lambda between, away: (float(between), within(1e-9, float(away), float(between))),
-)
-"""Reads `1000h:12h`: hours from one failure of a server to its next, and those that it is away."""
+        if self.between:
+            failing = f"a server fails every {self.between:g} h and is away for {self.repair:g} h"
+            return f"{failing}; enough of them stand by in {self.share:.1%} of the time"
+        return f"{self.count} servers of every role, as asked" if self.count else "none asked for"

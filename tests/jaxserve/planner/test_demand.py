@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from jaxserve.planner.deploy_demand import Demand, Level, Spares, failures, level
+from jaxserve.planner.demand import Demand, Level, Spares
+from jaxserve.planner.options import READERS
 
 
 def test_equal_ones():
@@ -53,6 +54,7 @@ def test_the_longest():
 
 
 def test_levels():
+    level, failures = READERS["level"], READERS["failures"]
     assert level("p95=2s") == Level(95.0, 2.0)
     assert level("p99.9=50ms") == Level(99.9, 0.05)
     assert level("50ms") == Level(95.0, 0.05)
