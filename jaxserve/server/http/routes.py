@@ -15,6 +15,7 @@ from jaxserve.server.http import (
     information,
     live,
     operations,
+    profiling,
     requests,
     responses,
     role_operations,
@@ -194,6 +195,7 @@ ADMIN_ENDPOINTS = (
             ("/roles/remove", role_operations.remove_worker, role_operations.RemoveWorker),
         )
     ),
+    _change("/profile", profiling.profile, profiling.Profile, profiling.Profiled, KEYED),
     _change("/log_level", operations.log_level, operations.LogLevel, responses.Status),
     _change("/drain", operations.drain, None, responses.Status, (415, *INFORMATION)),
 )

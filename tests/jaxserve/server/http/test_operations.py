@@ -1,8 +1,11 @@
 """Metrics on the public port; state, abort, log level and drain on the admin port."""
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import httpx
@@ -174,7 +177,7 @@ def test_a_web_page_changes_nothing(
     reset = rig.engine.reset_prefix_cache = Mock(return_value=7)
     rig.engine.rolling = Mock(spec=Rolling)
     paths = [endpoint.path for endpoint in ADMIN_ENDPOINTS if endpoint.method == "POST"]
-    assert len(paths) == 9
+    assert len(paths) == 10
     for path in paths:
         assert admin.post(path, headers=headers, content=b"").status_code == status, path
     assert not drained.is_set()
@@ -211,3 +214,20 @@ def test_responses_and_refusals_are_counted(rig: HttpRig) -> None:
     for reason in ("invalid_value", "model_not_found", "unknown_path"):
         assert f'jaxserve:http_refusals_total{{model_name="fake",reason="{reason}"}} 1.0' in text
     assert "process_resident_memory_bytes" in text
+
+
+def test_a_profile_is_written_one_at_a_time(
+    admin: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"directory": str(tmp_path / "new"), "seconds": 0.5}
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: admin.post("/profile", json=asked), range(2)))
+    done, refused = sorted(answers, key=lambda answer: answer.status_code)
+    assert (done.status_code, refused.json()["error"]["code"]) == (200, "profiling")
+    assert any(name.endswith(".xplane.pb") for name in done.json()["files"])
+    assert all((tmp_path / "new" / name).is_file() for name in done.json()["files"])
+    for wrong in ({"seconds": 61}, {"seconds": 0}, {"directory": "x"}, {"directory": "/dev/null"}):
+        answer = admin.post("/profile", json=asked | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, *wrong)
+    monkeypatch.delitem(sys.modules, "jax")
+    assert admin.post("/profile", json=asked).json()["error"]["code"] == "no_devices"
