@@ -16,6 +16,7 @@ from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerEngine, WorkerPort
+from jaxserve.server import choice
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -102,8 +103,8 @@ def worker_port(
     def restore(grammar: GrammarOf, vocab: int) -> Any:
         return compiler(vocab).restored(grammar.serialised, grammar.begins_after)
 
-    return WorkerPort(
-        part.address,
+    return choice.worker_port(
+        *(deployment, part.role, part.address),
         token,
         hello_of(part.role, weights.model),
         functools.partial(worker_facts, deployment, part, on_become is not None, weights, ends),

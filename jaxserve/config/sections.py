@@ -240,6 +240,10 @@ class Server(Section, frozen=True):
     follower_http_port: OptionalPort = -1
     """Port on which processes without clients answer `/health`, `/ready` and `/metrics`; 0: any
     free one, which several processes of a host need; -1: none."""
+    traces: str = ""
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, as `http://HOST:4318`: every
+    process sends it spans of its part of each request. Needs `jaxserve[tracing]`; OpenTelemetry's
+    `OTEL_` variables set sampling, headers and names. Empty: nothing is traced."""
     model_names: Annotated[list[str], Meta(max_length=16)] = []
     """Names that HTTP clients may use for the model; answers to requests without a name have the
     first. Empty: the name of the model's folder."""

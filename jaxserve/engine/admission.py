@@ -158,12 +158,15 @@ class Fetches:
         group = self._groups[fetch.order.group]
         return PageRun(group.index, group.with_rings(page_ids, fetch.sequence.ring, begin))
 
-    def written(self, ticket: int, tokens: int) -> None:
-        """Counts tokens whose entries are written. After the last one the sequence goes on."""
+    def written(self, ticket: int, tokens: int) -> Sequence | None:
+        """Counts tokens whose entries are written. After the last one the sequence goes on, and is
+        returned."""
         fetch = self._fetches[ticket]
         fetch.written += tokens
-        if fetch.written == fetch.order.stop:
-            self._finish(ticket)
+        if fetch.written < fetch.order.stop:
+            return None
+        self._finish(ticket)
+        return fetch.sequence
 
     def failed(self, ticket: int) -> tuple[Sequence, int] | None:
         """Ends a fetch early: the sequence goes on with the entries that have come.

@@ -148,7 +148,7 @@ class LinkedHandOffs(HandOffs):
             assert self._loop.holds is not None
             hold = self._loop.holds.of_request(request.request_id)
             if output.finish_reason == "length" and hold is not None:
-                on_held(self._source(hold, output.cached_tokens))
+                on_held(self._source(hold, output))
             elif output.finish_reason == "length" and not request.prompt:
                 on_held(NOTHING_HELD)
             else:
@@ -157,12 +157,13 @@ class LinkedHandOffs(HandOffs):
 
         return on_output
 
-    def _source(self, hold: Hold, cached: int) -> PagesSource:
+    def _source(self, hold: Hold, last: TokenOutput) -> PagesSource:
         assert self.prefill is not None
         server = self.prefill.server
         hold.digest = pages_digest(hold.request.prompt, server.hello.digest, server.cache_format)
         return PagesSource(
-            *(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch, cached)
+            *(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch),
+            *(last.cached_tokens, last.queue_seconds),
         )
 
     # -------------------------------------------------- what the server asks for, on its threads

@@ -230,7 +230,10 @@ class Loop:
 
     def imported(self, domain: int, ticket: int, tokens: int) -> None:
         """Notes that the writing of a piece was enqueued."""
-        self.schedulers[domain].fetches.written(ticket, tokens)
+        sequence = self.schedulers[domain].fetches.written(ticket, tokens)
+        if sequence is not None:
+            waited = self._clock() - sequence.request.arrival
+            sequence.hand_off_seconds = waited - sequence.queue_seconds
 
     def fetch_failed(
         self, domain: int, ticket: int, error: str, *, mismatch: bool = False

@@ -171,6 +171,7 @@ class StepOutputs(Items[TokenOutput]):
             accepted=len(run) - 1,
             cached_tokens=sequence.found or 0,
             queue_seconds=sequence.queue_seconds,
+            hand_off_seconds=sequence.hand_off_seconds,
         )
 
 
@@ -286,5 +287,6 @@ def _output(sequence: Sequence, **fields: Any) -> TokenOutput:
         prompt_logprobs=scores,
         cached_tokens=sequence.found or 0,
         queue_seconds=sequence.queue_seconds,
+        hand_off_seconds=sequence.hand_off_seconds,
         **fields,
     )

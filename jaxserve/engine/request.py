@@ -89,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       cache_salt: requests share cached prompts only with those of equal salt: a tenant's name.
       speculative: whether its tokens may be drafted, where the deployment does that. It changes no
         token.
+      trace: W3C `traceparent` of the span that the request belongs to; empty: it is not traced.
     """
 
     max_tokens: int = 128
@@ -114,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: int = 0
     cache_salt: str = ""
     speculative: bool = True
+    trace: str = ""
 
     def __post_init__(self) -> None:
         """Accepts one string, or a list, in place of a tuple."""
@@ -220,6 +222,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
       cached_tokens: tokens of the prompt that were found in the prefix cache; the same in every
         output.
       queue_seconds: how long it waited until it was let in.
+      hand_off_seconds: how long it then waited for its KV pages from a prefill worker.
       drafted: drafts of the request that the step verified.
       accepted: right drafts, including those behind the request's end.
       pages_lost: for an error: KV entries that a prefill worker held did not arrive, and were not
@@ -240,6 +243,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    hand_off_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
     pages_lost: bool = False

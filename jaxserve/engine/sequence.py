@@ -132,6 +132,8 @@ class Sequence:
     """Prompt tokens that were in the prefix cache when it was first admitted."""
     queue_seconds: float = 0.0
     """Seconds from arrival to first admission, set by the engine."""
+    hand_off_seconds: float = 0.0
+    """Seconds from then until the pages from `source` were written; 0: none came, or not all."""
     source: PagesSource | None = None
     """Where a prefill worker holds its first pages; None: nowhere, or they have arrived."""
     ticket: int | None = None

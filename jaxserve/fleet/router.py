@@ -395,6 +395,10 @@ class RouterEngine:
         return ended
 
     def _frame(self, action: Send) -> Frame:
+        if isinstance(action, SendFrame):
+            return action.frame
+        entry = self._open.get(action.request.job.request_id)
+        params = SamplingParams() if entry is None else entry.params
         match action:
             case SendPrefill(attempt=attempt, request=request, priority=priority):
                 return frames.Prefill(
@@ -403,10 +407,9 @@ class RouterEngine:
                     request.job.cache_salt,
                     priority,
                     _seconds(request.job.deadline),
+                    params.trace,
                 )
             case SendSubmit(attempt=attempt, request=request):
-                entry = self._open.get(request.job.request_id)
-                params = SamplingParams() if entry is None else entry.params
                 if entry is not None and entry.scored:
                     params = msgspec.structs.replace(params, prompt_logprobs=None)
                 return frames.Submit(
@@ -419,8 +422,6 @@ class RouterEngine:
                     request.source,
                     has_key(request.job.request_id),
                 )
-            case SendFrame(frame=frame):
-                return frame
 
     def _deliver(self, news: list[tuple[OnOutput, TokenOutput]]) -> None:
         for on_output, output in news:

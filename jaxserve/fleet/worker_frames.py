@@ -117,13 +117,15 @@ class Adopt(Frame):
 
 
 class Prefill(Frame):
-    """Hands a prompt to a prefill worker, which answers with `Held`."""
+    """Hands a prompt to a prefill worker, which answers with `Held`. `trace`: as of
+    `SamplingParams`."""
 
     request_id: str
     prompt: bytes
     cache_salt: str = ""
     priority: int = 0
     seconds: float | None = None
+    trace: str = ""
 
 
 class Release(Frame):

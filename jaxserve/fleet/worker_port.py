@@ -258,7 +258,7 @@ class RouterConnection(ServedSession[Item]):
         self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet
         self._prefills: dict[str, None] = {}  # ids; until released
         self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
-        self.post = self._wanted.put
+        self.post: Callable[[Item], None] = self._wanted.put
         """Queues an item."""
         self.spared = -math.inf
         """When the router said last that a stand-in may go back, in seconds of `time.monotonic`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.interface import StepLoop
+from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.server.access import Access
 from jaxserve.server.face_processes import FaceProcesses
 from jaxserve.server.faces import Faces, LocalFaces, Port
@@ -16,8 +17,11 @@ from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS, METRICS, PROBES
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
+from jaxserve.server.traced_port import TracedPort
+from jaxserve.server.tracing import Tracing
 
 LAST_ANSWERS_SECONDS = 5.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,18 @@ def probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcSe
             name="server.follower_http_port",
         )
     return faces
+
+
+def worker_port(deployment: Deployment, role: str, address: str, *arguments: Any) -> WorkerPort:
+    """Makes the port of a worker, which traces its requests if the deployment wants that.
+
+    Raises:
+      ConfigError: as `Tracing` and `WorkerPort`, which has the further arguments.
+    """
+    if not deployment.server.traces:
+        return WorkerPort(address, *arguments)
+    tracing = Tracing(deployment.server.traces, role, address)
+    return TracedPort(tracing, address, *arguments)
 
 
 class Probes:

@@ -39,6 +39,8 @@ from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.shedding import shedding
+from jaxserve.server.traced_port import TracedFacePort
+from jaxserve.server.tracing import Tracing
 from jaxserve.storage.mirror import local_folder
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -85,13 +87,18 @@ class FaceProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="jaxserve-faces-")
         self._token = secrets.token_hex(16)
         self._model = model_digest(local_folder(deployment.model))
-        self._port = FacePort(
+        arguments: Any = (
             f"{self._folder.name}/engine",
             self._token,
             hello_of("engine", self._model),
             _facts,
             self._restore,
             deployment.fleet.resume_seconds,
+        )
+        self._port = (
+            TracedFacePort(Tracing(server.traces, "engine"), *arguments)
+            if server.traces
+            else FacePort(*arguments)
         )
         self._reserved: list[socket.socket] = []
         self._processes: list[_Process] = []

@@ -20,8 +20,9 @@ from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.shedding import shedding
 from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat import ChatTemplate
-from jaxserve.text.generator import TextGenerator
+from jaxserve.text.generator import Observer, TextGenerator
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class LocalFaces:
       messages_a_second: of the streams beyond the first few, see `stream.py`.
 
     Raises:
-      ConfigError: a public address without protection, or an invalid file of keys or certificates.
+      ConfigError: a public address without protection, or an invalid file of keys or certificates,
+        or traces are wanted without OpenTelemetry's SDK.
       CheckpointError: there is no usable tokenizer.
     """
 
@@ -91,6 +93,7 @@ class LocalFaces:
     ):
         access = Access.from_config(server)
         self._wait_seconds = server.wait_seconds
+        self._tracing = Tracing(server.traces, "front") if server.traces else None
         self._tokenizer = Tokenizer.from_folder(model)
         self._template = _chat_template(model) if self._tokenizer.knows_text else None
         if not self._tokenizer.knows_text:
@@ -144,11 +147,15 @@ class LocalFaces:
         engine = shedding(engine, self._wait_seconds)
         self.metrics = Metrics(str(engine.model_info()["model"]), metrics_folder)
         self.metrics.watch(engine)
-        generator = TextGenerator(engine, self._tokenizer, self.metrics.started, elsewhere)
+        observe: Observer = self.metrics.started
+        tracing = self._tracing
+        if tracing is not None:
+            observe = tracing.observing(observe, runs_here=not hasattr(engine, "rolling"))
+        generator = TextGenerator(engine, self._tokenizer, observe, elsewhere)
         self.requests = self._generator = generator
-        self._grpc.open(generator, self.metrics)
+        self._grpc.open(generator, self.metrics, tracing)
         if self._http is not None:
-            self._http.open(generator, self._template, metrics=self.metrics)
+            self._http.open(generator, self._template, metrics=self.metrics, tracing=tracing)
 
     def refuse(self) -> None:
         """See `Faces.refuse`."""
@@ -164,6 +171,8 @@ class LocalFaces:
         self._grpc.stop(grace)
         if self._http is not None:
             self._http.stop(grace)
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 def _chat_template(model: str) -> ChatTemplate | None:

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from jaxserve.errors import (
 from jaxserve.server.access import without_addresses
 from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer, pause
 from jaxserve.server.structured_outputs import FIELD
+from jaxserve.server.tracing import Tracing
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
 from jaxserve.text.output import GenerationOutput
@@ -215,13 +216,15 @@ class FrontEnd:
         self._messages_a_second = messages_a_second
         self._tokenising = ThreadPoolExecutor(TOKENISING_THREADS, "tokenise")
         self._submitting = ThreadPoolExecutor(SUBMITTING_THREADS, "submit")
+        self._tracing: Tracing | None = None
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, generator: TextGenerator) -> None:
-        """Accepts requests from now on."""
+    def open(self, generator: TextGenerator, tracing: Tracing | None = None) -> None:
+        """Accepts requests from now on. `tracing`: None traces none of them."""
         self.generator, self.step_loop = generator, generator.engine
+        self._tracing = tracing
 
     def watch(self, step_loop: StepLoop) -> None:
         """Answers probes about a step loop; another process takes its requests."""
@@ -324,6 +327,8 @@ class FrontEnd:
         *,
         stream: bool,
         owner: str,
+        headers: Mapping[str, str],
+        operation: str = "text_completion",
     ) -> AsyncIterator[list[Source]]:
         """Submits jobs; leaving the block, for whatever reason, cancels those that still run.
 
@@ -333,35 +338,45 @@ class FrontEnd:
           deadline: seconds of `time.monotonic`; None: none.
           stream: whether to return outputs as they come rather than all at the end.
           owner: the tenant whose requests they are.
+          headers, operation: for `Tracing.answering`.
 
         Raises:
           As `TextGenerator.submit`.
         """
         generator = self.ready()
         sources: list[Source] = []
-        try:
-            for job, request_id in zip(jobs, request_ids, strict=True):
-                buffer = (
-                    StreamBuffer(lambda: pause(generator.live, self._messages_a_second))
-                    if stream
-                    else WholeBuffer()
-                )
-                submit = functools.partial(
-                    generator.submit,
-                    job.token_ids,
-                    job.params,
-                    buffer.put,
-                    request_id=request_id,
-                    deadline=deadline,
-                    max_pending_tokens=self._max_pending_tokens if stream else None,
-                    owner=owner,
-                )
-                generation = await self._waited(submit) if generator.elsewhere else submit()
-                sources.append(Source(self, job, buffer, generation))
-            yield sources
-        finally:
-            for source in sources:
-                source.generation.cancel()
+        stack = contextlib.ExitStack()
+        if self._tracing is not None:
+            model = str(generator.engine.model_info()["model"])
+            traced = self._tracing.answering(
+                *(jobs[0].params, len(jobs), headers, operation, model)
+            )
+            trace, replace = stack.enter_context(traced), msgspec.structs.replace
+            jobs = [replace(job, params=replace(job.params, trace=trace)) for job in jobs]
+        with stack:
+            try:
+                for job, request_id in zip(jobs, request_ids, strict=True):
+                    buffer = (
+                        StreamBuffer(lambda: pause(generator.live, self._messages_a_second))
+                        if stream
+                        else WholeBuffer()
+                    )
+                    submit = functools.partial(
+                        generator.submit,
+                        job.token_ids,
+                        job.params,
+                        buffer.put,
+                        request_id=request_id,
+                        deadline=deadline,
+                        max_pending_tokens=self._max_pending_tokens if stream else None,
+                        owner=owner,
+                    )
+                    generation = await self._waited(submit) if generator.elsewhere else submit()
+                    sources.append(Source(self, job, buffer, generation))
+                yield sources
+            finally:
+                for source in sources:
+                    source.generation.cancel()
 
     async def abort(self, request_id: str, owner: str) -> bool:
         """Ends a request by its id, if it belongs to `owner`; returns whether it was found."""

@@ -20,6 +20,7 @@ from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.rpc import SERVICE, inference_handlers
 from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.server.tracing import Tracing
 from jaxserve.text.generator import TextGenerator
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -81,16 +82,22 @@ class GrpcServer(LoopThread):
         self._messages_a_second = messages_a_second
         self._refused = Refusals()
 
-    def open(self, generator: TextGenerator, metrics: Metrics | None = None) -> None:
+    def open(
+        self,
+        generator: TextGenerator,
+        metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         """Accepts requests from now on; health says SERVING until the engine fails or drains.
 
         Args:
           generator: generates the text.
           metrics: count what is refused.
+          tracing: of requests; None: they are not traced.
         """
         if metrics is not None:
             self._refused.count = metrics.grpc_refusal
-        self._call(self._open(generator))
+        self._call(self._open(generator, tracing))
         generator.engine.add_failure_callback(lambda _failure: self._post(self._health_off()))
 
     def watch(self, step_loop: StepLoop) -> None:
@@ -151,8 +158,8 @@ class GrpcServer(LoopThread):
     async def _health_off(self) -> None:
         await self._health.enter_graceful_shutdown()
 
-    async def _open(self, generator: TextGenerator) -> None:
-        self._front_end.open(generator)
+    async def _open(self, generator: TextGenerator, tracing: Tracing | None) -> None:
+        self._front_end.open(generator, tracing)
         if generator.engine.status == "ready":
             for name in ("", SERVICE):
                 await self._health.set(name, SERVING)

@@ -176,7 +176,10 @@ class InferenceService:
             raise DeadlineError("the deadline has passed")
         deadline = None if remaining is None else time.monotonic() + remaining
         jobs, names = [Job(0, token_ids, params)], [_name(request.request_id)]
-        running = self._front_end.running(jobs, names, deadline, stream=stream, owner=tenant.get())
+        sent = {name: str(value) for name, value in context.invocation_metadata() or ()}
+        running = self._front_end.running(
+            *(jobs, names, deadline), stream=stream, owner=tenant.get(), headers=sent
+        )
         async with running as (source,):
             yield source
 

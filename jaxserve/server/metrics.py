@@ -21,6 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.interface import DraftCounts, EngineLoad, StepLoop, TokenEngine
+from jaxserve.engine.request import SamplingParams
 from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.progress import advances
@@ -139,7 +140,7 @@ class Metrics:
             gauge = Gauge(PREFIX + name, text, [LABEL], registry=self._engine)
             gauge.labels(self._model).set_function(number)
 
-    def started(self) -> Callable[[GenerationOutput], None]:
+    def started(self, params: SamplingParams) -> Callable[[GenerationOutput], None]:
         """Begins to measure a request; the returned function takes its outputs."""
         return _RequestClock(self).note
 

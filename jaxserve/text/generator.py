@@ -35,7 +35,7 @@ SHORT_PROMPT = 512
 MAX_BATCH = 4096
 """Most outputs that the generator's thread takes in one batch."""
 
-Observer = Callable[[], Callable[[GenerationOutput], None]]
+Observer = Callable[[SamplingParams], Callable[[GenerationOutput], None]]
 """Called when a request is submitted; the function it returns gets every output of the request."""
 
 
@@ -205,7 +205,7 @@ class TextGenerator:
             on_text,
             deadline,
             max_pending_tokens,
-            None if self._observe is None else self._observe(),
+            None if self._observe is None else self._observe(params),
             owner,
         )
         with self._lock:

@@ -21,6 +21,7 @@ class PagesSource(msgspec.Struct, frozen=True):
         `pages_digest`); both ends compare it, and a difference fails the request.
       epoch: identifies a run of the pages server: a lease does not survive its worker.
       cached: held tokens that the prefill worker found in its prefix cache.
+      queue_seconds: how long the prompt waited there until it was let in.
     """
 
     address: str
@@ -29,6 +30,7 @@ class PagesSource(msgspec.Struct, frozen=True):
     digest: str
     epoch: int = 0
     cached: int = 0
+    queue_seconds: float = 0.0
 
 
 NOTHING_HELD = PagesSource("", "", 0, "")

@@ -26,6 +26,7 @@ from jaxserve.server.listener import bind, bind_unix, remove_unix
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.stream import MESSAGES_A_SECOND
+from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
 
@@ -107,6 +108,7 @@ class HttpServer(LoopThread):
         template: ChatTemplate | None = None,
         *,
         metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Accepts requests from now on.
 
@@ -114,12 +116,13 @@ class HttpServer(LoopThread):
           generator: generates the text.
           template: of chats; None: they are refused.
           metrics: of /metrics.
+          tracing: of requests; None: they are not traced.
         """
 
         async def opened() -> None:
             self._service.template = template
             self._service.metrics = metrics
-            self._service.open(generator)
+            self._service.open(generator, tracing)
 
         self._call(opened())
 

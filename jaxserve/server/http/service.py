@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOLD, MAX_NAME = 1000, 100
 """Most names of unknown fields that are logged, and most characters of one."""
+COMPLETIONS = "/v1/completions"
+"""The route whose prompts are no chats."""
 MAX_ACTIVE = 2048
 """Requests that are read, run or answered at a time; more are refused before they are read."""
 
@@ -159,7 +161,13 @@ class Service(FrontEnd):
             name = keyed_id(exchange.tenant, key, exchange.asked)
         names = [f"{name}.{job.index}" for job in jobs]
         deadline = time.monotonic() + self._request_seconds
-        running = self.running(jobs, names, deadline, stream=stream, owner=exchange.tenant)
+        running = self.running(
+            *(jobs, names, deadline),
+            stream=stream,
+            owner=exchange.tenant,
+            headers=exchange.headers,
+            operation="text_completion" if exchange.scope["path"] == COMPLETIONS else "chat",
+        )
         async with contextlib.AsyncExitStack() as stack:
             try:
                 if key:

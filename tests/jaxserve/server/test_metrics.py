@@ -5,6 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.engine.request import SamplingParams
 from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
@@ -49,7 +50,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def test_the_times_of_a_request(clock: Clock) -> None:
     metrics = Metrics("m")
-    note = metrics.started()
+    note = metrics.started(SamplingParams())
     for seconds, tokens, reason in ((2.0, 1, None), (0.5, 2, None), (0.25, 1, "length")):
         clock.now += seconds
         note(
@@ -86,13 +87,13 @@ def test_the_times_of_a_request(clock: Clock) -> None:
 
 def test_a_request_that_the_engine_refuses_counts_nothing(clock: Clock) -> None:
     metrics = Metrics("m")
-    metrics.started()
+    metrics.started(SamplingParams())
     assert samples(metrics)["prompt_tokens_total"] == 0
 
 
 def test_a_request_without_a_token(clock: Clock) -> None:
     metrics = Metrics("m")
-    metrics.started()(GenerationOutput(request_id="a", finish_reason="cancelled"))
+    metrics.started(SamplingParams())(GenerationOutput(request_id="a", finish_reason="cancelled"))
     found = samples(metrics)
     assert found["request_success_total finished_reason=cancelled"] == 1
     assert found["time_to_first_token_seconds_count"] == 0
