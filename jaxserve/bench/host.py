@@ -20,8 +20,7 @@ from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
 from jaxserve.roles.compilation import hot_call
-from jaxserve.roles.token_programs import GroupPut
-from jaxserve.roles.weights import zeroed
+from jaxserve.roles.token_programs import GroupPut, zeroed
 
 LAYERS = 16
 """A quarter of a real model's, and fewer than the CPU backend allows in flight on a device (32)."""
@@ -88,7 +87,8 @@ def bare_loop(model: RandomModel) -> Callable[[], tuple[float, float]]:
     dispatch, combine = link.dispatch(0, tokens).copier(), link.combine[tokens].copier()
     state = [idle_experts(model.ffn.slots, mesh) for _ in range(LAYERS)]
     tables, counts = map(list, zip(*state, strict=True))
-    pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(LAYERS)]
+    arrays = programs.pools[0].arrays
+    pages = [tuple(zeroed(arrays, programs.mesh)) for _ in range(LAYERS)]
     put, plan = GroupPut(programs), decode_plan(model.deployment, 0, KV_LENGTH)
     last = put.last_tokens()
 

@@ -46,8 +46,7 @@ from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
 from jaxserve.roles.attention import Cell
 from jaxserve.roles.ffn import FFNPrograms
-from jaxserve.roles.token_programs import GroupPut
-from jaxserve.roles.weights import zeroed
+from jaxserve.roles.token_programs import GroupPut, zeroed
 
 LAYERS = 8
 ROWS = 32

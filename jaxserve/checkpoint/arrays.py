@@ -7,7 +7,7 @@ Called by the checkpoints (`hf.py`, `store.py`, `peer.py`), which know how to re
 import abc
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -136,20 +136,22 @@ class InMemory(NamedTuple):
         return 0
 
 
-class BlockReader(abc.ABC):
-    """Source of the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`.
+class LeafSource(abc.ABC):
+    """Source of a role's leaves: a checkpoint, running workers, or random numbers.
 
     Attributes:
       on_read: called with the number of bytes of every read, from any thread.
+      on_block: called with the number of blocks whose leaves were made.
       checks: pending verifications of the files that were read.
     """
 
     def __init__(self) -> None:
         self.on_read: Callable[[int], None] = lambda size: None
+        self.on_block: Callable[[int], None] = lambda blocks: None
         self.checks: list[Future[None]] = []
 
     @property
-    def storage(self) -> "BlockReader":
+    def storage(self) -> "LeafSource":
         """The source that reads storage, not running workers."""
         return self
 
@@ -162,19 +164,32 @@ class BlockReader(abc.ABC):
         while self.checks:
             self.checks.pop().result()
 
+    @abc.abstractmethod
     def leaves(
         self,
         template: Template,
         sources: Sources | Sequence[Sources],
         shardings: Sequence[Sharding],
-    ) -> Iterator[jax.Array]:
-        """Yields the leaves of one block, one at a time; each shard is read separately.
+    ) -> Iterable[jax.Array]:
+        """Makes the leaves of one block, one at a time; each shard is made separately.
 
         Args:
           sources: the block's sources; or those of several blocks of one kind, whose leaves are
             stacked along a new first axis.
           shardings: shardings of the resulting arrays, stacking axis included.
         """
+
+
+class BlockReader(LeafSource):
+    """Reads the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`."""
+
+    def leaves(
+        self,
+        template: Template,
+        sources: Sources | Sequence[Sources],
+        shardings: Sequence[Sharding],
+    ) -> Iterator[jax.Array]:
+        """Yields the leaves of one block, or of several; see `LeafSource`."""
         tables, layers = ([sources], None) if isinstance(sources, dict) else (sources, len(sources))
         return self.block(template, wanted_leaves(template, shardings, layers), tables)
 

@@ -1,13 +1,13 @@
 """Random weights in place of a checkpoint's. Used by `bench/`, `preflight/` and tests."""
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxserve.checkpoint.arrays import LeafSource
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.model.module import Template
@@ -15,21 +15,13 @@ from jaxserve.model.module import Template
 SEEDS = 1 << 30
 
 
-class RandomLeaves:
+class RandomLeaves(LeafSource):
     """Random weights that depend on a seed and on the names of a block's tensors alone: all
     processes and layouts of a model have the same."""
 
     def __init__(self, seed: int = 0):
+        super().__init__()
         self._seed = seed
-        self.on_read: Callable[[int], None] = lambda size: None
-
-    @property
-    def storage(self) -> Self:
-        """Source that asks no running worker: this one."""
-        return self
-
-    def check(self) -> None:
-        """Does nothing: no array can be damaged."""
 
     def leaves(
         self,

@@ -32,8 +32,8 @@ from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import HeldBlock, Leaves, zeroed
+from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.weights import HeldBlock, Leaves
 from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of
 
 if TYPE_CHECKING:  # a cell of one role needs neither the other role's worker nor local links
@@ -105,7 +105,7 @@ class AttentionWorker:
         programs = self._programs
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
         self._pages = [
-            list(zeroed(programs.pool(programs.config.layer(layer)).arrays, programs.mesh))
+            zeroed(programs.pool(programs.config.layer(layer)).arrays, programs.mesh)
             for layer in range(programs.config.all_layers)
         ]
         self._lanes = TokenLanes(programs, self._weights.head)

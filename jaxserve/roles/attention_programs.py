@@ -346,7 +346,7 @@ def build_attention(
     """Loads weights and compiles programs: all arguments of `AttentionWorker` but its link."""
     programs = AttentionPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
-    with load_progress(source, 2 + templates.config.all_layers) as counted:
-        weights = AttentionWeights(counted, names, programs)
+    with load_progress(source, 2 + templates.config.all_layers):
+        weights = AttentionWeights(source, names, programs)
     executables = compile_steps(attention_executables, programs, buckets)
     return programs, executables, weights

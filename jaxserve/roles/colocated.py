@@ -16,8 +16,8 @@ from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress, zeroed
+from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer
 
@@ -88,8 +88,8 @@ def build_worker(
     config, names, meshes, templates, source = model
     programs = ColocatedPrograms(templates, deployment, meshes.attention)
     buckets = deployment_buckets(deployment)
-    with load_progress(source, 2 + 2 * config.all_layers) as counted:
-        weights = ColocatedWeights(counted, names, programs)
+    with load_progress(source, 2 + 2 * config.all_layers):
+        weights = ColocatedWeights(source, names, programs)
     executables = compile_steps(colocated_executables, programs, buckets)
     slots = open_slots(programs, weights, names, source)
     return ColocatedWorker(programs, executables, weights, slots, observer)
@@ -115,7 +115,7 @@ class ColocatedWorker(WholeSteps):
         super()._clear()
         programs = self._programs
         self._pages: list[jax.Array] = []  # the old ones are free before there are new ones
-        self._pages = list(zeroed(programs.all_pages, programs.mesh))
+        self._pages = zeroed(programs.all_pages, programs.mesh)
         self._tokens = TokenLanes(programs, self._weights.head)
 
     def renew(self) -> bool:

@@ -153,8 +153,8 @@ def build_ffn(
 ) -> tuple[FFNPrograms, FFNExecutables, FFNWeights, ExpertSlots | None]:
     """Loads weights and compiles programs: the arguments of `FFNWorker`."""
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
-    with load_progress(source, templates.config.all_layers) as counted:
-        weights = FFNWeights(counted, names, programs)
+    with load_progress(source, templates.config.all_layers):
+        weights = FFNWeights(source, names, programs)
     executables = compile_steps(ffn_executables, programs, sizes)
     slots = open_slots(programs, weights, names, source)
     return programs, executables, weights, slots

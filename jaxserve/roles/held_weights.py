@@ -8,9 +8,8 @@ enqueued while no expert moves (`ExpertSlots.changing`), so a later move cannot 
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -23,24 +22,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.weights.client import pieces
 from jaxserve.link.weights.frames import Held, HeldArray, Ranges
 from jaxserve.link.weights.server import WeightsServer
-from jaxserve.model.ffn.placement import Placement
 from jaxserve.roles.weights import HeldBlock
 
+if TYPE_CHECKING:  # a colocated or attention worker may have none
+    from jaxserve.roles.expert_slots import ExpertSlots
+
 logger = logging.getLogger(__name__)
-
-
-class KnowsSlots(Protocol):
-    """Interface of `ExpertSlots` that tells which slot holds an expert."""
-
-    @property
-    def changing(self) -> AbstractContextManager[object]:
-        """Lock held while experts are moved into slots."""
-        ...
-
-    @property
-    def placements(self) -> Mapping[int, Placement]:
-        """Expert of every slot, by layer."""
-        ...
 
 
 class _Array(NamedTuple):
@@ -60,7 +47,7 @@ class HeldWeights:
       slots: slots of the routed experts; None without routed experts.
     """
 
-    def __init__(self, blocks: Sequence[HeldBlock], slots: KnowsSlots | None):
+    def __init__(self, blocks: Sequence[HeldBlock], slots: "ExpertSlots | None"):
         self._slots = slots
         self._arrays = {
             (block.name, name): _Array(block, place, held)
@@ -199,7 +186,7 @@ def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ra
 
 
 def serve_weights(
-    deployment: Deployment, blocks: Sequence[HeldBlock], slots: KnowsSlots | None, token: str
+    deployment: Deployment, blocks: Sequence[HeldBlock], slots: "ExpertSlots | None", token: str
 ) -> WeightsServer | None:
     """Serves a worker's weights at `weights.address`; None if the deployment sets no address.
 

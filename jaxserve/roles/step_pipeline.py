@@ -30,8 +30,8 @@ from jaxserve.roles.step_programs import (
     union_mesh,
 )
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import RoleWeights, load_progress, zeroed
+from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer, Passed
 
@@ -79,8 +79,8 @@ class AttentionPipeline(StepPipeline):
     ):
         config, names, _, templates, source = model
         programs = AttentionStepPrograms(templates, deployment, mesh)
-        with load_progress(source, 2 + config.layers) as counted:
-            weights = RoleWeights(counted, mesh)
+        with load_progress(source, 2 + config.layers):
+            weights = RoleWeights(source, mesh)
             embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
             for kind, first, stop in config.runs():
                 block, sources = templates.attention[kind], names.attention[first:stop]
@@ -92,7 +92,7 @@ class AttentionPipeline(StepPipeline):
             {(b, n): programs.step(b, n) for b in buckets for n in lanes}
         )
         self._ends = compile_steps(_ends, programs, buckets)
-        self._pages = list(zeroed(programs.all_pages, mesh))
+        self._pages = zeroed(programs.all_pages, mesh)
         self._tokens = TokenLanes(programs, head)
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
@@ -124,8 +124,8 @@ class FFNPipeline(StepPipeline):
     ):
         config, names, meshes, templates, source = model
         programs = FFNStepPrograms(templates, deployment, meshes.ffn, mesh)
-        with load_progress(source, config.layers) as counted:
-            weights = RoleWeights(counted, mesh)
+        with load_progress(source, config.layers):
+            weights = RoleWeights(source, mesh)
             for kind, first, stop in config.runs():
                 weights.add("ffn", templates.ffn[kind.ffn], names.ffn[first:stop], FFN_RULES, first)
         sizes, lanes = token_sizes(deployment), range(1, 1 + deployment.lanes)

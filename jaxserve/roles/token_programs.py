@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.put import Put, fast_put
-from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed, sharded_zeros
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
@@ -266,6 +266,12 @@ def drawn_tokens(
     with jax.named_scope("sample"):
         drawn, largest = sample_and_largest(logits, state, vocab)
         return jnp.where(jnp.isfinite(largest), drawn, NO_TOKEN)
+
+
+def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> list[jax.Array]:
+    """Makes zeroed pages of these global shapes on their devices."""
+    sharding = cached_sharding(mesh, PAGES_SPEC)
+    return [sharded_zeros(array.shape, array.dtype, sharding) for array in arrays]
 
 
 class KVArrays(NamedTuple):

@@ -6,16 +6,16 @@ reads only the parts that its own devices hold. Colocated mode stacks the layers
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.checkpoint.arrays import LeafSource
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import Rules, cached_sharding, sharded_zeros
-from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.mesh import Rules, cached_sharding
 from jaxserve.model.module import Template
 from jaxserve.progress import Progress
 
@@ -23,33 +23,6 @@ if TYPE_CHECKING:  # an ffn worker in a runtime of its own has no attention bloc
     from jaxserve.model.blocks import AttentionTemplates
 
 Leaves = tuple[jax.Array, ...]
-
-
-class LeafSource(Protocol):
-    """Source of a role's leaves, such as a checkpoint folder or a running worker."""
-
-    on_read: Callable[[int], None]
-    """Called with the number of bytes of every read, from any thread."""
-
-    @property
-    def storage(self) -> "LeafSource":
-        """The source that reads from storage: this one, or the one that it falls back to when no
-        running worker has the weights."""
-        ...
-
-    def leaves(
-        self,
-        template: Template,
-        sources: Sources | Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterable[jax.Array]:
-        """Makes one block's leaves on their devices, one by one. With several blocks of one kind,
-        stacks them along a new first axis."""
-        ...
-
-    def check(self) -> None:
-        """Called when everything is loaded. Raises CheckpointError if a file was damaged."""
-        ...
 
 
 OpenSource = Callable[[Deployment, CheckpointNames], LeafSource]
@@ -72,39 +45,17 @@ class HeldBlock(NamedTuple):
     """Index of the block in stacked leaves; None if the leaves are the block's alone."""
 
 
-class _CountedLeaves:
-    """Wraps a source and counts the blocks that it gives."""
-
-    def __init__(self, source: LeafSource, progress: Progress):
-        self._source, self._progress = source, progress
-        self.on_read, self.check = source.on_read, source.check
-
-    @property
-    def storage(self) -> LeafSource:
-        """The wrapped source's storage."""
-        return self._source.storage
-
-    def leaves(
-        self,
-        template: Template,
-        sources: Sources | Sequence[Sources],
-        shardings: Sequence[jax.sharding.Sharding],
-    ) -> Iterator[jax.Array]:
-        """Yields the wrapped source's leaves."""
-        yield from self._source.leaves(template, sources, shardings)
-        self._progress.advance(1 if isinstance(sources, dict) else len(sources))
-
-
 @contextlib.contextmanager
-def load_progress(source: LeafSource, blocks: int) -> Iterator[LeafSource]:
-    """Yields the source with a display of the blocks and bytes loaded.
+def load_progress(source: LeafSource, blocks: int) -> Iterator[None]:
+    """Displays the blocks and bytes that a source loads.
 
     The number of bytes that a process will read is not known in advance. The time left is therefore
     estimated from its blocks.
     """
     with Progress("load", blocks, process=jax.process_index()) as progress:
         source.on_read = lambda size: progress.advance(0, size=size)
-        yield _CountedLeaves(source, progress)
+        source.on_block = progress.advance
+        yield
     source.check()
 
 
@@ -119,7 +70,10 @@ def load_leaves(
     of one kind, stacked along a new first axis."""
     stacked = () if isinstance(sources, dict) else (None,)
     specs = [PartitionSpec(*stacked, *spec) for spec in template.specs(rules)]
-    return tuple(source.leaves(template, sources, [cached_sharding(mesh, s) for s in specs]))
+    shardings = [cached_sharding(mesh, spec) for spec in specs]
+    made = tuple(source.leaves(template, sources, shardings))
+    source.on_block(len(sources) if stacked else 1)
+    return made
 
 
 class RoleWeights:
@@ -178,9 +132,3 @@ class RoleWeights:
     def replace_bank(self, number: int, leaves: Leaves) -> None:
         """Replaces all leaves of a bank's ffn block or blocks."""
         self.blocks[self._banks[number]] = leaves
-
-
-def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Sequence[jax.Array]:
-    """Makes zeroed pages of these global shapes on their devices."""
-    sharding = cached_sharding(mesh, PAGES_SPEC)
-    return [sharded_zeros(array.shape, array.dtype, sharding) for array in arrays]

@@ -22,7 +22,7 @@ from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
 from jaxserve.roles.role_bytes import role_bytes
-from jaxserve.roles.weights import zeroed
+from jaxserve.roles.token_programs import zeroed
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.weights import zeroed
+from jaxserve.roles.token_programs import zeroed
 from pallas_kernels import input_major
 from tests import golden
 from tests.jaxserve import layouts
