@@ -108,7 +108,7 @@ class ReadableArray(Protocol):
         """Copies a part of the array, converted to the target's dtype.
 
         Args:
-          ranges: (start, stop) of every axis; elements beyond the array's shape are not written.
+          ranges: (start, stop) of every axis, none of them empty, inside the array.
           target: an array with the sizes of the ranges.
 
         Returns:
@@ -131,8 +131,7 @@ class InMemory(NamedTuple):
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
         """See `ReadableArray`; reads nothing more."""
-        part = self.values[tuple(slice(low, high) for low, high in ranges)]
-        target[tuple(map(slice, part.shape))] = part
+        target[...] = self.values[tuple(slice(low, high) for low, high in ranges)]
         return 0
 
 
@@ -299,10 +298,13 @@ def read_leaf(
         shards = []
         for ranges in parts:
             shard = leaf.empty(ranges)
-            for block, inside, target in leaf.blocks(ranges, shard):
-                if clipped(inside, arrays[block].shape) != inside:
+            for block, wanted, target in leaf.blocks(ranges, shard):
+                inside = clipped(wanted, arrays[block].shape)
+                if inside != wanted:
                     target[...] = empty
-                on_read(arrays[block].read_into(inside, target))
+                if all(low < high for low, high in inside):
+                    place = tuple(slice(high - low) for low, high in inside)
+                    on_read(arrays[block].read_into(inside, target[place]))
             shards.append(shard)
         return shards
 

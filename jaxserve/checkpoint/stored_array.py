@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore
 
 from jaxserve.checkpoint.reading import aligned_empty
-from jaxserve.checkpoint.regions import Ranges, clipped
+from jaxserve.checkpoint.regions import Ranges
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
 from jaxserve.storage.files import LocalFile, array_store
@@ -64,19 +64,15 @@ class StoredArray(NamedTuple):
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
         """See `arrays.ReadableArray`."""
-        spans = clipped(ranges, self.shape)
-        if any(low >= high for low, high in spans):
-            return 0
-        part = self.store[tuple(slice(low, high) for low, high in spans)]
-        inside = target[tuple(slice(high - low) for low, high in spans)]
         if self.packed:
-            return self._read_packed(spans, inside)
-        destination = tensorstore.array(inside, context=_CONTEXT, copy=False, write=True)
+            return self._read_packed(ranges, target)
+        part = self.store[tuple(slice(low, high) for low, high in ranges)]
+        destination = tensorstore.array(target, context=_CONTEXT, copy=False, write=True)
         if part.dtype != destination.dtype:
             part = part.astype(destination.dtype)
-        seconds = ANSWER_SECONDS + inside.nbytes / LEAST_BYTES_PER_SECOND
+        seconds = ANSWER_SECONDS + target.nbytes / LEAST_BYTES_PER_SECOND
         try:
-            destination.write(part.translate_to[(0,) * inside.ndim]).result(timeout=seconds)
+            destination.write(part.translate_to[(0,) * target.ndim]).result(timeout=seconds)
         except TimeoutError:
             raise CheckpointError(f"{self.path}: not read within {seconds:g} s") from None
         except ValueError as error:
@@ -84,7 +80,7 @@ class StoredArray(NamedTuple):
         return part.size * self.dtype.itemsize
 
     def _read_packed(self, spans: Ranges, target: np.ndarray) -> int:
-        """Reads and unpacks a part; `spans` lie within the array. Returns bytes read."""
+        """Reads and unpacks a part. Returns the bytes read."""
         (low, high), each = spans[-1], PACKED[self.dtype.name]
         whole = [*spans[:-1], (low // each, -(-high // each))]
         found: np.ndarray = np.empty([stop - start for start, stop in whole], np.uint8)
@@ -138,16 +134,12 @@ class Spread(NamedTuple):
         return *self.array.shape[:-2], len(self.rows), len(self.columns)
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """See `StoredArray.read_into`."""
-        inside = clipped(ranges, self.shape)
-        if any(low >= high for low, high in inside):
-            return 0
-        rows, columns = self.rows[slice(*inside[-2])], self.columns[slice(*inside[-1])]
-        ends = (rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)
-        part = np.empty([b - a for a, b in (*inside[:-2], *ends)], target.dtype)
-        read = self.array.read_into((*inside[:-2], *ends), part)
-        place = tuple(slice(high - low) for low, high in inside)
-        target[place] = part[..., (rows - rows[0])[:, None], columns - columns[0]]
+        """See `arrays.ReadableArray`."""
+        rows, columns = self.rows[slice(*ranges[-2])], self.columns[slice(*ranges[-1])]
+        whole = *ranges[:-2], (rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)
+        part = np.empty([stop - start for start, stop in whole], target.dtype)
+        read = self.array.read_into(whole, part)
+        target[...] = part[..., (rows - rows[0])[:, None], columns - columns[0]]
         return read
 
 
@@ -164,12 +156,10 @@ class Dequantised(NamedTuple):
         return self.values.shape
 
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """See `StoredArray.read_into`."""
-        inside = clipped(ranges, self.shape)
-        places = [*itertools.product(*(range(low, high) for low, high in inside[:-2]))]
-        read = 0
-        for place in places:
-            part = (*((entry, entry + 1) for entry in place), *inside[-2:])
+        """See `arrays.ReadableArray`."""
+        read, outer = 0, [range(low, high) for low, high in ranges[:-2]]
+        for place in itertools.product(*outer):
+            part = (*((entry, entry + 1) for entry in place), *ranges[-2:])
             numbers, factors = np.empty((2, *(high - low for low, high in part)), np.float32)
             read += self.values.read_into(part, numbers)
             if self.zeros is not None:
@@ -177,9 +167,8 @@ class Dequantised(NamedTuple):
                 numbers -= factors
             read += self.scales.read_into(part, factors)
             numbers *= factors
-            rows, columns = numbers.shape[-2:]
-            at = tuple(entry - low for entry, (low, _) in zip(place, inside, strict=False))
-            target[at][:rows, :columns] = numbers.reshape(rows, columns)
+            at = tuple(entry - own.start for entry, own in zip(place, outer, strict=True))
+            target[at] = numbers.reshape(numbers.shape[-2:])
         return read
 
 
