@@ -6,22 +6,18 @@ its shapes. The workers that hold the head call `Sampling` at the end of every s
 lane's token counts (for penalties) on the device; the plan decides which sequence they belong to.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.mesh import sharded_zeros
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
 from jaxserve.model.sampler import LogitRules, adjust, count, log_probabilities
 from jaxserve.roles.compilation import Get
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
-from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
 
@@ -222,64 +218,3 @@ class Finished(NamedTuple):
     `sampling.py`; None if no request asked."""
     scores: jax.Array | None = None
     """int32 [groups, tokens, …]: log-probabilities of prompt tokens, packed likewise."""
-
-
-class Sampling:
-    """Ends the steps of all lanes.
-
-    Args:
-      programs: the deployment's.
-      head: the head's leaves.
-      put: puts an array `[groups, …]` on the mesh.
-    """
-
-    def __init__(
-        self,
-        programs: TokenPrograms,
-        head: Sequence[jax.Array],
-        put: Callable[[np.ndarray], jax.Array],
-    ):
-        counts = counts_shape(programs)
-        self._counts = [
-            sharded_zeros(counts.shape, counts.dtype, counts.sharding)
-            for _ in range(programs.deployment.lanes)
-        ]
-        self._groups, self._slots = programs.groups, programs.slots
-        self._vocab = programs.config.vocab
-        self._head, self._put = head, put
-
-    def finish(
-        self,
-        plan: StepPlan,
-        executables: SamplingExecutables | None,
-        batch: jax.Array,
-        before: jax.Array,
-        left: tuple[jax.Array, ...],
-        stream: Sequence[jax.Array],
-    ) -> tuple[jax.Array, Finished, Sequence[jax.Array]]:
-        """Returns the lane's last tokens, the finished step with all results that were asked for,
-        and in steps with drafts the lane's lengths.
-
-        Args:
-          plan, batch: the step, and its array.
-          executables: programs of its bucket; None for a small bucket, whose steps have no options.
-          before: the lane's last tokens before the step.
-          left: results of the step's last program: last tokens, sampled tokens, logits, and with
-            drafts lengths.
-          stream: arrays that hold the residual stream after the last layer.
-        """
-        last, sampled, logits, *lengths = left
-        logprobs = scores = None
-        if executables is None:
-            return last, Finished(plan, sampled, logits, sampled), lengths
-        if plan.has_rules:
-            rules = self._put(rules_array(plan, self._groups, self._slots, self._vocab))
-            last, sampled, self._counts[plan.lane], *lengths = executables.choose(
-                logits, before, batch, self._counts[plan.lane], rules
-            )
-        if plan.has_logprobs:
-            logprobs = executables.logprobs(logits, sampled)
-        if plan.has_targets:
-            targets = self._put(targets_array(plan, self._groups, self._slots))
-            scores = executables.score(targets, *stream, *self._head)
-        return last, Finished(plan, sampled, logits, sampled, logprobs, scores), lengths

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxserve.mesh import sharded_zeros
 from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
-from jaxserve.roles.sampling import Finished, Sampling, SamplingExecutables
+from jaxserve.roles.sampling import Finished, SamplingExecutables, counts_shape
+from jaxserve.roles.step_arrays import rules_array, targets_array
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import GroupPut, TokenPrograms
 from jaxserve.roles.weights import Leaves
@@ -29,9 +31,10 @@ class TokenLanes:
     def __init__(self, programs: TokenPrograms, head: Leaves):
         self.put, lanes = GroupPut(programs), range(programs.deployment.lanes)
         state, put = (programs.groups, programs.slots), self.put.rows
+        self._programs, self._head, self._lookup = programs, head, None
         self._last = [self.put.last_tokens() for _ in lanes]
-        self._sampling = Sampling(programs, head, put)
-        self._lookup = None
+        counts = counts_shape(programs)
+        self._counts = [sharded_zeros(counts.shape, counts.dtype, counts.sharding) for _ in lanes]
         if drafts := programs.deployment.drafts:
             self._lengths = [put(np.zeros(state, np.int32)) for _ in lanes]
             self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in lanes]
@@ -62,15 +65,30 @@ class TokenLanes:
         """Runs the options of requests, and looks up drafts for the lane's next step.
 
         Args:
-          programs: those of the step's bucket.
+          programs: those of the step's bucket. A small bucket has none for sampling, since its
+            steps have no options.
           arrays: the lane's last tokens before the step, its batch array and its page table.
-          left, stream: see `Sampling.finish`.
+          left: results of the step's last program: last tokens, sampled tokens, logits, and with
+            drafts lengths.
+          stream: arrays that hold the residual stream after the last layer.
 
         Returns:
           the finished step, and what prediction modules need to draft; None: no drafts are wanted.
         """
         (sampling, drafting), (before, batch, table) = programs, arrays
-        last, finished, lengths = self._sampling.finish(plan, sampling, batch, before, left, stream)
+        last, sampled, logits, *lengths = left
+        logprobs = scores = None
+        shape, put = (self._programs.groups, self._programs.slots), self.put.rows
+        if sampling is not None and plan.has_rules:
+            rules = put(rules_array(plan, *shape, self._programs.config.vocab))
+            last, sampled, self._counts[plan.lane], *lengths = sampling.choose(
+                logits, before, batch, self._counts[plan.lane], rules
+            )
+        if sampling is not None and plan.has_logprobs:
+            logprobs = sampling.logprobs(logits, sampled)
+        if sampling is not None and plan.has_targets:
+            scores = sampling.score(put(targets_array(plan, *shape)), *stream, *self._head)
+        finished = Finished(plan, sampled, logits, sampled, logprobs, scores)
         self._last[plan.lane] = last
         if drafting is None or not plan.proposes:
             return finished, None
