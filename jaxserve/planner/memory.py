@@ -10,16 +10,15 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxserve.config.model import FFN
 from jaxserve.planner.assumptions import number_bytes
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.activations import (
-    FFNWidths,
     StepSizes,
     attention_activations,
     ffn_activations,
-    ffn_widths,
     shared_width,
 )
 
@@ -68,7 +67,8 @@ class _Fixed(NamedTuple):
     """Weights, and room for an expert on its way."""
     sequence: float
     """Bytes of a sequence's cache."""
-    kinds: tuple[FFNWidths, ...]
+    kinds: dict[FFN, bool]
+    """See `ffn_activations`."""
 
 
 class Memory:
@@ -160,13 +160,10 @@ class Memory:
         if mesh.routed > 1 and model.moe is not None:
             expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor
             moving = expert * calculator.formats.weight_bytes
-        kinds = tuple(
-            ffn_widths(
-                *(group.shared_d_ff, group.expert_d_ff, group.top_k, mesh),
-                alltoall=calculator.exchange_kind(group, mesh, hardware) == "alltoall",
-            )
+        kinds = {
+            group.spec: calculator.exchange_kind(group, mesh, hardware) == "alltoall"
             for group in model.ffn
-        )
+        }
         entrance = calculator.entrance_bytes if layout.drafts else 0.0
         attention = calculator.attention_weights(layout.tp) + entrance
         ffn = calculator.ffn_weights(mesh, hardware, layout.redundant_slots)

@@ -17,7 +17,17 @@ from msgspec import Meta
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.config.formats import scaled
-from jaxserve.config.model import GQA, MFA, MLA, Attention, Indexer, LayerKind, ModelConfig
+from jaxserve.config.model import (
+    FFN,
+    GQA,
+    MFA,
+    MLA,
+    Attention,
+    Indexer,
+    LayerKind,
+    ModelConfig,
+    RouterSpec,
+)
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import SCALE, Formats, number_bytes
@@ -189,6 +199,12 @@ class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return 1.0
         shared = 1 if self.shared_d_ff else 0
         return (self.top_k + shared) / (self.experts + shared)
+
+    @property
+    def spec(self) -> FFN:
+        """One of the layers, as the engine describes them."""
+        router = RouterSpec(experts=self.experts, top_k=self.top_k) if self.top_k else None
+        return FFN(d_ff=self.shared_d_ff, router=router, expert_d_ff=self.expert_d_ff)
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,11 +4,12 @@ Used by `capacity.py`, and so by `serve`, and by the planner, so that both arriv
 number.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.config.model import MLA, Attention
+from jaxserve.config.model import FFN, MLA, Attention
 
 if TYPE_CHECKING:
     from jaxserve.model.ffn.traffic import ExchangeMesh
@@ -33,21 +34,6 @@ class StepSizes(NamedTuple):
     """Bytes of a number in the model's dtype."""
 
 
-class FFNWidths(NamedTuple):
-    """Widths of one kind of FFN layer, and the way its rows are exchanged."""
-
-    whole: int
-    """Hidden width of the dense FFN or shared experts, which every row passes; 0: none."""
-    routed: int
-    """Hidden width of a routed expert; 0: the layer has none."""
-    choices: int
-    """Most experts of one row that can all lie on the same device."""
-    alltoall: bool
-    """True if rows are exchanged by all-to-all, False if they are gathered."""
-    sent: int = 0
-    """Most ranks that an all-to-all sends one row to."""
-
-
 def head_width(spec: Attention) -> int:
     """Returns how many numbers attention computes for one head and token: queries before and after
     RoPE, and mixed values; with latents queries before and after absorption, mixed latents and
@@ -67,27 +53,6 @@ def shared_width(spec: object) -> int:
     """
     indexer = spec.indexer if isinstance(spec, MLA) else None
     return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
-
-
-def ffn_widths(
-    d_ff: int, expert_d_ff: int, top_k: int, mesh: "ExchangeMesh", *, alltoall: bool
-) -> FFNWidths:
-    """Returns the widths of an FFN layer on a mesh, whose ranks may have the shared expert apart.
-
-    Args:
-      d_ff: hidden width of the dense FFN or of the shared experts; 0: none.
-      expert_d_ff, top_k: of routed experts; 0: the layer is dense.
-    """
-    if not top_k:
-        return FFNWidths(d_ff, 0, 0, alltoall=False)
-    shared = d_ff // expert_d_ff if mesh.shared else 0
-    return FFNWidths(
-        0 if mesh.shared else d_ff,
-        expert_d_ff,
-        max(top_k, shared),
-        alltoall,
-        min(top_k + (mesh.shared > 0), mesh.ranks),
-    )
 
 
 def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shared: int = 0) -> int:
@@ -118,7 +83,7 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shar
 
 
 def ffn_activations(
-    step: StepSizes, mesh: "ExchangeMesh", dp: int, pieces: int, kinds: Iterable[FFNWidths]
+    step: StepSizes, mesh: "ExchangeMesh", dp: int, pieces: int, kinds: Mapping[FFN, bool]
 ) -> int:
     """Returns the bytes of activations on an ffn device, which sees the rows of all DP groups.
 
@@ -135,6 +100,7 @@ def ffn_activations(
     Args:
       dp: DP groups of a domain.
       pieces: attention devices.
+      kinds: whether an all-to-all exchanges the rows of a layer's routed experts, by its kind.
     """
     size, d, packed = step.size, step.d_model, step.packed
     rows, devices = dp * step.tokens, mesh.ranks * mesh.tensor
@@ -142,14 +108,19 @@ def ffn_activations(
     lanes = step.lanes if mesh.split else 1
     hidden = 2 * FP32 + size
 
-    def layer(kind: FFNWidths) -> int:
-        held = rows * (packed + d * (size + FP32) + -(-kind.whole // devices) * hidden)
-        if kind.routed:
-            routed = d * (2 * size + FP32) + -(-kind.routed // mesh.tensor) * hidden
-            held += rows * kind.choices * routed
-            if kind.alltoall:
-                sent = math.ceil(rows * mesh.own) * kind.sent
+    def layer(spec: FFN, alltoall: bool) -> int:
+        top_k = spec.router.top_k if spec.router else 0
+        apart = top_k > 0 and mesh.shared > 0  # ranks of its own have the shared expert
+        whole = 0 if apart else spec.d_ff
+        held = rows * (packed + d * (size + FP32) + -(-whole // devices) * hidden)
+        if top_k:
+            # The most experts of one row that can all lie on the same device.
+            choices = max(top_k, apart * spec.d_ff // spec.expert_d_ff)
+            routed = d * (2 * size + FP32) + -(-spec.expert_d_ff // mesh.tensor) * hidden
+            held += rows * choices * routed
+            if alltoall:
+                sent = math.ceil(rows * mesh.own) * min(top_k + apart, mesh.ranks)
                 held += rows * d * size + sent * (packed + mesh.tensor * d * size)
         return held
 
-    return lanes * arriving * (packed + d * size) + max(map(layer, kinds))
+    return lanes * arriving * (packed + d * size) + max(itertools.starmap(layer, kinds.items()))

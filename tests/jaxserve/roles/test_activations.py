@@ -1,7 +1,8 @@
 """Bytes of a step's activations, counted by hand."""
 
+from jaxserve.config.model import FFN
 from jaxserve.model.ffn.traffic import ExchangeMesh
-from jaxserve.roles.activations import FFNWidths, StepSizes, attention_activations, ffn_activations
+from jaxserve.roles.activations import StepSizes, attention_activations, ffn_activations
 
 STEP = StepSizes(tokens=10, slots=4, lanes=3, drafts=1, d_model=16, vocab=20, packed=18, size=2)
 
@@ -25,5 +26,5 @@ def test_bytes_on_an_ffn_device():
     arriving = 2 * 5 * (18 + 16 * 2)
     # A layer's 20 rows: packed, unpacked, their result in FP32, and half of 24 hidden numbers.
     layer = 20 * (18 + 16 * (2 + 4) + 12 * (2 * 4 + 2))
-    kind = FFNWidths(24, 0, 0, alltoall=False)
-    assert ffn_activations(STEP, ExchangeMesh(2, 1, 4), 2, 4, [kind]) == 3 * arriving + layer
+    kind = FFN(d_ff=24)
+    assert ffn_activations(STEP, ExchangeMesh(2, 1, 4), 2, 4, {kind: False}) == 3 * arriving + layer
