@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.workers import BenchError
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.runtime import freeze
@@ -117,7 +118,7 @@ class SteadyState:
     def __init__(self, shape: Shape):
         self._shape = shape
         self._random = np.random.default_rng(0)
-        self._scheduler = Scheduler(
+        sizes = SchedulerSizes(
             groups=shape.groups,
             lanes=LANES,
             slots=shape.slots,
@@ -130,6 +131,7 @@ class SteadyState:
             max_waiting=2**20,
             prefix_cache=True,
         )
+        self._scheduler = Scheduler(sizes)
         self._lanes = [
             LaneState(shape.groups, shape.slots, shape.page_buckets[-1]) for _ in range(LANES)
         ]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
+from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes, StepInFlight
 from jaxserve.engine.pages import NO_PAGE, PageAllocator, RingPool
 from jaxserve.engine.prefix_cache import PageNode, PrefixCache
 from jaxserve.engine.sequence import Home, Sequence
@@ -39,30 +39,21 @@ class DPGroup:
     """One DP group. Its lanes share the pool.
 
     Args:
-      index: Number of the group.
-      lanes: Slots of every lane. Rows `index * slots` and following belong to this group.
-      pages: Pages in the pool.
-      page_size: Tokens a page.
-      prefix_cache: Whether full pages are kept for later sequences with the same first tokens.
-      first_page: Lowest page id of the pool.
-      rings: Pages of layers with a window; None: no layer has one.
+      index: number of the group.
+      lanes: slots of every lane. Rows `index * slots` and following belong to this group.
     """
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        lanes: Items[LaneSlots],
-        pages: int,
-        page_size: int,
-        prefix_cache: bool,
-        first_page: int = 0,
-        rings: RingPool | None = None,
-    ):
+    def __init__(self, index: int, lanes: Items[LaneSlots], sizes: SchedulerSizes):
         self.index = index
-        self.pool = PageAllocator(pages, first_page)
-        self.rings = rings
-        self.cache = PrefixCache(self.pool, page_size, rings) if prefix_cache else None
+        scratch, page_size = sizes.scratch, sizes.page_size
+        self.rings: RingPool | None = None
+        self.pool = PageAllocator(sizes.pages - scratch, scratch)
+        spare = self.pool.pages - pages_for(sizes.max_length, page_size)
+        # So that pages for a valid request can always be had.
+        self.pool.most_quarantined = max(0, min(self.pool.most_quarantined, spare))
+        if sizes.ring_pages:
+            self.rings = RingPool(sizes.ring_pages - scratch, scratch, sizes.window, page_size)
+        self.cache = PrefixCache(self.pool, page_size, self.rings) if sizes.prefix_cache else None
         self.changed = False
         """True if pages or slots changed hands since the last check of integrity."""
         self.residents_count = 0
@@ -75,12 +66,12 @@ class DPGroup:
         """Residents that missed their last step for lack of a page. They get pages before residents
         that are due later."""
         self._lanes = lanes
-        self._slots = lanes[0].slots
+        self._slots = sizes.slots
         self._rows = slice(index * self._slots, (index + 1) * self._slots)
         self._free = [list(range(self._slots)) for _ in lanes]  # heaps: the lowest slot goes first
         self._page_size = page_size
         for lane in lanes:
-            lane.open_ring.append(self.open_ring if rings else None)
+            lane.open_ring.append(self.open_ring if self.rings else None)
 
     @property
     def free_pages(self) -> int:

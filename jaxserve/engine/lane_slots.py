@@ -15,16 +15,127 @@ it samples, and `slack` is the number of further tokens that the row may have.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.engine.sequence import Sequence
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
-from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan
+from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan, words
 
 RECENT_TOKENS = 256
 """Tokens of a sequence kept in the lane's array before they are appended to the sequence's own."""
+
+
+class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a domain's scheduler.
+
+    Attributes:
+      groups: DP groups; each has its own pages.
+      lanes: lanes that share each group's pages.
+      slots: sequences a DP group and lane.
+      pages: pages a DP group, `scratch` included.
+      page_size: tokens a page.
+      max_length: longest sequence, prompt and output together, in tokens.
+      token_budget: most tokens a DP group and step.
+      token_buckets: padded step sizes, ascending, ending at token_budget.
+      page_buckets: padded pages a sequence, ascending, the last one covering max_length.
+      max_waiting: requests that may wait before new ones are refused.
+      prefill_tokens: most prefill tokens a DP group and step beside decoding; 0: the rest of the
+        token budget.
+      prefix_cache: whether computed pages are kept for sequences that begin alike.
+      side_by_side: whether lanes that wait for grammars are to start together.
+      drafts: most drafts of a sequence and step.
+      modules: prediction modules that make them; 0: they are looked up.
+      automatic_drafts: whether steps have them only where they make it faster.
+      ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
+      window: tokens that a token sees in layers with a window.
+
+    Raises:
+      ValueError: the budget or the buckets are too small.
+    """
+
+    groups: int
+    lanes: int
+    slots: int
+    pages: int
+    page_size: int
+    max_length: int
+    token_budget: int
+    token_buckets: Items[int]
+    page_buckets: Items[int]
+    max_waiting: int
+    prefill_tokens: int = 0
+    prefix_cache: bool = False
+    side_by_side: bool = False
+    drafts: int = 0
+    modules: int = 0
+    automatic_drafts: bool = False
+    ring_pages: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        slots, drafts = self.slots, self.drafts
+        if self.token_budget < slots * (1 + drafts):
+            least = (
+                f"slots x (1 + drafts) = {slots} x {1 + drafts}" if drafts else f"slots = {slots}"
+            )
+            raise ValueError(f"token_budget = {self.token_budget} is below {least}")
+        if self.token_buckets[-1] != self.token_budget:
+            raise ValueError(
+                f"token_buckets {self.token_buckets} do not end at {self.token_budget}"
+            )
+        if self.page_buckets[-1] * self.page_size < self.max_length:
+            raise ValueError(
+                f"page_buckets {self.page_buckets} do not cover {self.max_length} tokens"
+            )
+
+    @classmethod
+    def of(
+        cls, deployment: Deployment, token_buckets: Items[int], ring_pages: int = 0, window: int = 0
+    ) -> "SchedulerSizes":
+        """Returns the sizes that a deployment's domains have."""
+        limits, cache = deployment.scheduler, deployment.cache
+        return cls(
+            groups=deployment.attention.dp,
+            lanes=deployment.lanes,
+            slots=limits.slots,
+            pages=cache.pages,
+            page_size=cache.page_size,
+            max_length=limits.max_length,
+            token_budget=token_buckets[-1],
+            token_buckets=token_buckets,
+            page_buckets=limits.page_buckets,
+            max_waiting=limits.max_waiting,
+            prefill_tokens=limits.prefill_tokens,
+            prefix_cache=cache.prefix,
+            side_by_side=deployment.topology.has("ffn"),
+            drafts=deployment.drafts,
+            modules=deployment.modules,
+            automatic_drafts=deployment.speculative.automatic,
+            ring_pages=ring_pages,
+            window=window,
+        )
+
+    @property
+    def scratch(self) -> int:
+        """First pages of a DP group, which belong to no sequence."""
+        return scratch_pages(self.drafts, self.modules)
+
+    @property
+    def looks_up(self) -> bool:
+        """True if workers look up drafts in a sequence's tokens, so that they must be sent the
+        tokens that none of their steps produced."""
+        return self.drafts > 0 and not self.modules
+
+    @property
+    def ahead(self) -> int:
+        """Cache entries behind those of a step that the last module writes for its own drafts, if
+        the cache has room."""
+        return max(self.drafts - self.modules, 0) if self.modules else 0
 
 
 class StepInFlight(NamedTuple):
@@ -49,33 +160,15 @@ class LaneSlots:
 
     Args:
       lane: number of the lane.
-      groups: number of DP groups.
-      slots: slots of each DP group.
-      page_size: tokens a page.
-      looks_up: whether workers look up drafts in a sequence's tokens, so that they must be sent
-        the tokens that none of their steps produced.
-      modules: number of prediction modules, which must be sent the tokens behind a prompt's chunk.
-      ahead: cache entries behind those of a step that drafts may use, if the cache has room.
     """
 
-    def __init__(
-        self,
-        lane: int,
-        *,
-        groups: int,
-        slots: int,
-        page_size: int,
-        looks_up: bool = False,
-        modules: int = 0,
-        ahead: int = 0,
-    ):
-        self.lane, self.groups, self.slots = lane, groups, slots
-        self.page_size, self._looks_up, self._ahead = page_size, looks_up, ahead
-        self._modules = modules
+    def __init__(self, lane: int, sizes: SchedulerSizes):
+        self.lane, self.groups, self.slots = lane, sizes.groups, sizes.slots
+        self.page_size, self._sizes = sizes.page_size, sizes
         self.open_ring: list[Callable[[Sequence, int], None] | None] = []
         """Gives a sequence ring pages up to a place among its pages, by DP group; None without
         layers that have a window."""
-        rows = groups * slots
+        rows = sizes.groups * sizes.slots
 
         def counts() -> np.ndarray:
             return np.zeros(rows, np.int32)
@@ -219,7 +312,7 @@ class LaneSlots:
           drafts: drafts of every row of the lane; None feeds none and proposes none afterwards.
         """
         proposes = drafts is not None
-        if drafts is not None and self._looks_up and not drafts.any():
+        if drafts is not None and self._sizes.looks_up and not drafts.any():
             drafts = None
         rows, counts = decode, np.ones(len(decode), np.int32)
         if drafts is not None:
@@ -243,32 +336,31 @@ class LaneSlots:
             token_ids = self._with_chunks(token_ids, rows, counts, chunks)
         sample_counts = samples if own is None else samples * (1 + own)
         reach = kv_lengths if own is None else kv_lengths + own
-        slack, unknown = self.slack[rows], None
-        if slack.any():
-            reach, unknown = reach + slack, rows[slack > 0]
+        slack = self.slack[rows]
+        reach = reach + slack
         options = self._options(rows, counts, samples)
         has_rules = any(one.rules is not None for one in options)
         tokens = np.bincount(rows // self.slots, counts).max()
-        told = np.maximum(np.minimum(reach + self._ahead, self.room[rows]), reach)
+        told = np.maximum(np.minimum(reach + self._sizes.ahead, self.room[rows]), reach)
         pages = -(-int(told.max()) // self.page_size)
         large = bool(options) and own is None  # small steps have none
         bucket_tokens = max(int(tokens), self.slots) if large else int(tokens)
-        plan = StepPlan.of(
+        plan = StepPlan(
             self.lane,
             number,
             buckets.smallest(bucket_tokens, pages, 0 if own is None else buckets.drafts),
-            columns=np.stack([rows, counts, reach - slack, sample_counts]),
-            token_ids=token_ids,
+            columns=words(np.stack([rows, counts, reach - slack, sample_counts])),
+            tokens=words(token_ids),
             new_sequences=[
                 self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
             ],
-            new_pages=self._new_pages(rows, told),
+            pages=words(self._new_pages(rows, told)),
             options=options,
-            temperatures=self._temperatures(rows) if has_rules else None,
-            unknown_lengths=unknown,
+            row_temperatures=self._temperatures(rows) if has_rules else b"",
+            on_device=words(rows[slack > 0]),
             proposes=proposes,
-            said=self._unrecorded(rows) if proposes and self._looks_up else [],
-            upcoming=self._upcoming(rows[~samples], kv_lengths[~samples]) if proposes else None,
+            said=self._unrecorded(rows) if proposes and self._sizes.looks_up else [],
+            upcoming=self._upcoming(rows[~samples], kv_lengths[~samples]) if proposes else b"",
         )
         if own is not None:
             self.slack[rows] += own
@@ -308,21 +400,21 @@ class LaneSlots:
             said.append(SaidTokens(row, start, tokens.tobytes()))
         return said
 
-    def _upcoming(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray | None:
+    def _upcoming(self, rows: np.ndarray, starts: np.ndarray) -> bytes:
         """Returns the tokens behind those of the step, as `StepPlan.upcoming`.
 
         Args:
           rows: in the middle of their prompts.
           starts: Place of each row's first token behind the step.
         """
-        if not self._modules:
-            return None
-        found = np.full((len(rows), 1 + self._modules), -1, np.int32)
+        if not self._sizes.modules:
+            return b""
+        found = np.full((len(rows), 1 + self._sizes.modules), -1, np.int32)
         found[:, 0] = rows
         for own, row, start in zip(found, rows.tolist(), starts.tolist(), strict=True):
-            tokens = self.write_back(row).tokens[start : start + self._modules]
+            tokens = self.write_back(row).tokens[start : start + self._sizes.modules]
             own[1 : 1 + len(tokens)] = tokens
-        return found
+        return words(found)
 
     def _with_chunks(
         self, token_ids: np.ndarray, rows: np.ndarray, counts: np.ndarray, chunks: dict[int, int]
@@ -353,10 +445,9 @@ class LaneSlots:
                 options.append(one)
         return options
 
-    def _temperatures(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(
-            [self.sequences[row].request.params.temperature for row in rows.tolist()], np.float32
-        )
+    def _temperatures(self, rows: np.ndarray) -> bytes:
+        sequences = self.sequences[rows]
+        return words(np.asarray([one.request.params.temperature for one in sequences]), "<f4")
 
     def _new_pages(self, rows: np.ndarray, reach: np.ndarray) -> np.ndarray:
         """Returns pages that the step reaches and the workers do not know, `[3, pages]`. With

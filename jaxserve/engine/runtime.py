@@ -20,7 +20,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.expert_moves import MovesExperts
 from jaxserve.roles.layout import FROM_DEVICE, Bucket
-from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan
+from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan, words
 from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
@@ -67,20 +67,21 @@ def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
         options = [] if bucket.is_small(slots) else options
         for place in range(deployment.lanes * deployment.runtime_domains):
             lane, domain = divmod(place, deployment.runtime_domains)
-            plan = StepPlan.of(
+            plan = StepPlan(
                 lane,
                 -1,
                 bucket,
-                columns=np.stack([rows, fed_rows, fed_rows, fed_rows]),
-                token_ids=np.full(fed * len(rows), FROM_DEVICE, np.int32),
+                columns=words(np.stack([rows, fed_rows, fed_rows, fed_rows])),
+                tokens=words(np.full(fed * len(rows), FROM_DEVICE)),
                 new_sequences=[NewSequence(row, 1.0, 2) for row in rows.tolist()],
-                new_pages=nowhere,
+                pages=words(nowhere),
                 options=options,
-                temperatures=np.ones(len(rows)) if options else None,
+                row_temperatures=words(np.ones(len(rows)), "<f4") if options else b"",
+                domain=domain,
                 proposes=deployment.drafts > 0,
                 said=said,
             )
-            plans.append(plan.in_domain(domain))
+            plans.append(plan)
     return plans
 
 

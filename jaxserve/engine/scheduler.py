@@ -33,24 +33,21 @@ Cost of a step on the host: NumPy over the lane's rows (`lane_slots.py`), and Py
 changes: admissions, ends, new pages, prefill chunks, preemptions, and rows with options.
 """
 
-from collections import Counter, abc, deque
+from collections import Counter, deque
 from typing import Literal
 
 import numpy as np
 
-from jaxserve.config.deployment import scratch_pages
 from jaxserve.engine.admission import AdmissionQueue, Fetches
 from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
 from jaxserve.engine.interface import DraftCounts
-from jaxserve.engine.lane_slots import Buckets, LaneSlots, StepInFlight
+from jaxserve.engine.lane_slots import Buckets, LaneSlots, SchedulerSizes, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
-from jaxserve.engine.pages import RingPool
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, Sequence, token_array
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.roles.layout import pages_for
 from jaxserve.roles.step_plan import StepPlan
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -58,119 +55,30 @@ MAX_STEPS_IN_FLIGHT = 2
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over all lanes and DP groups of one domain.
+    """Continuous batching with chunked prefill over all lanes and DP groups of one domain."""
 
-    Args:
-      groups: DP groups; each has its own pages.
-      lanes: lanes that share each group's pages.
-      slots: sequences a DP group and lane.
-      pages: pages a DP group; `scratch_pages` of them belong to no sequence.
-      page_size: tokens a page.
-      max_length: longest sequence, prompt and output together, in tokens.
-      token_budget: most tokens a DP group and step.
-      token_buckets: padded step sizes, ascending, ending at token_budget.
-      page_buckets: padded pages a sequence, ascending, the last one covering max_length.
-      max_waiting: requests that may wait before new ones are refused.
-      prefill_tokens: most prefill tokens a DP group and step beside decoding; 0: what the token
-        budget leaves.
-      prefix_cache: whether computed pages are kept for sequences that begin alike.
-      side_by_side: whether lanes that wait for grammars are to start together.
-      drafts: most drafts of a sequence and step.
-      modules: prediction modules that make them; 0: they are looked up.
-      automatic_drafts: whether steps have them only where they make it faster.
-      ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
-      window: tokens that a token sees in layers with a window.
-    """
-
-    def __init__(
-        self,
-        *,
-        groups: int,
-        lanes: int,
-        slots: int,
-        pages: int,
-        page_size: int,
-        max_length: int,
-        token_budget: int,
-        token_buckets: abc.Sequence[int],
-        page_buckets: abc.Sequence[int],
-        max_waiting: int,
-        prefill_tokens: int = 0,
-        prefix_cache: bool = False,
-        side_by_side: bool = False,
-        drafts: int = 0,
-        modules: int = 0,
-        automatic_drafts: bool = False,
-        ring_pages: int = 0,
-        window: int = 0,
-    ):
-        if token_budget < slots * (1 + drafts):
-            least = (
-                f"slots x (1 + drafts) = {slots} x {1 + drafts}" if drafts else f"slots = {slots}"
-            )
-            raise ValueError(f"token_budget = {token_budget} is below {least}")
-        if token_buckets[-1] != token_budget:
-            raise ValueError(f"token_buckets {token_buckets} do not end at {token_budget}")
-        if page_buckets[-1] * page_size < max_length:
-            raise ValueError(f"page_buckets {page_buckets} do not cover {max_length} tokens")
-        self.page_size, self.max_waiting = page_size, max_waiting
-        self._buckets = Buckets(sorted(token_buckets), sorted(page_buckets), drafts)
-        # Cache entries behind those of a step that the last module writes for its own drafts.
-        ahead = max(drafts - modules, 0) if modules else 0
-        scratch = scratch_pages(drafts, modules)
-        pages -= scratch
-        self.limits = RequestLimits(max_length=max_length, pages=pages, page_size=page_size)
-        self.capacity = groups * lanes * slots
+    def __init__(self, sizes: SchedulerSizes):
+        lanes, drafts, page_size = sizes.lanes, sizes.drafts, sizes.page_size
+        self.page_size, self.max_waiting = page_size, sizes.max_waiting
+        self._buckets = Buckets(sorted(sizes.token_buckets), sorted(sizes.page_buckets), drafts)
+        self.limits = RequestLimits(
+            max_length=sizes.max_length, pages=sizes.pages - sizes.scratch, page_size=page_size
+        )
+        self.capacity = sizes.groups * lanes * sizes.slots
         """Most sequences that get steps at a time."""
-        self._lanes = [
-            LaneSlots(
-                lane,
-                groups=groups,
-                slots=slots,
-                page_size=page_size,
-                looks_up=drafts > 0 and not modules,
-                modules=modules,
-                ahead=ahead,
-            )
-            for lane in range(lanes)
-        ]
-        self.groups = [
-            DPGroup(
-                index,
-                lanes=self._lanes,
-                pages=pages,
-                page_size=page_size,
-                prefix_cache=prefix_cache,
-                first_page=scratch,
-                rings=RingPool(ring_pages - scratch, scratch, window, page_size)
-                if ring_pages
-                else None,
-            )
-            for index in range(groups)
-        ]
-        spare = pages - pages_for(max_length, page_size)
-        for group in self.groups:  # so that pages for a valid request can always be had
-            group.pool.most_quarantined = max(0, min(group.pool.most_quarantined, spare))
+        self._lanes = [LaneSlots(lane, sizes) for lane in range(lanes)]
+        self.groups = [DPGroup(index, self._lanes, sizes) for index in range(sizes.groups)]
         self.draft_policy = (
-            DraftPolicy(drafts, automatic=automatic_drafts, lanes=lanes) if drafts else None
+            DraftPolicy(drafts, automatic=sizes.automatic_drafts, lanes=lanes) if drafts else None
         )
         """Policy for drafts; None without drafts."""
         self.drafts = DraftCounts()
-        self._composer = StepComposer(
-            self.groups,
-            slots=slots,
-            token_budget=token_budget,
-            prefill_tokens=prefill_tokens or token_budget,
-            policy=self.draft_policy,
-            modules=modules,
-            ahead=ahead,
-            preempt=self._preempt,
-        )
-        self.tables = 1 + (ring_pages > 0)
+        self._composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
+        self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
-        self._publishes = prefix_cache or ring_pages > 0
+        self._publishes = sizes.prefix_cache or sizes.ring_pages > 0
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
-        self._side_by_side = side_by_side
+        self._side_by_side = sizes.side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
         self.fetches = Fetches(self.groups, self._lanes)
         """Fetches of sequences whose first pages a prefill worker holds."""

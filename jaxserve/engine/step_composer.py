@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.engine.admission import rank
 from jaxserve.engine.dp_group import DPGroup
-from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
+from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes, StepInFlight
 from jaxserve.engine.sequence import Sequence
 
 ENOUGH = 8
@@ -182,30 +182,19 @@ class StepComposer:
 
     Args:
       groups: the scheduler's; pages are taken from them.
-      slots: sequences a DP group and lane.
-      token_budget: most tokens a DP group and step.
-      prefill_tokens: most prefill tokens a DP group and step beside decoding.
       policy: whether the next steps have drafts; None: no step has.
-      modules: Prediction modules that propose drafts; 0: they are looked up.
-      ahead: cache entries behind those of a step that drafts are written to.
       preempt: takes its pages from a running sequence, as soon as no step of it is in flight.
     """
 
     def __init__(
         self,
         groups: Items[DPGroup],
-        *,
-        slots: int,
-        token_budget: int,
-        prefill_tokens: int,
+        sizes: SchedulerSizes,
         policy: DraftPolicy | None,
-        modules: int,
-        ahead: int,
         preempt: Callable[[Sequence], None],
     ):
-        self._groups, self._slots = groups, slots
-        self._token_budget, self._prefill_tokens = token_budget, prefill_tokens
-        self._policy, self._modules, self._ahead = policy, modules, ahead
+        self._groups, self._sizes, self._policy = groups, sizes, policy
+        self._prefill_tokens = sizes.prefill_tokens or sizes.token_budget
         self._preempt = preempt
 
     def give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
@@ -246,13 +235,13 @@ class StepComposer:
         policy, prefills = self._policy, bool(prefilling.any())
         rows = int(decoding.sum() + prefilling.sum())
         most = policy.choose(rows, prefills=prefills) if policy is not None and rows else 0
-        if policy is None or not (most or (prefills and self._modules)):
+        if policy is None or not (most or (prefills and self._sizes.modules)):
             return None
         drafts = slots.drafts(decoding, most)
         if prefills:
             drafts = self._beside_prefill(slots, decoding, prefilling, drafts)
         reach = slots.cached + slots.slack + 1
-        wanted = np.minimum(reach + drafts + self._ahead, slots.most_cached)
+        wanted = np.minimum(reach + drafts + self._sizes.ahead, slots.most_cached)
         for row in np.flatnonzero((drafts > 0) & (wanted > slots.room)).tolist():
             sequence = slots.sequences[row]
             group = self._groups[sequence.place.group]
@@ -267,11 +256,12 @@ class StepComposer:
         self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray, drafts: np.ndarray
     ) -> np.ndarray:
         """Reduces the drafts to the room that prompts leave. The first rows keep theirs."""
+        of_groups, budget = (-1, self._sizes.slots), self._sizes.token_budget
         unfed = np.where(prefilling, slots.length - slots.cached, 0)
-        wanted = np.minimum(unfed.reshape(-1, self._slots).sum(axis=1), self._prefill_tokens)
-        left = self._token_budget - decoding.reshape(-1, self._slots).sum(axis=1) - wanted
-        most = np.maximum(left, self._token_budget // BESIDE_PREFILL)
-        drafts = drafts.reshape(-1, self._slots)
+        wanted = np.minimum(unfed.reshape(of_groups).sum(axis=1), self._prefill_tokens)
+        left = budget - decoding.reshape(of_groups).sum(axis=1) - wanted
+        most = np.maximum(left, budget // BESIDE_PREFILL)
+        drafts = drafts.reshape(of_groups)
         fit = np.cumsum(drafts, axis=1) <= most[:, None]
         return np.where(fit, drafts, 0).reshape(-1)
 
@@ -288,8 +278,8 @@ class StepComposer:
         if not sequences:
             return {}
         decoded = decoding if drafts is None else decoding + drafts
-        used = decoded.reshape(-1, self._slots).sum(axis=1).tolist()
-        budget = [self._token_budget - tokens for tokens in used]
+        used = decoded.reshape(-1, self._sizes.slots).sum(axis=1).tolist()
+        budget = [self._sizes.token_budget - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]
         chunks: dict[int, int] = {}

@@ -253,44 +253,26 @@ def make_engine(
       followers: the other processes of the runtime; None: this is its only one.
     """
     from jaxserve.engine.engine import Engine
+    from jaxserve.engine.lane_slots import SchedulerSizes
     from jaxserve.engine.scheduler import Scheduler
     from jaxserve.model.attention.kv_cache import largest_window, ring_pages
     from jaxserve.observe.probe import Probe
     from jaxserve.observe.watch import Watch
 
-    deployment, limits = runtime.deployment, runtime.deployment.scheduler
-    tokens = sorted({bucket.tokens for bucket in runtime.buckets})
-    domains = deployment.runtime_domains
-    schedulers = [
-        Scheduler(
-            groups=deployment.attention.dp,
-            lanes=deployment.lanes,
-            slots=limits.slots,
-            pages=deployment.cache.pages,
-            page_size=deployment.cache.page_size,
-            max_length=limits.max_length,
-            token_budget=tokens[-1],
-            token_buckets=tokens,
-            page_buckets=limits.page_buckets,
-            max_waiting=limits.max_waiting,
-            prefill_tokens=limits.prefill_tokens,
-            prefix_cache=deployment.cache.prefix,
-            side_by_side=deployment.topology.has("ffn"),
-            drafts=deployment.drafts,
-            modules=deployment.modules,
-            automatic_drafts=deployment.speculative.automatic,
-            ring_pages=ring_pages(runtime.config, deployment),
-            window=largest_window(runtime.config),
-        )
-        for _ in range(domains)
-    ]
+    deployment, domains = runtime.deployment, runtime.deployment.runtime_domains
+    sizes = SchedulerSizes.of(
+        deployment,
+        sorted({bucket.tokens for bucket in runtime.buckets}),
+        ring_pages(runtime.config, deployment),
+        largest_window(runtime.config),
+    )
     collect, counts = (followers.measured, followers.counts) if followers else (None, None)
     experts = runtime.experts
     if runtime.templates is not None:
         experts = own_experts(runtime, runtime.templates, counts)
     return Engine(
         deployment,
-        schedulers,
+        [Scheduler(sizes) for _ in range(domains)],
         runtime.driver,
         vocab=runtime.config.vocab,
         eos_token_ids=eos_token_ids,

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.loop import Await, Enqueue, Loop
 from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
@@ -113,7 +114,7 @@ class SimulatedEngine:
         budget, buckets, prefill = limits.token_budget, limits.token_buckets, limits.prefill_tokens
         if self._elsewhere:
             budget, buckets, prefill = limits.slots * limits.max_length, [], 0
-        return Scheduler(
+        sizes = SchedulerSizes(
             groups=self.deployment.attention.dp,
             lanes=self.deployment.lanes,
             slots=limits.slots,
@@ -127,6 +128,7 @@ class SimulatedEngine:
             prefill_tokens=prefill,
             prefix_cache=prefixes and cache.prefix,
         )
+        return Scheduler(sizes)
 
     def _rows(self, plan: StepPlan) -> Rows:
         """The sequences of a step, for its times."""

@@ -115,41 +115,6 @@ class StepPlan(msgspec.Struct, frozen=True):
     """int32 `[n, 1 + modules]`, where prediction modules run: rows that are in the middle of their
     prompts, and the tokens behind those of the step; -1 where they are unknown."""
 
-    @classmethod
-    def of(
-        cls,
-        lane: int,
-        number: int,
-        bucket: Bucket,
-        *,
-        columns: np.ndarray,
-        token_ids: np.ndarray,
-        new_sequences: list[NewSequence],
-        new_pages: np.ndarray,
-        options: list[RowOptions],
-        temperatures: np.ndarray | None = None,
-        unknown_lengths: np.ndarray | None = None,
-        proposes: bool = False,
-        said: list[SaidTokens] | None = None,
-        upcoming: np.ndarray | None = None,
-    ) -> "StepPlan":
-        """Makes a plan from arrays; see the properties. `temperatures` are for steps with rules."""
-        return cls(
-            lane,
-            number,
-            bucket,
-            _words(columns),
-            _words(token_ids),
-            new_sequences,
-            _words(new_pages),
-            options,
-            _words(temperatures, "<f4"),
-            on_device=_words(unknown_lengths),
-            proposes=proposes,
-            said=said or [],
-            upcoming=_words(upcoming),
-        )
-
     def in_domain(self, domain: int) -> "StepPlan":
         """Returns the same step for this domain of the runtime."""
         return msgspec.structs.replace(self, domain=domain) if domain != self.domain else self
@@ -248,6 +213,6 @@ class StepPlan(msgspec.Struct, frozen=True):
         return np.frombuffer(self.columns, "<i4").reshape(4, -1)
 
 
-def _words(values: np.ndarray | None, kind: str = "<i4") -> bytes:
-    """An array as little-endian words; None: no array."""
-    return b"" if values is None else values.astype(kind, copy=False).tobytes()
+def words(values: np.ndarray, kind: str = "<i4") -> bytes:
+    """An array as the little-endian words of a plan's field."""
+    return values.astype(kind, copy=False).tobytes()

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules, StepPlan
+from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules, StepPlan, words
 
 
 class SequenceRow(msgspec.Struct, frozen=True, kw_only=False):
@@ -77,20 +77,21 @@ def plan_of_rows(
     ]
     has_rules = any(row.rules is not None for _, row in rows)
     upcoming = [(at, *row.upcoming) for at, row in rows if row.upcoming]
-    return StepPlan.of(
+    temperatures = [row.temperature for _, row in rows] if has_rules else []
+    return StepPlan(
         lane,
         number,
         bucket,
-        columns=np.asarray(columns, np.int32).reshape(-1, 4).T,
-        token_ids=np.asarray([token for _, row in rows for token in row.token_ids], np.int32),
+        columns=words(np.asarray(columns, np.int32).reshape(-1, 4).T),
+        tokens=words(np.asarray([token for _, row in rows for token in row.token_ids])),
         new_sequences=[
             NewSequence(at, row.temperature, row.top_k, row.top_p, row.min_p, row.seed)
             for at, row in rows
         ],
-        new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
+        pages=words(np.asarray(pages, np.int32).reshape(-1, 3).T),
         options=[one for one in options if one != RowOptions(one.row)],
-        temperatures=np.asarray([row.temperature for _, row in rows]) if has_rules else None,
-        unknown_lengths=np.asarray(unknown, np.int32) if unknown else None,
+        row_temperatures=words(np.asarray(temperatures), "<f4"),
+        on_device=words(np.asarray(unknown)),
         proposes=bucket.drafts > 0,
-        upcoming=np.asarray(upcoming, np.int32),
+        upcoming=words(np.asarray(upcoming)),
     )

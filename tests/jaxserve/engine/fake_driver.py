@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
@@ -117,18 +119,9 @@ def fake_engine(
         },
     )
     limits = deployment.scheduler
-    scheduler = Scheduler(
-        groups=deployment.attention.dp,
-        lanes=deployment.lanes,
-        slots=limits.slots,
-        pages=deployment.cache.pages,
-        page_size=deployment.cache.page_size,
-        max_length=limits.max_length,
-        token_budget=limits.token_budget,
-        token_buckets=limits.token_buckets,
-        page_buckets=limits.page_buckets,
-        max_waiting=limits.max_waiting,
-    )
+    sizes = SchedulerSizes.of(deployment, limits.token_buckets)
+    sizes = msgspec.structs.replace(sizes, prefix_cache=False, side_by_side=False)
+    scheduler = Scheduler(sizes)
     driver = FakeDriver(deployment.lanes, deployment.attention.dp, limits.slots, pace)
     engine = Engine(
         deployment,

@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
@@ -24,7 +25,7 @@ class FullScheduler:
     """
 
     def __init__(self, **limits):
-        self.scheduler = Scheduler(**limits)
+        self.scheduler = Scheduler(SchedulerSizes(**limits))
         self._slots = limits["slots"]
         shapes = limits["groups"], limits["slots"]
         lanes = range(limits["lanes"])

@@ -1,14 +1,26 @@
 from jaxserve.engine.admission import GroupLoad, choose_domain
 from jaxserve.engine.dp_group import DPGroup
-from jaxserve.engine.lane_slots import LaneSlots
+from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.sequence import Sequence, token_array
 from tests.jaxserve.engine.step_plans import make_request, make_scheduler
 
 
 def group(slots=2):
-    lanes = [LaneSlots(0, groups=1, slots=slots, page_size=2)]
-    return DPGroup(0, lanes=lanes, pages=10, page_size=2, prefix_cache=True)
+    sizes = SchedulerSizes(
+        groups=1,
+        lanes=1,
+        slots=slots,
+        pages=10,
+        page_size=2,
+        max_length=20,
+        token_budget=slots,
+        token_buckets=[slots],
+        page_buckets=[10],
+        max_waiting=1,
+        prefix_cache=True,
+    )
+    return DPGroup(0, [LaneSlots(0, sizes)], sizes)
 
 
 def sequence(max_generated=1, prompt=(1, 2, 3)):

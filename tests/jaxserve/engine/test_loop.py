@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
@@ -41,7 +42,7 @@ def request(name: str, prompt: int = 3, max_tokens: int = 4, **fields) -> Reques
 
 def make_loop(*waiting: Request, domains: int = 1, **limits) -> tuple[Loop, Clock]:
     clock = Clock()
-    schedulers = [Scheduler(**(vars(LIMITS) | limits)) for _ in range(domains)]
+    schedulers = [Scheduler(SchedulerSizes(**(vars(LIMITS) | limits))) for _ in range(domains)]
     lanes = limits.get("lanes", LIMITS.lanes) * domains
     loop = Loop(schedulers, lanes, clock)
     for one in waiting:
@@ -151,7 +152,7 @@ class Lossy:
         self.limits = limits
         self.requests: dict[str, Request] = {}
         self.device = Device(limits, self.requests)
-        self.scheduler = Scheduler(**vars(limits))
+        self.scheduler = Scheduler(SchedulerSizes(**vars(limits)))
         self.loop = Loop([self.scheduler], limits.lanes, lambda: 0.0)
         self.replicas = [Replica(limits.groups, limits.slots) for _ in range(limits.lanes)]
         self.begun: deque = deque()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
-from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan
+from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan, words
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve.roles.test_step_plan import PLAN
 
@@ -51,15 +51,14 @@ def test_arrays_of_a_full_plan():
 def decode(rows, kv_lengths, pages=(), new=()) -> StepPlan:
     """A step of one token a row that says what is new and no more."""
     ones = np.ones(len(rows), np.int32)
-    return StepPlan.of(
+    return StepPlan(
         1,
         8,
         Bucket(4, 3),
-        columns=np.stack([np.asarray(rows), ones, np.asarray(kv_lengths), ones]),
-        token_ids=np.full(len(rows), FROM_DEVICE),
+        columns=words(np.stack([np.asarray(rows), ones, np.asarray(kv_lengths), ones])),
+        tokens=words(np.full(len(rows), FROM_DEVICE)),
         new_sequences=list(new),
-        new_pages=np.asarray(pages, np.int32).reshape(-1, 3).T,
-        options=[],
+        pages=words(np.asarray(pages, np.int32).reshape(-1, 3).T),
     )
 
 
