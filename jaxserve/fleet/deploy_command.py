@@ -24,8 +24,8 @@ from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTra
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Spares
-from jaxserve.planner.deploy import Asked, Deployment, Hosts, Part, Planned, Sizer
-from jaxserve.planner.deploy_fleet import Fleet, Slowed
+from jaxserve.planner.deploy import Hosts, Part, Sizer
+from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Planned, Slowed
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
@@ -39,7 +39,8 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.simulate import Constant, FleetResult, Progress
+from jaxserve.planner.results import FleetResult
+from jaxserve.planner.simulate import Constant, Progress
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
 

@@ -28,8 +28,9 @@ from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads, read_skew
 from jaxserve.planner.options import jitter, read_deployment, read_scenario
+from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
-from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times, Traffic
+from jaxserve.planner.simulate import Conditions, Simulation, Traffic
 from jaxserve.planner.stage_times import expert_loads
 from jaxserve.planner.view import Part, Report, show, times_row
 

@@ -1,5 +1,5 @@
 """Prefill workers, decode units, the pages link and the fleet of them: how long each takes by
-itself, and the fleet's keys of a deployment. Called by `deploy.py`.
+itself, the fleet's keys of a deployment, and what a plan for it says. Called by `deploy.py`.
 
 A prefill worker is a colocated deployment that computes prompts in chunks: every DP group works on
 a prompt of its own, and all groups step together, because the experts are divided over them. A
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.planner.demand import Requests
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.demand import Demand, Level, Requests, Spares
+from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.lanes import cycle_seconds, pipeline_of
-from jaxserve.planner.layouts import Layout
+from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.memory import token_budget
 from jaxserve.planner.models import CostModel
-from jaxserve.planner.search import Plan, Searcher
+from jaxserve.planner.results import FleetResult
+from jaxserve.planner.search import Found, Plan, Searcher
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
 
 QUANTILES, POINTS = 5, 3
@@ -301,6 +302,103 @@ class Fleet(NamedTuple):
             "pages.held": 256,
             "fleet.prefill_waiting": max(64, 8 * worker.layout.dp),
         }
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Demand and targets of the deployment, and what may be rented.
+
+    Attributes:
+      positions: longest sequence of the model.
+      pages_latency: seconds of a KV hand-off beside its bytes.
+      prefill_devices, decode_devices: of a worker and of a unit: these alone are tried; 0: all.
+    """
+
+    demand: Demand
+    ttft: Level
+    tpot: Level
+    positions: int
+    page: int
+    target: Target
+    spares: Spares
+    pages_latency: float = 2e-3
+    prefill_devices: int = 0
+    decode_devices: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return min(self.positions, self.demand.longest(self.page))
+
+    @property
+    def text(self) -> str:
+        demand = self.demand
+        return (
+            f"{demand.rate:g} requests a second, {demand.prompt:,} tokens in ({demand.hits:.1%} in "
+            f"a prefix cache), {demand.output:,} out; TTFT {self.ttft.text}, TPOT {self.tpot.text}"
+        )
+
+
+class Role(NamedTuple):
+    """Devices that one role rents."""
+
+    name: str
+    hardware: Hardware
+    devices: int
+    spare_hosts: int
+
+    @property
+    def chips(self) -> float:
+        """Accelerators as they are sold, with spares."""
+        spare = self.spare_hosts * self.hardware.devices_per_host
+        return (self.devices + spare) / self.hardware.jax_devices
+
+    @property
+    def dollars(self) -> float:
+        """Price in USD per hour."""
+        return self.chips * self.hardware.price * self.hardware.jax_devices
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan for a whole deployment."""
+
+    fleet: Fleet
+    demand: Demand
+    link: Handoff
+    prediction: FleetResult
+    roles: tuple[Role, ...]
+
+    @property
+    def dollars(self) -> float:
+        """Price in USD per hour."""
+        return sum(role.dollars for role in self.roles)
+
+    @property
+    def month(self) -> float:
+        """Price in USD per month."""
+        return self.dollars * MONTH
+
+    def millions(self, requests: Requests) -> dict[str, float]:
+        """Cost of prefill in USD per million prompt tokens ("in"), cached tokens included; and cost
+        of decoding in USD per million output tokens ("out")."""
+        prefill = sum(role.dollars for role in self.roles if role.name == "prefill")
+        millions = 3600 * self.demand.rate / 1e6
+        return {
+            "in": prefill / (millions * float(requests.prompt.mean())),
+            "out": (self.dollars - prefill) / (millions * float(requests.output.mean())),
+        }
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """The best deployment.
+
+    Attributes:
+      found: results of the search for decode units.
+      reasons: layouts that were looked at, and what they cost or why they were not taken.
+    """
+
+    best: Deployment
+    found: Found
+    reasons: dict[str, str]
 
 
 class Slowed:

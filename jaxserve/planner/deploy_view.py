@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.model import MLA
-from jaxserve.planner.deploy import Asked, Deployment, Planned, Sizer
+from jaxserve.planner.deploy import Sizer
+from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.hardware import MONTH
 from jaxserve.planner.layouts import MODES
+from jaxserve.planner.results import FleetResult, Times
 from jaxserve.planner.search_view import front_svg, plan_tree
-from jaxserve.planner.simulate import FleetResult, Times
 from jaxserve.planner.view import Part, Report, times_row
 
 PREDICTED = "Stage times by rooflines, requests in simulated time; nothing here was measured."

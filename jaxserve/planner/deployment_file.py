@@ -24,8 +24,7 @@ from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
 from jaxserve.planner.demand import Requests
-from jaxserve.planner.deploy import Asked, Deployment
-from jaxserve.planner.deploy_fleet import Tree, unit_keys
+from jaxserve.planner.deploy_fleet import Asked, Deployment, Tree, unit_keys
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import usable
 from jaxserve.planner.models import CostModel, model_config, model_folder

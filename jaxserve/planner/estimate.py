@@ -1,11 +1,9 @@
 """A deployment's speed, estimated from its compiled programs: no device has run them.
 
-Called by `plan estimate`, which compiles and counts, or reads earlier counts. The arithmetic uses
-the assumptions of `pallas_kernels/estimate/assumptions.py`. A stage is a lane's work for one layer
-on one role: launches, bytes, the time of its kernels beyond their bytes, and its collectives.
-
-The figure charges every byte and every kernel, one after the other. The range around it spans
-what is not known without a device: `cases`.
+Called by `plan estimate`, which compiles and counts, or reads earlier counts. Numbers that no
+program shows are in `pallas_kernels/estimate/assumptions.py`. A stage is a lane's work for one
+layer on one role: launches, bytes, its kernels' time beyond bytes, and its collectives. The figure
+charges every byte and every kernel, one after the other; the range spans what is not known.
 """
 
 import math
@@ -17,7 +15,7 @@ import msgspec
 from jaxserve.config.formats import FormatName
 from jaxserve.config.topology import Role
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.measurements import Measurement
+from jaxserve.planner.measurements import SIZES, Measurement
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
@@ -109,23 +107,26 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def devices(self) -> dict[str, int]:
         return {"attention": self.dp * self.tp, "ffn": self.ep * self.ffn_tp}
 
+    def mean(self, role: Role, seconds: Callable[[str], float]) -> float:
+        """Mean for a layer of the seconds of a role's programs, by name."""
+        chosen = ((name, one) for name, one in self.programs.items() if role_of(name) == role)
+        return sum(one.layers * seconds(name) for name, one in chosen) / self.layers
+
 
 def role_of(program: str) -> Role:
     """Role that runs a program."""
     return "ffn" if program.startswith("ffn") else "attention"
 
 
-class Bounds(NamedTuple):
-    """Seconds that a lane's layer occupies each resource. The longest sets the pace."""
+def every_byte(counts: Counts) -> Counts:
+    """Returns counts that charge everything: the bytes of collectives beside the links' time,
+    nothing beside collectives, and all rows that buffers have room for."""
+    replace, programs = msgspec.structs.replace, counts.programs.items()
+    whole = {name: replace(one, exchanging=0, absent=0, beside=[]) for name, one in programs}
+    return replace(counts, programs=whole)
 
-    attention: float
-    ffn: float
-    network: float
-    host: float
 
-    def longest(self) -> str:
-        """Returns the name of the resource that sets the pace."""
-        return max(self._fields, key=lambda name: getattr(self, name))
+# ------------------------------------------------------------------------------------ one program
 
 
 def program_seconds(one: ProgramCounts, outer: int, inner: int) -> tuple[float, float]:
@@ -223,36 +224,47 @@ def stages(counts: Counts) -> dict[str, ProgramSeconds]:
     shared = [counts.kernels[name] for name in SHARED if name in counts.kernels]
     found = {}
     for name, one in counts.programs.items():
-        mesh, experts = counts.members(role_of(name)), name == "ffn_moe"
-        kernels, beyond = 0.0, shared if experts and one.beside else []
+        mesh, kernels, beyond = counts.members(role_of(name)), 0.0, shared[:0]
         if name.startswith(("attend", "enter")):
             kernels = counts.cached / assumed("h200.memory") + counts.kernels["attend"]
-        if experts:
+        if name == "ffn_moe":
             # A launch of each sort is among the program's instructions.
             sorting = counts.sorts * max(0.0, assumed("h200.sort") - assumed("h200.node"))
             kernels = counts.kernels["ffn"] + sum(shared) + sorting
-        found[name] = ProgramSeconds(
-            *program_seconds(one, *mesh), hidden_seconds(one, *mesh, beyond), kernels
-        )
+            beyond = shared if one.beside else beyond
+        hidden = hidden_seconds(one, *mesh, beyond)
+        found[name] = ProgramSeconds(*program_seconds(one, *mesh), hidden, kernels)
     return found
 
 
+# ----------------------------------------------------------------------------------- a deployment
+
+
+class Bounds(NamedTuple):
+    """Seconds that a lane's layer occupies each resource, the mean of all layers. The longest sets
+    the pace."""
+
+    attention: float
+    """A step's end included."""
+    ffn: float
+    network: float
+    host: float
+
+    def longest(self) -> str:
+        """Returns the name of the resource that sets the pace."""
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
 def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
-    """Returns the seconds of each resource, the mean of all layers. Attention has a step's end.
+    """Returns the seconds of each resource.
 
     Args:
       process_devices: devices of a process instead of the counted number.
     """
     found = stages(counts)
-    attention, ffn = (_mean(counts, role, lambda name: found[name].seconds) for role in ROLES)
+    attention, ffn = (counts.mean(role, lambda name: found[name].seconds) for role in ROLES)
     network = counts.instances * max(counts.message.values()) / assumed("h200.network")
     return Bounds(attention, ffn, network, sum(host_parts(counts, process_devices).values()))
-
-
-def _mean(counts: Counts, role: Role, seconds: Callable[[str], float]) -> float:
-    """Returns the mean for a layer of the seconds of a role's programs."""
-    chosen = ((name, one) for name, one in counts.programs.items() if role_of(name) == role)
-    return sum(one.layers * seconds(name) for name, one in chosen) / counts.layers
 
 
 def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
@@ -278,9 +290,9 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
     launch, found = assumed("host.launch"), []
     for role in ROLES:
         parts = {
-            "call": _mean(counts, role, lambda name: call),
-            "arguments": _mean(counts, role, lambda name: programs[name].arguments * argument),
-            "launches": _mean(counts, role, lambda name: programs[name].instructions * launch),
+            "call": counts.mean(role, lambda name: call),
+            "arguments": counts.mean(role, lambda name: programs[name].arguments * argument),
+            "launches": counts.mean(role, lambda name: programs[name].instructions * launch),
             "message": counts.instances * message,
             "driver": assumed("host.python"),
         }
@@ -354,11 +366,8 @@ def worst(counts: Counts) -> Case:
 
 def cases(counts: Counts) -> list[Case]:
     """Returns the figure with one adverse cost at a time."""
-    charged = every_byte(counts)
-    found = [
-        case(_named({name: value}), charged, values={name: value})
-        for name, value in ADVERSE.items()
-    ]
+    charged, adverse = every_byte(counts), [{name: value} for name, value in ADVERSE.items()]
+    found = [case(_named(one), charged, values=one) for one in adverse]
     return [*found, case(SERIAL, charged, serial=True), case(_waits(), charged, waits=True)]
 
 
@@ -379,15 +388,18 @@ def _waits() -> str:
     return f"a message waits {assumed('h200.contention') * 1e6:g} µs for attention"
 
 
+# ------------------------------------------------------------------------------------- the report
+
+
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
     charged = every_byte(counts)
-    seconds, own = stages(charged), figure(counts)
+    seconds, own, ends = stages(charged), figure(counts), (worst(counts), best(counts))
     result = [
         f"{_title(counts)}, read from compiled programs; nothing was measured.",
         f"{_speed(counts, own)}: {own.name}",
         f"range {_range(counts)}; between",
-        *(f"  {one.text(counts)}" for one in (worst(counts), best(counts))),
+        *(f"  {one.text(counts)}" for one in ends),
         "the figure with one cost more:",
         *(f"  {one.text(counts)}" for one in cases(counts)),
         f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'beside':>7}",
@@ -433,14 +445,6 @@ def _speed(counts: Counts, own: Case) -> str:
     )
 
 
-def every_byte(counts: Counts) -> Counts:
-    """Returns counts that charge everything: the bytes of collectives beside the links' time,
-    nothing beside collectives, and all rows that buffers have room for."""
-    replace, programs = msgspec.structs.replace, counts.programs.items()
-    whole = {name: replace(one, exchanging=0, absent=0, beside=[]) for name, one in programs}
-    return replace(counts, programs=whole)
-
-
 def _times(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in found.items())
 
@@ -478,7 +482,6 @@ def measurements(counts: Counts) -> list[Measurement]:
     estimates."""
     counts = every_byte(counts)
     found = stages(counts)
-    mesh = {name: getattr(counts, name) for name in ("dp", "tp", "ep", "ffn_tp")}
     return [
         Measurement(
             device_kind="NVIDIA H200",
@@ -490,7 +493,7 @@ def measurements(counts: Counts) -> list[Measurement]:
             dispatch=counts.format,
             seconds=found[name].seconds - found[name].collectives,
             source="estimate",
-            **mesh,
+            **{size: getattr(counts, size) for size in SIZES},
         )
         for op, name in STAGES.items()
         if name in found

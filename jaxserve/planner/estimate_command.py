@@ -90,6 +90,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         if one.counted and one.name.partition("_")[0] in PROGRAMS:
             programs[one.name] = one.counted
     chosen = aot.ffn_rows(config, deployment, size).chosen
+    case = options.ffn_kernel or _experts_case(config, deployment, size)
     context, tokens = options.context, size.tokens
     attention, ffn = deployment.attention, deployment.ffn
     message = deployment_row_bytes(config, deployment)
@@ -117,16 +118,11 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         lanes=deployment.lanes,
         kernels={
             "attend": _beyond_bytes(options.attention_kernel, tokens * context),
-            "ffn": _beyond_bytes(
-                options.ffn_kernel or _experts_case(config, deployment, size), chosen
-            ),
-        }
-        | _shared_kernels(config, deployment, size),
-        cached=int(cached),
-        message={
-            "dispatch": tokens * message.packed,
-            "combine": tokens * message.result,
+            "ffn": _beyond_bytes(case, chosen),
+            **_shared_kernels(config, deployment, size),
         },
+        cached=int(cached),
+        message={"dispatch": tokens * message.packed, "combine": tokens * message.result},
         programs=programs,
         instances=ffn.instances,
         # Choices by expert and, with an all-to-all, by rank.
@@ -143,13 +139,8 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
-    here = ExpertShape(
-        config.d_model,
-        config.moe.expert_d_ff // ffn.tp,
-        config.experts // ffn.ep,
-        config.experts,
-        config.top_k,
-    )
+    columns, groups = config.moe.expert_d_ff // ffn.tp, config.experts // ffn.ep
+    here = ExpertShape(config.d_model, columns, groups, config.experts, config.top_k)
     weights = "bf16" if ffn.weights in ("auto", "bfloat16") else ffn.weights
     form = "fp8_block_rows" if weights == "fp8" else weights
     found = _name_of(here)
@@ -175,14 +166,10 @@ def _shared_kernels(
     Raises:
       ConfigError: kernels were counted for other numbers of rows.
     """
-    from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
-
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
-    columns = config.moe.d_ff // ffn.instances
-    here = ExpertShape(config.d_model, columns, groups=1, experts=1, top_k=1)
-    name = _name_of(here)
+    name = _name_of((config.d_model, config.moe.d_ff // ffn.instances, 1, 1, 1))
     alone = ffn.shared == "whole" or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
-    counted = {one["case"].partition(" ")[0] for one in kernels.read_counts()["h200"]}
+    counted = {case.partition(" ")[0] for case in _counts()}
     if name not in counted or ffn.weights != "fp8" or not alone:
         return {}
     rows = tokens * ffn.instances // (ffn.ep * ffn.tp)
@@ -191,10 +178,7 @@ def _shared_kernels(
 
 
 def _beyond_bytes(case: str, work: float) -> float:
-    """Returns a kernel's seconds beyond the time of its bytes.
-
-    Args:
-      work: positions or rows.
+    """Returns a kernel's seconds beyond the time of its bytes, for `work` positions or rows.
 
     Raises:
       ConfigError: the case was not counted.
@@ -209,7 +193,11 @@ def _counted(case: str) -> dict[str, Any]:
     Raises:
       ConfigError: the case was not counted.
     """
-    counts: dict[str, dict[str, Any]] = {one["case"]: one for one in kernels.read_counts()["h200"]}
+    counts = _counts()
     if case not in counts:
         raise ConfigError(f"no counts of {case!r}: {', '.join(counts)}")
     return counts[case]
+
+
+def _counts() -> dict[str, dict[str, Any]]:
+    return {one["case"]: one for one in kernels.read_counts()["h200"]}

@@ -98,11 +98,6 @@ class _Pipeline:
         return Busy(*map(float, self._busy))
 
     @property
-    def active(self) -> bool:
-        """Whether a lane is inside a step, or waits for it to run."""
-        return bool(self._inside)
-
-    @property
     def idle_lanes(self) -> list[int]:
         """Lanes that could begin a step."""
         return [lane for lane in self._all_lanes if lane not in self._inside]

@@ -181,6 +181,13 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             case spec:  # q, k, v, gate and output
                 return 5 * d_model * spec.q_heads * spec.head_dim, 0
 
+    def linear_bytes(self, formats: Formats, d_model: int, tp: int) -> float:
+        """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
+        attention in its dtype."""
+        split, whole = self.split_parameters(d_model)
+        size, rows = formats.weight_bytes, number_bytes(formats.rows)
+        return (split / tp + whole) * size + self.head_parameters / tp * (rows - size)
+
 
 class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal FFN layers: routed experts, and what every token meets (a dense FFN, or the shared

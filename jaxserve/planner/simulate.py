@@ -1,19 +1,18 @@
 """A serving deployment in simulated time: requests come, the scheduler plans, lanes run.
 
-Called by `plan simulate`; `fleet/simulation.py` runs several engines. The schedulers, one for each
-domain, and the loop are the engine's own (`engine/loop.py`); this module carries the loop's actions
-out in simulated time. `lanes.py` works out what devices do meanwhile, from the times of
-`stage_times.py`. An engine without a device: its clock is its own, and it takes turns when it is
-told to.
+The schedulers, one for each domain, and the loop are the engine's own (`engine/loop.py`); this
+module carries out the loop's actions in simulated time. `lanes.py` works out when devices are busy,
+from the times of `stage_times.py`. `fleet/simulation.py` runs several engines.
 """
 
+import functools
 import gc
 import heapq
 import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -28,7 +27,7 @@ from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
-from jaxserve.observe.spans import AFDStage, Span
+from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.lanes import (
     Busy,
@@ -36,11 +35,11 @@ from jaxserve.planner.lanes import (
     Disturb,
     LinkMode,
     Note,
-    Seen,
     pipeline_of,
     undisturbed,
 )
 from jaxserve.planner.noise import Jitter
+from jaxserve.planner.results import Result, Times
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
 from jaxserve.roles.step_plan import StepPlan
 
@@ -62,12 +61,13 @@ class Constant:
 
 
 class SimulatedEngine:
-    """Called with nondecreasing times: `submit` no earlier than the last `turn` of any engine.
+    """An engine without a device: it has a clock of its own, and takes a turn when it is told to.
+    Times of calls never decrease: `submit` is no earlier than the last `turn` of any engine.
 
     Args:
       elsewhere: whether prompts come with their KV entries, as from a prefill worker: a prompt is
         one step's work, whatever its length.
-      prefixes: whether prompts begin alike, so that there is something to find in a prefix cache.
+      prefixes: whether prompts begin alike, so that a prefix cache finds something.
       domains: attention meshes on one ffn mesh.
       host_seconds: of the host at every step's end.
     """
@@ -133,15 +133,12 @@ class SimulatedEngine:
     def _rows(self, plan: StepPlan) -> Rows:
         """The sequences of a step, for its times."""
         limits, tokens, padded = self.deployment.scheduler, plan.token_counts, plan.bucket.tokens
-        group = plan.rows // limits.slots
+        groups, group = self.deployment.attention.dp, plan.rows // limits.slots
         if self._elsewhere:
             tokens, most = np.ones_like(tokens), np.bincount(group).max()
             padded = next((size for size in limits.token_buckets if size >= most), int(most))
-        sampled, reach = (
-            min(padded, limits.slots),
-            plan.bucket.pages * self.deployment.cache.page_size,
-        )
-        groups = self.deployment.attention.dp
+        sampled, reach = min(padded, limits.slots), self.deployment.cache.page_size
+        reach *= plan.bucket.pages
         return Rows(groups, group, tokens, plan.kv_lengths, padded, reach, sampled)
 
     @property
@@ -156,17 +153,16 @@ class SimulatedEngine:
         return max(self.now, self._arrivals[0][0]) if self._arrivals else NEVER
 
     def submit(self, request: Request, at: float) -> None:
-        """A request comes; its arrival is set to that."""
+        """Takes a request that arrives at a time."""
         heapq.heappush(self._arrivals, (at, next(self._numbers), request))
 
     def warm(self, prompt: list[int]) -> None:
         """Puts a prompt into the prefix cache of every DP group before time begins."""
-        times, host = self._times, self._host
-        self._times, self._host = Constant(times.layers, self.deployment.attention.dp), 0.0
+        times, host, groups = self._times, self._host, self.deployment.attention.dp
+        self._times, self._host = Constant(times.layers, groups), 0.0
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        for group in range(self.deployment.attention.dp):
-            made = Request(request_id=f"warm {group}", prompt=prompt, params=params)
-            self.submit(made, 0.0)
+        for group in range(groups):
+            self.submit(Request(request_id=f"warm {group}", prompt=prompt, params=params), 0.0)
         while self.next_at < NEVER:
             self.turn()
         self._times, self._host = times, host
@@ -247,96 +243,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Number of last steps of every lane that are kept for a timeline."""
 
 
-class Times(msgspec.Struct, frozen=True):
-    """Mean and percentiles of seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float] | np.ndarray) -> "Times | None":
-        """Returns those of some values; None without any."""
-        if not len(seconds):
-            return None
-        found = np.percentile(seconds, [50, 90, 95, 99])
-        return cls(float(np.mean(seconds)), *map(float, found))
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulation, without its warm-up."""
-
-    seconds: float
-    """Simulated seconds."""
-    steps: int
-    """Counted steps of all lanes."""
-    tokens: float
-    tokens_per_second: float
-    tokens_per_device: float
-    """Tokens per second and device."""
-    sequences: float
-    """Mean number of concurrently running sequences."""
-    context: float
-    """Mean tokens of a running sequence."""
-    finished: int
-    """Requests that finished."""
-    preemptions: int
-    tpot: Times | None
-    """Time between the tokens of a request, over requests with at least two tokens."""
-    ttft: Times | None
-    """From a request's arrival to its first token; without a rate, from its predecessor's end."""
-    attention_busy: float
-    """Share of the time that attention devices are busy, on average."""
-    ffn_busy: float
-    dispatch_busy: float
-    combine_busy: float
-    seen: dict[AFDStage, Seen] = {}
-    """Colocated only: durations of the collectives, waiting included."""
-
-    @property
-    def bubble(self) -> float:
-        """1 − the busier role's share."""
-        return 1 - max(self.attention_busy, self.ffn_busy)
-
-
-class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulated fleet (`fleet/simulation.py`).
-
-    Attributes:
-      seconds: simulated, from the first counted arrival to the last token.
-      finished: requests.
-      refused: requests that the router did not take.
-      tokens_per_second: of all domains.
-      ttft: from a request's arrival at the router to its first token.
-      tpot: between the tokens of a request, over those with two and more.
-      ttft_asked, tpot_asked: the same in seconds at `FleetTraffic.percents`; 0 without requests.
-      waits: by role, the seconds that a request waited: for a prefill worker ("prefill") and for a
-        domain ("domain"), at the router and in the worker's queue; for the pages link and its bytes
-        ("pages").
-      replays: requests that went on elsewhere because their worker was lost.
-      found: part of the prompts' tokens that prefill workers found in their prefix caches.
-      busy: by role, the share of the time in which its devices attend ("prefill", "domain"; where
-        they are colocated, or run the FFN), and of the domains' ffn worker ("ffn").
-    """
-
-    seconds: float
-    finished: int
-    refused: int
-    tokens_per_second: float
-    ttft: Times | None
-    tpot: Times | None
-    ttft_asked: float
-    tpot_asked: float
-    waits: dict[str, Times | None]
-    busy: dict[str, float]
-    replays: int = 0
-    found: float = 0.0
-
-
 class _Request(msgspec.Struct):
-    """A request that is being simulated."""
+    """A request in the simulation."""
 
     arrival: float
     first: float = -1.0
@@ -408,7 +316,7 @@ class Simulation(SimulatedEngine):
         return self._result(), self._kept_spans()
 
     def _fill(self) -> None:
-        """A request for every slot, at different points within their outputs."""
+        """Adds a request for every slot, at different points within their outputs."""
         for _ in range(self._lanes * self._slots):
             prompt, output = self._traffic.lengths.draw(self._random)
             age = int(self._random.integers(output))
@@ -532,33 +440,29 @@ class Simulation(SimulatedEngine):
 
 
 class Progress:
-    """Says on stderr what is done, from five seconds on and every five seconds."""
+    """Reports progress on stderr, from five seconds on and every five seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 5
 
     def __call__(self, text: Callable[[], str]) -> None:
-        """Says it, unless something was said lately."""
         if (now := time.monotonic()) >= self._next:
             print(f"{text()} …", file=sys.stderr, flush=True)
             self._next = now + 5
 
 
 def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
-    """Returns what adds a jitter's noise to stages."""
-
-    def noise(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
-        return jitter.draw(random, stage, seconds)
-
-    return undisturbed if jitter.silent else noise
+    """Returns a function that adds a jitter's noise to stages."""
+    return undisturbed if jitter.silent else functools.partial(jitter.draw, random)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Millions of objects that hang together are looked through for nothing."""
+    """Collects no garbage meanwhile: millions of objects refer to each other, and none is free."""
     enable = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
+        enable()
         enable()

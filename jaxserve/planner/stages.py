@@ -48,13 +48,12 @@ class StageTime(NamedTuple):
 
 
 class FFNStage(NamedTuple):
-    """The parts of an ffn stage."""
+    """The parts of an ffn stage: seconds to bring rows to all ffn devices that need them, work, and
+    seconds to sum partial results."""
 
     spread: float
-    """Seconds to bring rows to all ffn devices that need them."""
     work: StageTime
     gather: float
-    """Seconds to sum partial results."""
 
     def stage(self, overlap: float) -> StageTime:
         """The whole stage, in which work hides up to the share `overlap` of itself or of moving."""
@@ -80,8 +79,8 @@ class Calculator(NamedTuple):
     def _work(self, hardware: Hardware, kernels: Sequence[tuple[Any, Any, str]]) -> tuple[Any, str]:
         """Seconds and bound of kernels of (bytes, FLOPs, format), one after the other, with the
         stage's constant. Seconds are an array, without a bound, where bytes are."""
-        parts: dict[str, Any] = {"overhead": self.assumed.stage_seconds, "memory": 0.0}
-        parts["compute"] = 0.0
+        constant = self.assumed.stage_seconds
+        parts: dict[str, Any] = {"overhead": constant, "memory": 0.0, "compute": 0.0}
         several = isinstance(kernels[0][0], np.ndarray)
         for size, flops, number_format in kernels:
             reading = size / hardware.bandwidth / self.assumed.memory
@@ -180,7 +179,7 @@ class Calculator(NamedTuple):
         linear = 2 * load.tokens * (split / tp + whole)
         kernels = [
             (group.row_bytes(self.formats, tp) * load.read, flops * load.pairs, form),
-            (self._linear_bytes(group, tp), linear, self.formats.linear),
+            (group.linear_bytes(self.formats, self.model.d_model, tp), linear, self.formats.linear),
         ]
         if group.indexer:
             keys, pairs = load.scored
@@ -196,8 +195,7 @@ class Calculator(NamedTuple):
 
     def latency(self, hardware: Hardware, devices: int) -> float:
         """Seconds of a collective over `devices` devices that moves no bytes."""
-        assumed = self.assumed
-        return assumed.collective_seconds + assumed.hop_seconds * hops(hardware, devices)
+        return self.assumed.collective_seconds + self.assumed.hop_seconds * hops(hardware, devices)
 
     def step_host(self, hardware: Hardware) -> float:
         """Seconds of the attention role's host for a step and lane, as measured where lanes waited
@@ -206,8 +204,8 @@ class Calculator(NamedTuple):
 
     def host(self, hardware: Hardware, devices: int) -> float:
         """Host seconds of a process per layer and lane, for a role of `devices` devices."""
-        local = min(devices, hardware.process_devices)
-        return self.assumed.host_seconds + local * self.assumed.host_device_seconds
+        here = min(devices, hardware.process_devices)
+        return self.assumed.host_seconds + here * self.assumed.host_device_seconds
 
     def plans(self, hardware: Hardware, devices: int) -> float:
         """Seconds more of the process that leads `devices` devices of all roles: a step's plan goes
@@ -223,9 +221,8 @@ class Calculator(NamedTuple):
     def crossings(
         self, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
     ) -> tuple[StageTime, StageTime]:
-        """Dispatch and combine of `batch` rows a DP group: by the fast link if it joins the roles;
-        over `pull`, through the one process of the ffn role; else over the network. As measured of
-        such messages, else as predicted."""
+        """Dispatch and combine of `batch` rows of a DP group: by the fast link if it joins the
+        roles; over `pull`, through the one process of the ffn role; else over the network."""
         pulled = layout.topology.crosses_runtimes and self.assumed.pull_gb_s > 0
         joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
         bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
@@ -256,8 +253,8 @@ class Calculator(NamedTuple):
             seconds = self.measured.seconds(key, Terms(moving, 0.0), latency + charged)
             return StageTime(seconds, "network" if charged > latency else "overhead")
 
-        there = cross("dispatch", attention, self.dispatch_bytes())
-        return there, cross("combine", ffn, self.combine_bytes())
+        sizes = self.dispatch_bytes(), self.combine_bytes()
+        return cross("dispatch", attention, sizes[0]), cross("combine", ffn, sizes[1])
 
     def ffn(
         self,
@@ -271,17 +268,15 @@ class Calculator(NamedTuple):
         sent: int = 0,
     ) -> FFNStage:
         """A layer's FFN. The dense part is cut over all devices; with the all-to-all, the shared
-        expert only over those of a rank, for the rank's own rows, or over none (`mesh.whole`, which
-        hides nothing here). Where it has ranks of its own, the stage takes as long as they or the
-        others do, whichever is longer.
+        expert only over those of a rank, for the rank's own rows, or over none (`mesh.whole`). With
+        ranks of its own, the stage takes as long as the slower kind of rank.
 
         Args:
-          busiest: tokens of the busiest rank of routed experts over the mean; None:
-            `Assumptions.imbalance`.
+          busiest: tokens of the busiest routed rank over the mean; None: `Assumptions.imbalance`.
           redundant: slots of a rank beyond its share of the experts, with replicas.
           padded: rows that products of all rows see; 0: `tokens`.
-          sent: rows, if every DP group had as many as the fullest, whose devices an exchange waits
-            for; 0: `tokens`.
+          sent: rows of all DP groups if each had as many as the fullest, for which an exchange
+            waits; 0: `tokens`.
         """
         d_model, size = self.model.d_model, self.formats.weight_bytes
         if self._is_whole(group, mesh):
@@ -399,8 +394,8 @@ class Calculator(NamedTuple):
         mesh: ExchangeMesh,
         busiest: float = 1.0,
     ) -> tuple[float, float]:
-        """Seconds in which rows get to the devices that need them, and results back; an all-to-all
-        ends when the busiest rank has its rows, and when it has sent its results."""
+        """Seconds until all devices have the rows that they need, and results are back. An
+        all-to-all ends when the busiest rank has its rows, and when it has sent its results."""
         devices = mesh.ranks * mesh.tensor
         if devices == 1:
             return 0.0, 0.0
@@ -460,8 +455,8 @@ class Calculator(NamedTuple):
 
     def sequence_bytes(self, tp: int) -> float:
         """Bytes of cache that one sequence takes on a device of its DP group."""
-        groups = self.model.attention
-        return sum(g.layers * self.cache_row(g, tp) * g.seen(self.context) for g in groups)
+        groups, seen = self.model.attention, self.context
+        return sum(g.layers * self.cache_row(g, tp) * g.seen(seen) for g in groups)
 
     @property
     def handed_over(self) -> float:
@@ -471,18 +466,12 @@ class Calculator(NamedTuple):
 
     def attention_weights(self, tp: int) -> float:
         """Bytes of weights on an attention device."""
-        maps = sum(group.layers * self._linear_bytes(group, tp) for group in self.model.attention)
+        groups, form, d_model = self.model.attention, self.formats, self.model.d_model
+        maps = sum(group.layers * group.linear_bytes(form, d_model, tp) for group in groups)
         routers = sum(group.layers * group.experts for group in self.model.ffn)
         tables = 2 * self.model.vocab / tp
         rows, table = number_bytes(self.formats.rows), number_bytes(self.formats.table)
         return maps + self.model.d_model * (rows * routers + table * tables)
-
-    def _linear_bytes(self, group: AttentionLayers, tp: int) -> float:
-        """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
-        attention in its dtype."""
-        split, whole = group.split_parameters(self.model.d_model)
-        size, rows = self.formats.weight_bytes, number_bytes(self.formats.rows)
-        return (split / tp + whole) * size + group.head_parameters / tp * (rows - size)
 
     def ffn_weights(self, mesh: ExchangeMesh, hardware: Hardware, redundant: int = 0) -> float:
         """Bytes of weights on an ffn device.

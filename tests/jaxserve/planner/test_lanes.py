@@ -132,7 +132,6 @@ class TestColocated:
             pipeline.begin(lane, lane, 0.0, times)
         assert pipeline.idle_lanes == []
         assert [pipeline.advance(0.0), pipeline.advance(0.0)] == [(0, 26.0), (1, 52.0)]
-        assert not pipeline.active
 
     def test_a_collective_waits_for_the_last_and_says_how_long(self):
         pipeline = Colocated(layers=1, lanes=1, groups=3)
@@ -218,9 +217,7 @@ class TestOverlapped:
         assert pipeline.idle_lanes == [0, 1]
         pipeline.begin(1, 0, 4.0, times.step())
         assert pipeline.idle_lanes == [0]
-        assert pipeline.active
         assert pipeline.advance(4.0) == (1, 4 + 3 * 7 + 5)
-        assert not pipeline.active
 
     def test_nothing_moves_while_a_batch_is_in_the_ffn(self):
         times = Given(layers=4, groups=1, attend=5, dispatch=3, ffn=4, combine=6)

@@ -11,13 +11,13 @@ import pytest
 
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
-from jaxserve.planner.deploy import CHUNKS, Asked, Hosts, Sizer
-from jaxserve.planner.deploy_fleet import Chunks, DecodeUnit, Pace
+from jaxserve.planner.deploy import CHUNKS, Hosts, Sizer
+from jaxserve.planner.deploy_fleet import Asked, Chunks, DecodeUnit, Pace
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import Compared, layout

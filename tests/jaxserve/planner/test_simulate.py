@@ -10,7 +10,8 @@ from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Pace
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.observed import read_spans
-from jaxserve.planner.simulate import Conditions, Result, Simulation, Traffic
+from jaxserve.planner.results import Result
+from jaxserve.planner.simulate import Conditions, Simulation, Traffic
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H800, Given, layout, searcher
 
