@@ -5,6 +5,7 @@ Served at /openapi.json, and for people at /docs. Called by `app.py`.
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,9 +130,10 @@ def _operation(endpoint: Endpoint, keys: bool) -> dict[str, Any]:
         "summary": endpoint.summary,
         "responses": responses,
     }
-    if "{model}" in endpoint.path:
+    if names := re.findall(r"\{(\w+)\}", endpoint.path):
         operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     if endpoint.takes is not None:
         operation["requestBody"] = {

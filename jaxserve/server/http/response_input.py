@@ -1,14 +1,14 @@
 """Requests of /v1/responses, and their conversion to chats.
 
-The server keeps no responses, so what refers to kept ones is refused by name; everything else is
-the same conversation as /v1/chat/completions takes, in items instead of messages. Items of an
-earlier answer may be sent back as they came. Called by `response_route.py`.
+It is the same conversation as /v1/chat/completions takes, in items instead of messages, perhaps
+behind the items of a response that the server keeps. Items of an earlier answer may be sent back as
+they came. Called by `response_route.py`.
 """
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -80,6 +80,10 @@ class ReasoningOptions(Strict, kw_only=True):
 class ResponseRequest(SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
+    IGNORED: ClassVar[tuple[str, ...]] = tuple(
+        name for name in SamplingFields.IGNORED if name != "store"
+    )
+
     input: Text | Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
     """A text of the user, or items: messages, calls, their outputs, and reasoning."""
     instructions: str | None = None
@@ -107,18 +111,23 @@ class ResponseRequest(SamplingFields, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     """The likeliest tokens at each place of a message; implies their `include`."""
 
-    background: bool | None = None
-    """True is refused, like the fields below: the server stores nothing."""
+    store: bool | None = None
+    """False: the response is not kept. Others are for an hour, or while there is room."""
     previous_response_id: str | None = None
+    """The kept response whose conversation goes on, without its instructions."""
+    background: bool | None = None
+    """True is refused, like the fields below."""
     conversation: str | JsonObject | None = None
     prompt: JsonObject | None = None
 
 
-def check_stateless(request: ResponseRequest) -> None:
-    """Raises InvalidRequestError if a request needs stored state."""
-    for field in ("store", "background", "previous_response_id", "conversation", "prompt"):
+def check_supported(request: ResponseRequest) -> None:
+    """Raises InvalidRequestError if a request needs state that the server does not keep."""
+    for field in ("background", "conversation", "prompt"):
         if getattr(request, field):
-            raise InvalidRequestError(field, "is not supported: the server keeps no responses")
+            raise InvalidRequestError(
+                field, "is not supported: the server keeps complete responses alone"
+            )
 
 
 def wants_logprobs(request: ResponseRequest) -> bool:
@@ -126,14 +135,27 @@ def wants_logprobs(request: ResponseRequest) -> bool:
     return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
 
 
-def as_chat(request: ResponseRequest) -> tuple[ChatRequest, list[int]]:
+def items_of(request: ResponseRequest) -> list[JsonObject]:
+    """The items of a request's input."""
+    if isinstance(request.input, str):
+        return [{"role": "user", "content": request.input}]
+    return request.input
+
+
+def as_chat(
+    request: ResponseRequest, earlier: Sequence[JsonObject] = ()
+) -> tuple[ChatRequest, list[int]]:
     """The request as a chat, and for every message the index of its first item.
+
+    Args:
+      earlier: items of the conversation before the request's.
 
     Raises:
       InvalidRequestError: an item is invalid or of an unknown type.
     """
-    messages, origins = _messages(request)
+    messages, origins = _messages(request.instructions, earlier, items_of(request))
     same = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    same["store"] = None
     form = request.text.format if request.text is not None else None
     choice = request.tool_choice
     chat = ChatRequest(
@@ -261,8 +283,11 @@ _ITEMS: dict[str, type[_Item]] = {
 }
 
 
-def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
-    """Converts items to messages: reasoning, text and tool calls of one answer are one message."""
+def _messages(
+    instructions: str | None, earlier: Sequence[JsonObject], items: Sequence[JsonObject]
+) -> tuple[list[JsonObject], list[int]]:
+    """Converts items to messages: reasoning, text and tool calls of one answer are one message.
+    Earlier items count as the first one."""
     messages: list[JsonObject] = []
     origins: list[int] = []
 
@@ -276,12 +301,10 @@ def _messages(request: ResponseRequest) -> tuple[list[JsonObject], list[int]]:
             add(origin, "assistant", content="")
         return messages[-1]
 
-    if request.instructions:
-        add(-1, "system", content=request.instructions)
-    if isinstance(request.input, str):
-        add(0, "user", content=request.input)
-        return messages, origins
-    for index, raw in enumerate(request.input):
+    if instructions:
+        add(-1, "system", content=instructions)
+    for place, raw in enumerate([*earlier, *items], -len(earlier)):
+        index = max(0, place)
         item = _read(raw, index)
         if isinstance(item, _Message) and item.role == "assistant":
             whole = answer(

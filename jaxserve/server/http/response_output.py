@@ -5,7 +5,7 @@ is open or ends it and opens the next. Called by `response_route.py`.
 """
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -119,9 +119,17 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None = None
     store: bool = False
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     truncation: Literal["disabled", "auto"] = "disabled"
     top_logprobs: int = 0
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """Says that a response is kept no longer."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
@@ -149,10 +157,12 @@ class ResponseWriter:
 
     Args:
       response: without items.
+      keep: called with the response when it is complete, before the event that says so.
     """
 
-    def __init__(self, response: Response):
+    def __init__(self, response: Response, keep: Callable[[Response], None]):
         self.response = response
+        self._keep = keep
         self._events = 0
         self._open: OutputItem | None = None
 
@@ -185,6 +195,7 @@ class ResponseWriter:
         response.status, response.usage = status, usage
         if not complete:
             response.incomplete_details = IncompleteDetails()
+        self._keep(response)
         yield self._event(f"response.{status}", response=response)
 
     def _grow(

@@ -1,7 +1,8 @@
-"""POST /v1/responses: a conversation as items, in one response or as a stream of events.
+"""/v1/responses: a conversation as items, in one response or as a stream of events.
 
-OpenAI's newer API without its stored state: the request is converted to a chat and answered as in
-`chat.py`; `response_input.py` and `response_output.py` convert between the two.
+The request is converted to a chat and answered as in `chat.py`; `response_input.py` and
+`response_output.py` convert between the two. `response_store.py` keeps responses, by which later
+requests go on.
 """
 
 import time
@@ -12,10 +13,11 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Source
 from jaxserve.server.http.chat import read_conversation, read_prompt
+from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.logprobs import MessageLogprobs
-from jaxserve.server.http.requests import ChatRequest
+from jaxserve.server.http.requests import ChatRequest, JsonObject
 from jaxserve.server.http.response_input import (
     NAMES,
     ReasoningOptions,
@@ -23,10 +25,12 @@ from jaxserve.server.http.response_input import (
     TextFormat,
     TextOptions,
     as_chat,
-    check_stateless,
+    check_supported,
     in_words_of,
+    items_of,
 )
 from jaxserve.server.http.response_output import (
+    DeletedResponse,
     InputTokensDetails,
     OutputTokensDetails,
     ReasoningItem,
@@ -35,6 +39,7 @@ from jaxserve.server.http.response_output import (
     ResponseUsage,
     ResponseWriter,
 )
+from jaxserve.server.http.response_store import LIFETIME_SECONDS, Kept
 from jaxserve.server.http.service import Service, UsageCount
 from jaxserve.text.answers import AnswerParser
 from jaxserve.text.generator import PromptTooLongError
@@ -42,18 +47,30 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 async def create_response(service: Service, exchange: HttpExchange) -> None:
-    """Answer a conversation, item by item; nothing is kept."""
+    """Answer a conversation, item by item."""
     request = await exchange.read(ResponseRequest)
     exchange.rename(request.request_id)
-    check_stateless(request)
-    chat, origins = as_chat(request)
+    check_supported(request)
+    earlier: list[JsonObject] = []
+    if before := request.previous_response_id:
+        earlier = msgspec.json.decode(_kept(service, exchange, before).items)
+    chat, origins = as_chat(request, earlier)
     if request.truncation == "auto":
         await _shorten(service, chat, origins)
     with in_words_of(NAMES, origins, items="input", system="instructions"):
         conversation = await read_conversation(service, chat, exchange.tenant)
     tokenizer = service.ready().tokenizer
     count = UsageCount(conversation.jobs, 1)
-    writer = ResponseWriter(_response(request, exchange.request_id, conversation.model))
+
+    def keep(response: Response) -> None:
+        if response.store and service.stored is not None:
+            items = [*earlier, *items_of(request), *response.output]
+            whole = msgspec.json.encode(response), msgspec.json.encode(items)
+            service.stored.put(exchange.tenant, response.id, *whole)
+
+    response = _response(request, exchange.request_id, conversation.model)
+    response.store = request.store is not False and service.stored is not None
+    writer = ResponseWriter(response, keep)
     (parser,) = conversation.parsers
     await answer(
         service,
@@ -65,6 +82,34 @@ async def create_response(service: Service, exchange: HttpExchange) -> None:
         writer.response,
         stream=bool(request.stream),
     )
+
+
+async def get_response(service: Service, exchange: HttpExchange) -> None:
+    """A response that is kept."""
+    await exchange.reply(_kept(service, exchange, exchange.scope["path_params"]["response"]).body)
+
+
+async def delete_response(service: Service, exchange: HttpExchange) -> None:
+    """Forget a response."""
+    response_id = exchange.scope["path_params"]["response"]
+    _kept(service, exchange, response_id)
+    assert service.stored is not None
+    service.stored.remove(exchange.tenant, response_id)
+    await exchange.reply(DeletedResponse(id=response_id))
+
+
+def _kept(service: Service, exchange: HttpExchange, response_id: str) -> Kept:
+    """Returns a response that is kept; raises HttpError (404) if it is not."""
+    service.ready()
+    wrong = f"Response with id {response_id[:128]!r} not found"
+    if service.stored is None:
+        wrong += ": with server.processes above 1 none are kept, as each process would have its own"
+    elif (kept := service.stored.get(exchange.tenant, response_id)) is not None:
+        return kept
+    else:
+        wrong += f": this process keeps each for {LIFETIME_SECONDS:g} s, or until newer ones fill "
+        wrong += "the memory, unless store is false"
+    raise HttpError(404, wrong, param="previous_response_id", code="response_not_found")
 
 
 async def _events(
@@ -140,6 +185,7 @@ def _response(request: ResponseRequest, request_id: str, model: str) -> Response
         reasoning=msgspec.to_builtins(request.reasoning or ReasoningOptions()),
         metadata=request.metadata or {},
         user=request.user,
+        previous_response_id=request.previous_response_id,
         truncation=request.truncation or "disabled",
         top_logprobs=request.top_logprobs or 0,
     )

@@ -29,8 +29,8 @@ from jaxserve.server.http.message_input import CountTokensRequest, MessagesReque
 from jaxserve.server.http.message_output import Message, MessageEvent, TokenCount
 from jaxserve.server.http.message_route import count_tokens, create_message
 from jaxserve.server.http.response_input import ResponseRequest
-from jaxserve.server.http.response_output import Response, ResponseEvent
-from jaxserve.server.http.response_route import create_response
+from jaxserve.server.http.response_output import DeletedResponse, Response, ResponseEvent
+from jaxserve.server.http.response_route import create_response, delete_response, get_response
 from jaxserve.server.http.service import Service
 
 Handler = Callable[[Service, HttpExchange], Awaitable[None]]
@@ -41,7 +41,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     handler: Handler
-    method: Literal["GET", "POST"] = "GET"
+    method: Literal["GET", "POST", "DELETE"] = "GET"
     takes: type[msgspec.Struct] | None = None
     gives: type[msgspec.Struct] | str
     """A JSON body, or the media type of another one."""
@@ -151,6 +151,14 @@ ENDPOINTS = (
         responses.Completion,
     ),
     _ask("/v1/responses", create_response, ResponseRequest, Response, ResponseEvent),
+    _read("/v1/responses/{response}", get_response, Response, (404, *INFORMATION)),
+    Endpoint(
+        path="/v1/responses/{response}",
+        method="DELETE",
+        handler=delete_response,
+        gives=DeletedResponse,
+        statuses=(404, *INFORMATION),
+    ),
     _ask("/v1/messages", create_message, MessagesRequest, Message, MessageEvent, "anthropic"),
     _ask(
         "/v1/messages/count_tokens",

@@ -179,6 +179,7 @@ class HttpServer(LoopThread):
             self._model_names,
             request_templates=self._request_templates,
             unknown_fields=self._unknown_fields,
+            stores=not self._share_port,
         )
         config = uvicorn.Config(
             self._application(),
@@ -219,7 +220,7 @@ class HttpServer(LoopThread):
         return CORSMiddleware(
             app,
             allow_origins=self._cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
             max_age=CORS_SECONDS,

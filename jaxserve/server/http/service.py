@@ -19,6 +19,7 @@ from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.requests import MAX_CHOICES, SamplingFields
+from jaxserve.server.http.response_store import ResponseStore
 from jaxserve.server.http.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.chat import FILES, ChatTemplate
@@ -45,9 +46,11 @@ class Service(FrontEnd):
       model_names: what the model may be called; empty: the engine says.
       request_templates: whether requests may bring a chat template.
       unknown_fields: whether unknown fields of requests are left out.
+      stores: whether responses are kept; other processes on the same port would not find them.
 
     Attributes:
       template: of chats; None where the model has none.
+      stored: the responses that are kept; None: none are.
       metrics: None until the engine is ready.
       requests: of all clients, for operators; on the admin port.
       on_drain: starts the orderly end of the process.
@@ -63,9 +66,11 @@ class Service(FrontEnd):
         *,
         request_templates: bool = False,
         unknown_fields: bool = False,
+        stores: bool = True,
     ):
         super().__init__(MAX_ACTIVE, max_pending_tokens, messages_a_second)
         self.template: ChatTemplate | None = None
+        self.stored = ResponseStore() if stores else None
         self.metrics: Metrics | None = None
         self.requests: LiveRequests | None = None
         self.on_drain: Callable[[], None] | None = None

@@ -4,7 +4,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.jaxserve.server.http.rig import HttpRig, Make
+from jaxserve.server.http import response_store
+from jaxserve.server.http.response_store import ResponseStore
+from tests.jaxserve.server.http.rig import HI, HttpRig, Make
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -105,6 +107,70 @@ class TestLogprobs:
             part = response.output[1].content[0]
             assert part.text == "y\u00e9s <b"
             assert [one.token for one in part.logprobs] == [one.token for one in told]
+
+
+class TestStored:
+    def test_a_conversation_goes_on(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        """By the id alone: with the items of all turns, and without earlier instructions."""
+        wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\n{CALL}")
+        first = sdk.responses.create(model="fake", input="hi", instructions="Brief.", tools=[TOOL])
+        assert (first.store, first.previous_response_id) == (True, None)
+        answer = {"type": "function_call_output", "call_id": first.output[-1].call_id}
+        wide.engine.script = ids_of("Fine.")
+        with sdk.responses.stream(
+            model="fake", input=[{**answer, "output": "Sun."}], previous_response_id=first.id
+        ) as stream:
+            second = stream.get_final_response()
+        assert second.previous_response_id == first.id
+        sdk.responses.create(model="fake", input="Why?", previous_response_id=second.id)
+        prompt = LETTERS.decode(wide.engine.prompts[2])
+        assert prompt == "[user]hi[assistant][tool]Sun.[assistant]Fine.[user]Why?[assistant]"
+
+    def test_read_and_forgotten(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
+        response = sdk.responses.create(model="fake", input="hi")
+        found = sdk.responses.retrieve(response.id)
+        assert found.model_dump() == response.model_dump()
+        sdk.responses.delete(response.id)
+        unkept = sdk.responses.create(model="fake", input="hi", store=False)
+        for one in (response, unkept):
+            with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
+                sdk.responses.retrieve(one.id)
+        with pytest.raises(openai.NotFoundError, match="3600 s") as caught:
+            sdk.responses.create(model="fake", input="hi", previous_response_id=unkept.id)
+        assert caught.value.param == "previous_response_id"
+
+    def test_wrong_items_are_counted_without_earlier_ones(self, wide: HttpRig) -> None:
+        first = wide.client.post("/v1/responses", json={"input": "hi"}).json()
+        body = {"input": [HI, {"type": "x"}], "previous_response_id": first["id"]}
+        assert wide.refused("/v1/responses", **body)["param"] == "input[1].type"
+
+    def test_processes_that_share_a_port_keep_none(self, make_rig: Make) -> None:
+        rig = make_rig(max_length=2000, share_port=True)
+        first = rig.client.post("/v1/responses", json={"input": "hi", "store": True}).json()
+        assert first["store"] is False
+        answer = rig.client.get(f"/v1/responses/{first['id']}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+        assert "server.processes" in answer.text
+
+    def test_tenants_do_not_read_each_other(self) -> None:
+        now = 0.0
+        store = ResponseStore(lambda: now)
+        store.put("a", "x", b"body", b"items")
+        assert store.get("b", "x") is None
+        now = 3599.0
+        assert store.get("a", "x") is not None
+        now = 3600.0
+        assert store.get("a", "x") is None
+
+    def test_the_oldest_go_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(response_store, "MAX_BYTES", 10)
+        store = ResponseStore()
+        for name in "abc":
+            store.put("", name, b"1234", b"")
+        assert [store.get("", name) is not None for name in "abc"] == [False, True, True]
+        store.put("", "b", b"12345", b"1")  # in its own place
+        store.put("", "d", b"12345678901", b"")  # larger than all may be together
+        assert [store.get("", name) for name in "abcd"] == [None] * 4
 
 
 def test_truncation_where_roles_alternate(make_rig: Make) -> None:
