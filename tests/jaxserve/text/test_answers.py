@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,16 +142,7 @@ def test_a_call_that_is_cut_off_is_a_part_of_a_call(form, written) -> None:
             assert whole_arguments.startswith(arguments)
 
 
-SCHEMA = {
-    "a": {"type": "integer"},
-    "b": {"type": ["string", "null"]},
-    "c": {"anyOf": [{"type": "object"}, {"type": "boolean"}]},
-    "d": {"enum": ["1", "2"]},
-    "e": {"$ref": "#/$defs/E"},
-    "g": {},
-    "h": {"allOf": [{"type": "integer"}]},
-}
-TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": SCHEMA}}}]
+TYPED = yaml.safe_load(golden.text("text/typed_tools.yaml"))
 
 
 def test_answers() -> None:

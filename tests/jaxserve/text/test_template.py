@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, strategies
 
 from jaxserve.text.template import CheckedTemplate, TemplateError, TemplateRefusal, plain
@@ -17,14 +18,7 @@ from tests.jaxserve.text.conversations import CONVERSATIONS, OBJECT_CONVERSATION
 from tests.jaxserve.text.jinja2_oracle import jinja2_render
 
 FOLDER = Path(__file__).parents[2] / "reference" / "chat_templates"
-FAMILIES = {
-    "deepseek_v3": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
-    "deepseek_r1": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
-    "step3": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|EOT|>"},
-    "kimi_k2": {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"},
-    "qwen3": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    "features": {"bos_token": "<s>", "eos_token": "</s>"},
-}
+FAMILIES = yaml.safe_load(golden.text("text/special_tokens.yaml"))
 
 
 parsed = functools.cache(CheckedTemplate)
@@ -96,19 +90,8 @@ VALUES: dict[str, Any] = {
     "g": 2.5,
 }
 
-ALIKE = [
-    "{{ '\\x1f\\u00a0a \\x85'.strip() }}{{ f }}{{ f | tojson }}{{ d | tojson }}{{ n }}",
-    "  {%- generation -%}  x{% set q = 1 %}  {%- endgeneration %} {{ q is defined }}",
-    "{% for i in l %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
-    "{% for i in l %}{% if i == 1 %}{% break %}{% endif %}{{ i }}{% else %}none{% endfor %}",
-    "{%- if l -%}\n\n x\n {%- endif -%}\n\n y\n  {# c #}\n  {% if l %}\n   z\n  {% endif %}\n\n",
-    "{{ undefined_one }}{{ d.q }}{{ undefined_one is defined }}{{ undefined_one or 'x' }}",
-    "{{ l | tojson(indent=2) }}{{ d | tojson(separators=(',', ':'), sort_keys=true) }}",
-    "{{ 'é<&>' | tojson(ensure_ascii=true) }}{{ 'é<&>' | tojson }}{{ '<b>' }}",
-]
 
-
-@pytest.mark.parametrize("source", ALIKE)
+@golden.table("text/alike.yaml")
 def test_alike(source: str) -> None:
     same(source, **VALUES)
 

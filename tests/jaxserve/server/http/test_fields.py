@@ -10,6 +10,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.foreign_fields import understood
 from jaxserve.server.http.message_input import MessagesRequest
 from jaxserve.server.http.requests import ChatRequest
+from tests import golden
 from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig, Make
 from tests.jaxserve.text.letters import ids_of
 
@@ -143,23 +144,7 @@ def test_null_is_a_missing_field(make_rig: Make) -> None:
     assert "messages" in rig.refused("/v1/chat/completions", messages=None)["message"]
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"options": {"num_predict": 2, "seed": 3}}, {"max_tokens": 2, "seed": 3}),
-        ({"max_new_tokens": 2, "num_predict": -1}, {"max_tokens": 2}),
-        ({"regex": "t[a-z]+"}, {"structured_outputs": {"regex": "t[a-z]+"}}),
-        ({"ebnf": 'start: "two"'}, {"structured_outputs": {"grammar": 'start: "two"'}}),
-        ({"format": "json"}, {"response_format": {"type": "json_object"}}),
-        ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
-        ({"think": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
-        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        (
-            {"reasoning": {"effort": "low", "max_tokens": 9, "exclude": True}},
-            {"reasoning_effort": "low", "thinking_token_budget": 9, "include_reasoning": False},
-        ),
-    ],
-)
+@golden.table("server/spellings.yaml")
 def test_other_servers_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     base = {"messages": [{"role": "user", "content": "hi"}]}
     body = msgspec.json.encode(base | theirs | {"stop": "x"})

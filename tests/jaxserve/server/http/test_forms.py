@@ -110,14 +110,6 @@ def test_strict_closes_objects(rig: HttpRig, wide: HttpRig, strict: bool | None)
     assert item["arguments"] == (closed if strict else left_open)
 
 
-def test_ebnf(rig: HttpRig) -> None:
-    rig.engine.script = ids_of("no, yes")
-    grammar = 'root ::= "yes" | "maybe"'
-    assert (
-        rig.complete(structured_outputs={"grammar": grammar}).json()["choices"][0]["text"] == "yes"
-    )
-
-
 def test_a_name_that_the_model_cannot_write(make_rig: Make) -> None:
     rig = make_rig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"), max_length=2000)
     tools = [{"type": "function", "function": {"name": "a\nb"}}]

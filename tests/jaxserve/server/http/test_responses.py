@@ -152,25 +152,19 @@ class TestStored:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
         assert "server.processes" in answer.text
 
-    def test_tenants_do_not_read_each_other(self) -> None:
+    def test_bounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of time, of bytes (the oldest go first), and between tenants."""
+        monkeypatch.setattr(response_store, "MAX_BYTES", 10)
         now = 0.0
         store = ResponseStore(lambda: now)
-        store.put("a", "x", b"body", b"items")
-        assert store.get("b", "x") is None
-        now = 3599.0
-        assert store.get("a", "x") is not None
-        now = 3600.0
-        assert store.get("a", "x") is None
-
-    def test_the_oldest_go_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(response_store, "MAX_BYTES", 10)
-        store = ResponseStore()
         for name in "abc":
-            store.put("", name, b"1234", b"")
-        assert [store.get("", name) is not None for name in "abc"] == [False, True, True]
-        store.put("", "b", b"12345", b"1")  # in its own place
-        store.put("", "d", b"12345678901", b"")  # larger than all may be together
-        assert [store.get("", name) for name in "abcd"] == [None] * 4
+            store.put("me", name, b"1234", b"")
+        assert [store.get("me", name) is None for name in "abc"] == [True, False, False]
+        assert store.get("you", "b") is None
+        now = 3600.0
+        assert store.get("me", "c") is None
+        store.put("me", "d", b"12345678901", b"")  # larger than all may be together
+        assert store.get("me", "d") is None
 
 
 def test_truncation_where_roles_alternate(make_rig: Make) -> None:
