@@ -39,7 +39,7 @@ from jaxserve.server.http.response_output import (
     ResponseUsage,
     ResponseWriter,
 )
-from jaxserve.server.http.response_store import LIFETIME_SECONDS, Kept
+from jaxserve.server.http.response_store import LIFETIME_SECONDS, KeptResponse
 from jaxserve.server.http.service import Service, UsageCount
 from jaxserve.text.answers import AnswerParser
 from jaxserve.text.generator import PromptTooLongError
@@ -98,7 +98,7 @@ async def delete_response(service: Service, exchange: HttpExchange) -> None:
     await exchange.reply(DeletedResponse(id=response_id))
 
 
-def _kept(service: Service, exchange: HttpExchange, response_id: str) -> Kept:
+def _kept(service: Service, exchange: HttpExchange, response_id: str) -> KeptResponse:
     """Returns a response that is kept; raises HttpError (404) if it is not."""
     service.ready()
     wrong = f"Response with id {response_id[:128]!r} not found"

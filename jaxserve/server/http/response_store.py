@@ -13,7 +13,7 @@ MAX_BYTES = 64 * 2**20
 """Most bytes of all kept responses with their conversations; the oldest go first."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptResponse(msgspec.Struct, frozen=True):
     """A response.
 
     Attributes:
@@ -41,18 +41,18 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._kept: dict[tuple[str, str], Kept] = {}  # the oldest first
+        self._kept: dict[tuple[str, str], KeptResponse] = {}  # the oldest first
         self._bytes = 0
 
     def put(self, tenant: str, response_id: str, body: bytes, items: bytes) -> None:
         """Keeps a response, unless it is larger than everything may be together."""
         self.remove(tenant, response_id)
-        kept = Kept(body, items, self._clock() + LIFETIME_SECONDS)
+        kept = KeptResponse(body, items, self._clock() + LIFETIME_SECONDS)
         self._kept[tenant, response_id] = kept
         self._bytes += kept.size
         self._shrink()
 
-    def get(self, tenant: str, response_id: str) -> Kept | None:
+    def get(self, tenant: str, response_id: str) -> KeptResponse | None:
         """Returns a response; None if it is not kept (any more)."""
         self._shrink()
         return self._kept.get((tenant, response_id))
