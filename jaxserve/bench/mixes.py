@@ -234,27 +234,38 @@ def measure_options(quick: bool) -> Iterator[Part]:
 
 
 def measure_sampling(quick: bool) -> Iterator[Part]:
-    """Measures core time of steps that draw from a large vocabulary relative to greedy ones."""
-    drawing: dict[str, dict[str, Any]] = {
-        "greedy": {},
-        "temperature": {"temperature": 1.0},
-        "top_k and top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    """Measures core time of steps that draw from a large vocabulary, with one option each, relative
+    to greedy ones."""
+    plain, counts = Mix(sequences=1, prompt=1, output=12), (1, 8, 32)
+    ways = {
+        "greedy": plain,
+        "temperature": _with(plain, temperature=1.0),
+        "top_k and top_p": _with(plain, temperature=0.7, top_k=20, top_p=0.95),
+        "penalties": _with(plain, presence_penalty=0.5, repetition_penalty=1.1),
+        "300 biases": msgspec.structs.replace(plain, biases=300),
+        "grammar": msgspec.structs.replace(plain, grammars=1.0),
+        "5 logprobs": _with(plain, logprobs=5),
     }
     mixes = {
-        f"{count} {name}": Mix(sequences=count, prompt=1, output=12, options=options)
-        for count in (1, 32)
-        for name, options in drawing.items()
+        f"{count} {name}": msgspec.structs.replace(mix, sequences=count)
+        for count in counts
+        for name, mix in ways.items()
     }
     rounds, measures = 1 if quick else 8, []
     found, _ = _measured(LARGE_VOCAB, mixes, rounds, VOCAB)
-    for count in (1, 32):
-        core = {name: min(run.core for run in found[f"{count} {name}"]) for name in drawing}
+    for count in counts:
+        core = {name: min(run.core for run in found[f"{count} {name}"]) for name in ways}
         measures.append(Measure(f"{count} sequences: greedy", core["greedy"] * 1e3, "CPU ms"))
-        for name in list(drawing)[1:]:
-            limit = 1.3 if name == "temperature" else None
-            measures.append(Measure(f"  {name} ÷ greedy", core[name] / core["greedy"], "", limit))
+        measures += [
+            Measure(f"  {name} ÷ greedy", core[name] / core["greedy"], "", 1.3)
+            for name in list(ways)[1:]
+        ]
     notes = [
         f"{VOCAB:,} tokens, the demo's layers with random weights, colocated; CPU time of a step, "
         f"over 12 tokens a sequence, prefill included; the best of {rounds} rounds each.",
     ]
     yield Part("sampling", "Tokens that are drawn", measures, notes, {"mixes": found})
+
+
+def _with(mix: Mix, **options: Any) -> Mix:
+    return msgspec.structs.replace(mix, options=options)

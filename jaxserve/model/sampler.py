@@ -5,6 +5,7 @@ tokens depend neither on its neighbours in the batch nor on the layout.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -56,10 +57,57 @@ MAX = jnp.iinfo(jnp.int32).max
 _BLOCK = 128
 _FEW = 4
 _MANY = 16
+_CANDIDATES = 64
 
 _PROMPT = 1 << 24
 """Flag in a token's count that marks it as part of the prompt; the bits below count how often the
 token was generated."""
+
+
+type Work[Carry] = Callable[[Array, Bool[Array, " window"], Carry], Carry]
+"""(first row of a window, its rows to work on, carry) → carry."""
+
+
+def over_rows[Carry](chosen: Bool[Array, " rows"], work: Work[Carry], carry: Carry) -> Carry:
+    """Works on some rows of arrays, at a cost that depends on their number.
+
+    Up to `_FEW` rows are taken one by one, more in windows of `_MANY` rows, of which empty ones are
+    skipped. Each chosen row is one to work on in exactly one window, so that `work` may change
+    arrays of the carry in place.
+    """
+    rows = chosen.shape[0]
+    size = min(_MANY, rows)
+
+    def in_windows(carry: Carry) -> Carry:
+        def window(index: Array, carry: Carry) -> Carry:
+            start = jnp.minimum(index * size, rows - size)
+            new = start + jnp.arange(size) >= index * size
+            mine = jax.lax.dynamic_slice_in_dim(chosen, start, size) & new
+            return jax.lax.cond(jnp.any(mine), lambda: work(start, mine, carry), lambda: carry)
+
+        return jax.lax.fori_loop(0, -(-rows // size), window, carry)
+
+    def few(carry: Carry) -> Carry:
+        return _one_by_one(chosen, work, carry)
+
+    return few(carry) if rows <= _FEW else jax.lax.cond(_many(chosen), in_windows, few, carry)
+
+
+def _one_by_one[Carry](chosen: Bool[Array, " rows"], work: Work[Carry], carry: Carry) -> Carry:
+    first, mine = jnp.argsort(~chosen, stable=True), jnp.ones(1, bool)
+    count = jnp.sum(chosen, dtype=jnp.int32)
+    return jax.lax.fori_loop(0, count, lambda i, carry: work(first[i], mine, carry), carry)
+
+
+def _many(chosen: Bool[Array, " rows"]) -> Bool[Array, ""]:
+    return jnp.sum(chosen, dtype=jnp.int32) > _FEW
+
+
+def replace_rows(array: Array, start: Array, mine: Bool[Array, " window"], rows: Array) -> Array:
+    """Returns the array with `rows` from its row `start` on, where they are `mine`."""
+    old = jax.lax.dynamic_slice_in_dim(array, start, mine.size)
+    kept = jnp.where(mine.reshape(-1, *[1] * (old.ndim - 1)), rows, old)
+    return jax.lax.dynamic_update_slice_in_dim(array, kept, start, 0)
 
 
 def count(
@@ -80,10 +128,13 @@ def count(
     """
     counting = rules.prompt_length < MAX
 
+    def begin(start: Array, mine: Array, counts: Array) -> Array:
+        prompt = jax.lax.dynamic_slice_in_dim(rules.prompt, start, mine.size)
+        seen = _bits(prompt, counts.shape[1]).astype(jnp.int32) * _PROMPT
+        return replace_rows(counts, start, mine, seen)
+
     def add() -> Array:
-        vocab = counts.shape[1]
-        seen = _bits(rules.prompt, vocab).astype(jnp.int32) * _PROMPT
-        kept = jnp.where(rules.fresh[:, None] > 0, seen, counts)
+        kept = over_rows((rules.fresh > 0) & counting, begin, counts)
         generated = (position >= rules.prompt_length[slot]) & counting[slot]
         return kept.at[slot, token_ids].add(generated.astype(jnp.int32), mode="drop")
 
@@ -93,13 +144,36 @@ def count(
 def adjust(
     logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: LogitRules
 ) -> Float[Array, "slots vocab"]:
-    """Returns the FP32 logits after penalties, then biases, then the mask.
+    """Returns the FP32 logits after penalties, then biases, then the mask. Few slots with
+    rules are taken one by one, more all at once: their sums are cheaper than windows are.
 
     Repetition divides the positive logits of all tokens seen, in the prompt or generated, and
     multiplies the negative ones (Keskar et al., 2019, §4.1). Presence is subtracted once from the
     logit of a generated token, frequency for every time that it was generated.
     """
     logits, vocab = logits.astype(jnp.float32), logits.shape[1]
+    biased = jnp.any(rules.token_ids < vocab, axis=1)
+    ruled = (rules.prompt_length < MAX) | biased | (rules.masked > 0)
+
+    def window(start: Array, mine: Array, logits: Array) -> Array:
+        def cut(array: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
+
+        own = _adjust_all(cut(logits), cut(counts), LogitRules(*map(cut, rules)))
+        return replace_rows(logits, start, mine, own)
+
+    return jax.lax.cond(
+        _many(ruled),
+        lambda: _adjust_all(logits, counts, rules),
+        lambda: _one_by_one(ruled, window, logits),
+    )
+
+
+def _adjust_all(
+    logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: LogitRules
+) -> Float[Array, "slots vocab"]:
+    """Does `adjust` for these slots, at the same cost for each."""
+    vocab = logits.shape[1]
 
     def penalise() -> Array:
         times = (counts & (_PROMPT - 1)).astype(jnp.float32)
@@ -133,10 +207,28 @@ def _bits(words: Int[Array, "slots words"], vocab: int) -> Bool[Array, "slots vo
 def log_probabilities(
     logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], top: int
 ) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
-    """Log-probabilities of the given tokens, and the `top` likeliest tokens with theirs."""
-    logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    best, ids = jax.lax.top_k(logs, top)
-    return jnp.take_along_axis(logs, token_ids[:, None], axis=1)[:, 0], ids, best
+    """Log-probabilities of the given tokens, and the `top` likeliest tokens with theirs. A row's
+    depend on no other row, to the bit."""
+    blocks = in_blocks(logits)
+    largest = _largest(blocks)[:, None]
+    total = _total(jnp.exp(blocks - largest[:, :, None]))[:, None]
+    best, ids = top_of_blocks(blocks, top)
+    own = jnp.take_along_axis(logits, token_ids[:, None], axis=1).astype(jnp.float32)
+    return (own - largest - jnp.log(total))[:, 0], ids, best - largest - jnp.log(total)
+
+
+def top_of_blocks(
+    blocks: Float[Array, "rows blocks 128"], count: int
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """The `count` largest logits of each row, descending, and their token ids; of equal ones the
+    first ids. They are in the blocks with the `count` largest maxima, so that all other blocks are
+    read once and not sorted."""
+    chosen = jax.lax.top_k(jnp.max(blocks, axis=2), min(count, blocks.shape[1]))[1]
+    chosen = jnp.sort(chosen, axis=1)
+    few = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(len(blocks), -1)
+    best, place = jax.lax.top_k(few, count)
+    block = jnp.take_along_axis(chosen, place // _BLOCK, axis=1)
+    return best, block * _BLOCK + place % _BLOCK
 
 
 def sample_and_largest(
@@ -150,55 +242,32 @@ def sample_and_largest(
     top_k most likely, the smallest set that holds top_p of the mass, and at least min_p times the
     likeliest token's probability.
 
-    Slots without a temperature cost no draw: up to `_FEW` others are taken one by one, more in
-    windows of `_MANY` slots, of which empty ones are skipped.
+    Slots without a temperature cost no draw (`over_rows`).
 
     Args:
       logits: all columns, or this device's share of columns divided over `tp`; -inf beyond the
         vocabulary. Greedy slots do not need the columns of other devices.
     """
-    (slots, columns), logits = logits.shape, logits.astype(jnp.float32)
+    columns, logits = logits.shape[1], logits.astype(jnp.float32)
     greedy, largest = _greedy(in_blocks(logits), columns)
     if columns < vocab:
         greedy, largest = _greedy_of_all(greedy, largest, columns)
     random = state.temperature > 0
-    count = jnp.sum(random, dtype=jnp.int32)
-    size = min(_MANY, slots)
-
-    def one_by_one(logits: Array, noise: Array) -> Array:
-        first = jnp.argsort(~random, stable=True)
-        return jax.lax.fori_loop(
-            0, count, lambda i, tokens: draw_window(1, first[i], tokens, logits, noise), greedy
-        )
-
-    def in_windows(logits: Array, noise: Array) -> Array:
-        def window(i: Array, tokens: Array) -> Array:
-            start = jnp.minimum(i * size, slots - size)
-            empty = ~jnp.any(jax.lax.dynamic_slice_in_dim(random, start, size))
-            return jax.lax.cond(
-                empty, lambda: tokens, lambda: draw_window(size, start, tokens, logits, noise)
-            )
-
-        return jax.lax.fori_loop(0, -(-slots // size), window, greedy)
-
-    def draw_window(size: int, start: Array, tokens: Array, logits: Array, noise: Array) -> Array:
-        def cut(array: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(array, start, size)
-
-        weights = process(in_blocks(cut(logits)), SamplerState(*map(cut, state)))
-        drawn = jnp.where(cut(random), _draw(weights, cut(noise)), cut(tokens))
-        return jax.lax.dynamic_update_slice_in_dim(tokens, drawn, start, 0)
 
     def drawn() -> Array:
-        every, noise = (
-            all_columns(logits, vocab),
-            _noise(draw_keys(state.seed, state.position), vocab),
-        )
-        if slots <= _FEW:
-            return one_by_one(every, noise)
-        return jax.lax.cond(count > _FEW, in_windows, one_by_one, every, noise)
+        every = all_columns(logits, vocab)
+        noise = _noise(draw_keys(state.seed, state.position), vocab)
 
-    return jax.lax.cond(count > 0, drawn, lambda: greedy), largest
+        def window(start: Array, mine: Array, tokens: Array) -> Array:
+            def cut(array: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
+
+            weights = process(in_blocks(cut(every)), SamplerState(*map(cut, state)))
+            return replace_rows(tokens, start, mine, _draw(weights, cut(noise)))
+
+        return over_rows(random, window, greedy)
+
+    return jax.lax.cond(jnp.any(random), drawn, lambda: greedy), largest
 
 
 def draw_keys(seed: UInt[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
@@ -318,7 +387,27 @@ def _threshold(
     off = scaled.shape[1] * _BLOCK
     top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, off), off)
     by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
-    none = jnp.full(scaled.shape[0], -jnp.inf)
+    limits = scaled, top_k, state.top_p
+
+    def cut() -> Array:
+        found: Array = jax.lax.platform_dependent(
+            *limits, cpu=_cut_by_candidates, default=_cut_by_search
+        )
+        return found
+
+    limited = jnp.any((top_k < off) | (state.top_p < 1.0))
+    return jnp.maximum(
+        by_min_p, jax.lax.cond(limited, cut, lambda: jnp.full_like(by_min_p, -jnp.inf))
+    )
+
+
+def _cut_by_search(
+    scaled: Float[Array, "rows blocks 128"],
+    top_k: Int[Array, " rows"],
+    top_p: Float[Array, " rows"],
+) -> Float[Array, " rows"]:
+    """The smallest scaled logit that top_k and top_p keep, by searches over whole rows."""
+    off, none = scaled.shape[1] * _BLOCK, jnp.full(scaled.shape[0], -jnp.inf)
 
     def cut_by_top_k() -> Array:
         return _smallest_kept(scaled, jnp.ones_like(scaled), top_k.astype(jnp.float32))
@@ -327,12 +416,37 @@ def _threshold(
 
     def cut_by_top_p() -> Array:
         inside = jnp.where(scaled >= by_top_k[:, None, None], jnp.exp(scaled), 0.0)
-        by_top_p = _smallest_kept(scaled, inside, state.top_p * _total(inside))
+        by_top_p = _smallest_kept(scaled, inside, top_p * _total(inside))
         # The rounded sum may fall short of the total mass; top_p = 1 must keep every token.
-        return jnp.where(state.top_p < 1.0, by_top_p, -jnp.inf)
+        return jnp.where(top_p < 1.0, by_top_p, -jnp.inf)
 
-    by_top_p = jax.lax.cond(jnp.any(state.top_p < 1.0), cut_by_top_p, lambda: none)
-    return jnp.maximum(by_min_p, jnp.maximum(by_top_k, by_top_p))
+    by_top_p = jax.lax.cond(jnp.any(top_p < 1.0), cut_by_top_p, lambda: none)
+    return jnp.maximum(by_top_k, by_top_p)
+
+
+def _cut_by_candidates(
+    scaled: Float[Array, "rows blocks 128"],
+    top_k: Int[Array, " rows"],
+    top_p: Float[Array, " rows"],
+) -> Float[Array, " rows"]:
+    """Does `_cut_by_search` with the `_CANDIDATES` largest logits of each row where they decide,
+    and else by the search. Which of them decides depends on the row alone."""
+    off = scaled.shape[1] * _BLOCK
+    best, _ = top_of_blocks(scaled, _CANDIDATES)
+    few, limited = top_k <= best.shape[1], top_k < off
+    last = jnp.take_along_axis(best, jnp.minimum(top_k, best.shape[1])[:, None] - 1, axis=1)[:, 0]
+    by_top_k = jnp.where(few & limited, last, -jnp.inf)
+    inside = jnp.where(scaled >= by_top_k[:, None, None], jnp.exp(scaled), 0.0)
+    enough = jnp.cumsum(jnp.exp(best), axis=1) >= (top_p * _total(inside))[:, None]
+    first = jnp.take_along_axis(best, jnp.argmax(enough, axis=1)[:, None], axis=1)[:, 0]
+    by_top_p = jnp.where((top_p < 1.0) & enough[:, -1], first, -jnp.inf)
+    decided = (few | ~limited) & ((top_p >= 1.0) | enough[:, -1])
+    found = jnp.maximum(by_top_k, by_top_p)
+    return jax.lax.cond(
+        jnp.all(decided),
+        lambda: found,
+        lambda: jnp.where(decided, found, _cut_by_search(scaled, top_k, top_p)),
+    )
 
 
 def _smallest_kept(

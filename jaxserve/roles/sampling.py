@@ -1,20 +1,27 @@
-"""The programs for options of requests, and their calls at the end of a step.
+"""The programs for options of requests, which run at the end of a step.
 
 They run after the last program of a step that has a request with options, and read its results.
 Other steps do not pay for penalties, biases, masks or log-probabilities, and every executable keeps
-its shapes. The workers that hold the head call `Sampling` at the end of every step. It holds each
-lane's token counts (for penalties) on the device; the plan decides which sequence they belong to.
+its shapes. `token_lanes.py` calls them, and holds each lane's token counts (for penalties) on the
+device; the plan decides which sequence they belong to.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
-from jaxserve.model.sampler import LogitRules, adjust, count, log_probabilities
+from jaxserve.model.sampler import (
+    LogitRules,
+    adjust,
+    count,
+    log_probabilities,
+    over_rows,
+    replace_rows,
+)
 from jaxserve.roles.compilation import Get
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
@@ -102,15 +109,16 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 
 def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
-    """(logits, sampled) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in steps
-    with drafts `[groups, slots, 1 + drafts, …]`."""
+    """(logits, sampled, wanted) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in
+    steps with drafts `[groups, slots, 1 + drafts, …]`. Slots that are not wanted get zeros."""
     groups, slots, drafts = programs.groups, programs.slots, bucket.drafts
     shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
-    def body(logits: Array, sampled: Array) -> Array:
+    def body(logits: Array, sampled: Array, wanted: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
         every = all_columns(logits, programs.config.vocab)
-        packed = _packed(every, jnp.maximum(token_ids.reshape(-1), 0))
+        chosen = jnp.repeat(wanted[0] > 0, 1 + drafts) & (token_ids.reshape(-1) >= 0)
+        packed = _packed_rows(every, token_ids.reshape(-1), chosen)
         return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 
     return Program(
@@ -120,6 +128,7 @@ def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
         (
             programs.logits_shape(groups * slots * (1 + drafts)),
             programs.shape(*shape, spec=REPLICATED),
+            programs.shape(groups, slots),
         ),
         REPLICATED,
     )
@@ -170,6 +179,22 @@ def _packed(
         return jax.lax.bitcast_convert_type(values, jnp.int32)
 
     return jnp.concatenate([bits(logs)[:, None], ids.astype(jnp.int32), bits(best)], axis=1)
+
+
+def _packed_rows(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], chosen: Bool[Array, " rows"]
+) -> Int[Array, "rows width"]:
+    """Does `_packed` for the chosen rows alone; the others get zeros."""
+
+    def window(start: Array, mine: Array, packed: Array) -> Array:
+        def cut(array: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
+
+        own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0))
+        return replace_rows(packed, start, mine, own)
+
+    width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
+    return over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32))
 
 
 def _rules(fields: dict[str, Array]) -> LogitRules:

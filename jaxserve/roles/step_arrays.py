@@ -194,3 +194,11 @@ def targets_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
         group, start = starts[options.row]
         targets[group, start : start + len(options.targets)] = options.targets
     return targets
+
+
+def wanted_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
+    """Returns 1 for the slots whose sampled tokens' log-probabilities are wanted, else 0; int32
+    `[groups, slots]`."""
+    wanted = np.zeros(groups * slots, np.int32)
+    wanted[[options.row for options in plan.options if options.logprobs is not None]] = 1
+    return wanted.reshape(groups, slots)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.mesh import sharded_zeros
 from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
 from jaxserve.roles.sampling import Finished, SamplingExecutables, counts_shape
-from jaxserve.roles.step_arrays import rules_array, targets_array
+from jaxserve.roles.step_arrays import rules_array, targets_array, wanted_array
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import GroupPut, TokenPrograms
 from jaxserve.roles.weights import Leaves
@@ -85,7 +85,7 @@ class TokenLanes:
                 logits, before, batch, self._counts[plan.lane], rules
             )
         if sampling is not None and plan.has_logprobs:
-            logprobs = sampling.logprobs(logits, sampled)
+            logprobs = sampling.logprobs(logits, sampled, put(wanted_array(plan, *shape)))
         if sampling is not None and plan.has_targets:
             scores = sampling.score(put(targets_array(plan, *shape)), *stream, *self._head)
         finished = Finished(plan, sampled, logits, sampled, logprobs, scores)

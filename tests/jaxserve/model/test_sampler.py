@@ -13,6 +13,8 @@ from jaxserve.model.sampler import (
     MAX,
     LogitRules,
     SamplerState,
+    _cut_by_candidates,
+    _cut_by_search,
     adjust,
     count,
     in_blocks,
@@ -25,6 +27,8 @@ from tests import golden
 VOCAB = 40
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0}
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32}
+
+cut_by_candidates, cut_by_search = jax.jit(_cut_by_candidates), jax.jit(_cut_by_search)
 
 
 @jax.jit
@@ -148,6 +152,31 @@ class TestSupport:
         assert np.all(allowed[tokens] > 0)
         # What should come 12 times in 500 draws comes at least once.
         assert set(np.flatnonzero(allowed > 0.024)) <= set(tokens.tolist())
+
+
+@given(
+    seed=st.integers(0, 99),
+    top_k=st.sampled_from([0, 1, 20, 64, 65, 500]),
+    top_p=st.floats(0.05, 1),
+)
+@settings(max_examples=25)
+def test_candidates_and_search_keep_the_smallest_set(seed, top_k, top_p):
+    """Of 1,000 tokens, many with equal logits; steep rows are decided by 64 candidates, flat ones
+    are not."""
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(size=(2, 1000)) * [[4.0], [0.5]], 1).astype(np.float32)
+    scaled = in_blocks(logits - logits.max(axis=1, keepdims=True))
+    limits = np.full(2, top_k or scaled.shape[1] * 128, np.int32), np.full(2, top_p, np.float32)
+    for cut in (cut_by_candidates, cut_by_search):
+        for row, threshold in zip(
+            np.asarray(scaled, np.float64), cut(scaled, *limits), strict=True
+        ):
+            values = np.sort(row[np.isfinite(row)].ravel())[::-1]
+            kept = values[values >= values[(top_k or len(values)) - 1]]
+            mass = np.exp(kept).sum() * top_p
+            assert np.exp(values[values >= threshold]).sum() >= mass * (1 - 1e-5)
+            assert np.exp(values[values > threshold]).sum() < mass * (1 + 1e-5) or top_p == 1.0
+            assert threshold >= kept[-1] or (not top_k and threshold == -np.inf)
 
 
 def assert_frequencies(tokens, probabilities):
