@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         type=_count,
         default=CalibrationSettings().expert_samples,
         metavar="N",
-        help="take more of the text until each expert saw so many tokens (%(default)s)",
+        help="take more of the text until each expert saw this many tokens (%(default)s)",
     )
     made.add_argument(
         "--ignore-key",

@@ -205,7 +205,7 @@ class SteadyState:
         return completed - start, listed - completed
 
     def _add(self, output: int, prompt: int | None = None) -> None:
-        """A request of so many tokens."""
+        """A request with a prompt of this many tokens."""
         pages = self._random.integers(*PROMPT_TOKENS) // self._shape.page_size
         rest = self._random.integers(self._shape.page_size)
         length = prompt or int(pages) * self._shape.page_size + 1 + int(rest)

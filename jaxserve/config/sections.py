@@ -112,7 +112,7 @@ class FFNRole(Section, frozen=True):
     instances: Size = 1
     """Equal parts of the ep ranks, a host each, say. A message goes to each part, whose devices
     exchange its rows among themselves alone, and which answers with the sums over its own experts
-    and part of the shared one's d_ff, for attention to add up: messages cross so many times, and
+    and part of the shared one's d_ff, for attention to add up: messages cross that many times, and
     nothing else leaves a part. Divides `ep`; attention's devices are a multiple of the ffn role's
     then."""
     memory_gb: Gigabytes = 0.0
@@ -321,8 +321,8 @@ class Prefill(Section, frozen=True):
     workers: Annotated[int, Meta(ge=0, le=65536)] = 0
     """Prefill workers; 0: the domains prefill."""
     long_workers: Annotated[int, Meta(ge=0, le=65536)] = 0
-    """The last so many of the prefill workers take prompts of `prefill.long_tokens` and more, which
-    go to no other."""
+    """Number of prefill workers, the last ones, that take prompts of `prefill.long_tokens` or more;
+    such prompts go to no other."""
     long_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
     """Tokens, without those that a prefix cache has, from which on a prompt is a long one. 0: no
     prompt is."""
@@ -410,8 +410,8 @@ class Pages(Section, frozen=True):
     address: str = ""
     """Where domains reach it, if not where it listens: host:port of what stands before it."""
     lease_seconds: Seconds = 30.0
-    """How long a prefill worker keeps pages that nobody asks about; whoever wants them renews the
-    lease three times as often."""
+    """How long a prefill worker keeps pages without a renewal of their lease; decode workers renew
+    it three times as often."""
     on_failure: Literal["recompute", "fail"] = "recompute"
     """Action for a request whose pages did not arrive: `recompute` its prompt in the domain, or
     `fail`, so that the router prefills it once more."""

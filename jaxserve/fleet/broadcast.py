@@ -24,7 +24,7 @@ from jaxserve.link.session.channel import (
 from jaxserve.link.session.listener import Listener, shut
 
 HOSTS_EACH = 8
-"""To so many other hosts one process hands on."""
+"""Hosts to which one process hands a message on."""
 LOOK_SECONDS = 0.5
 """How often a subscriber to whom nothing comes looks at the time."""
 _HELLO_SECONDS = 10.0

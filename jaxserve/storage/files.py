@@ -139,7 +139,7 @@ def open_file(path: Path, version: FileVersion | None = None) -> Iterator[LocalF
         if version not in (None, file.version):
             raise replaced(path)
         yield file
-        # Whoever writes in place while others read would otherwise give them some of both.
+        # A writer in place would otherwise give its readers parts of both contents.
         if FileVersion.of(os.fstat(file.descriptor)) != file.version:
             raise replaced(path)
     finally:

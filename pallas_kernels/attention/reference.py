@@ -414,7 +414,7 @@ def chunk_attention(
     keys = jnp.swapaxes(keys, 0, 1).astype(jnp.float32)
     values = jnp.swapaxes(values, 0, 1).astype(jnp.float32)
     # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN. Such rows are left out
-    # of the sums, and whoever sees one gets NaN.
+    # of the sums, and queries that see one get NaN.
     broken = ~jnp.all(jnp.isfinite(values), axis=(0, 2))
     values = jnp.where(broken[:, None], 0.0, values)
 

@@ -46,7 +46,7 @@ class HoldsWeights(Protocol):
 
 
 class Pace:
-    """Lets so many bytes a second pass, over all that share it."""
+    """Lets a number of bytes a second pass, over all connections that share it."""
 
     def __init__(self, bytes_per_second: float):
         self._rate = bytes_per_second

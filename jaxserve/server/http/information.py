@@ -38,7 +38,7 @@ async def health(service: Service, exchange: HttpExchange) -> None:
         why = f"the step loop has not moved for {stuck:.0f} s" if stuck > STUCK_SECONDS else status
         raise HttpError(503, f"not alive: {why}", code="not_alive")
     found = service.generator.engine.load().problems if service.generator is not None else []
-    if not exchange.tenant:  # whoever asks has shown no key
+    if not exchange.tenant:  # the client has shown no key
         found = [without_addresses(problem) for problem in found]
     await exchange.reply(Status(status=status, problems=found or UNSET))
 
