@@ -6,8 +6,7 @@ The docstring of every key is its entry in `docs/keys.md` (`reference.py` writes
 
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from jaxserve.config.formats import AskedFormat
 from jaxserve.config.topology import TransportName
@@ -21,7 +20,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Gigabytes = Annotated[float, Meta(ge=0, le=1e6)]
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of the deployment file; unknown keys are errors."""
 
 
@@ -160,6 +159,9 @@ class Link(Section, frozen=True):
     addresses: list[str] = []
     """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
     is there is used, the others stand by."""
+    batching: Literal["rotation", "merge"] = "rotation"
+    """Messages of several attention workers that an ffn worker of another runtime runs in one pass:
+    `rotation`: one; `merge`: those of a layer that wait."""
     absent_seconds: Seconds = 60.0
     """How long an attention worker waits with no ffn worker there before its requests fail."""
 

@@ -4,6 +4,7 @@ Called by `serve --role ffn`. It may be killed at any time: attention workers se
 not answered, to its successor or to a standby.
 """
 
+import functools
 import gc
 import os
 import secrets
@@ -131,6 +132,7 @@ def message_server(
         token,
         work,
         transport=deployment.link.transport,
+        batching=deployment.link.batching,
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
     )
@@ -160,7 +162,7 @@ class FFNMessages:
             role.contract.attention_devices: MessageLanding(programs.route, role.mesh)
         }
         self._templates = programs.templates
-        self._programs: dict[int, FFNPrograms] = {}
+        self._padding = functools.cache(self._make_padding)
         self._worker = FFNWorker(programs, executables, weights, slots)
         self._name = secrets.token_hex(4)
         self.experts = make_balancer(programs.templates, deployment, slots)
@@ -195,20 +197,21 @@ class FFNMessages:
 
     def compile(self, sizes: Sequence[MessageSize]) -> None:
         """Makes it so."""
-        for pieces in {size.pieces for size in sizes}:
-            programs = self._programs_of(pieces)
-            rows = [size.rows for size in sizes if size.pieces == pieces]
-            executables = compile_steps(ffn_executables, programs, rows)
-            self._landings[pieces] = MessageLanding(programs.route, self._role.mesh)
-            self._worker.add(executables)
+        for pieces, messages in {(size.pieces, size.messages) for size in sizes}:
+            contract = self._role.contract.of_pieces(pieces, messages)
+            programs = FFNPrograms(self._templates, self._deployment, self._role.mesh, contract)
+            rows = [size.rows for size in sizes if size[::2] == (pieces, messages)]
+            self._worker.add(compile_steps(ffn_executables, programs, rows))
+            if messages == 1:
+                self._landings[pieces] = MessageLanding(programs.route, self._role.mesh)
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:
-        """Runs each once, on zeros."""
+        """Runs each once, on padding."""
         for size in sizes:
+            one = size._replace(messages=1)
             for kind in self._formats:
-                zeros = [np.zeros(shape.shape, shape.dtype) for shape in self.shapes(kind, size)]
-                layer = self._role.contract.layers.index(kind)
-                jax.block_until_ready(self.run(kind, layer, size, self.land(size, zeros)))
+                layer, padding = self._role.contract.layers.index(kind), self._padding(kind, one)
+                jax.block_until_ready(self.run(kind, layer, one, [padding] * size.messages))
 
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of a message's pieces."""
@@ -219,16 +222,22 @@ class FFNMessages:
         """Puts the pieces on the ffn mesh."""
         return self._landings[size.pieces].land(pieces)
 
-    def run(self, kind: str, layer: int, size: MessageSize, message: Arrays) -> list[jax.Array]:
-        """Enqueues the answer and returns its pieces."""
-        return self._landings[size.pieces].pieces(self._worker.answer(layer, size, message))
+    def run(
+        self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
+    ) -> list[list[jax.Array]]:
+        """Enqueues one pass over messages of one size and returns the pieces of their answers.
 
-    def _programs_of(self, pieces: int) -> FFNPrograms:
-        """Returns the programs for domains whose messages have this number of pieces, one from each
-        attention device; the rows of a piece stand for the domain's tokens."""
-        if pieces not in self._programs:
-            contract = self._role.contract.of_pieces(pieces)
-            self._programs[pieces] = FFNPrograms(
-                self._templates, self._deployment, self._role.mesh, contract
-            )
-        return self._programs[pieces]
+        The messages' slots lie side by side, and padding fills up their number to a power of two.
+        """
+        landing, count = self._landings[size.pieces], 1 << (len(messages) - 1).bit_length()
+        slots = [slot for message in messages for slot in message]
+        each = len(slots) // len(messages)
+        if count > len(messages):
+            slots += [*self._padding(kind, size)] * (count - len(messages))
+        made = self._worker.answer(layer, size._replace(messages=count), slots)
+        return [landing.pieces(made[at : at + each]) for at in range(0, each * len(messages), each)]
+
+    def _make_padding(self, kind: str, size: MessageSize) -> Arrays:
+        """Makes a message whose rows go to no expert and count for none."""
+        rows = self._formats[kind].padding(size.rows)  # type: ignore[index]
+        return self.land(size, [rows] * size.pieces)

@@ -21,6 +21,8 @@ class MessageSize(NamedTuple):
     """Number of pieces: one for each device of the attention mesh."""
     rows: int
     """Rows of one piece, both ways."""
+    messages: int = 1
+    """Messages, each of these pieces, that an ffn worker runs side by side."""
 
 
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       dispatch: format of rows on their way to the ffn mesh.
       combine: format of rows on their way back.
       instances: ffn instances, each of which gets all messages and answers with a share.
+      messages: messages that the ffn worker runs side by side.
     """
 
     groups: int
@@ -47,6 +50,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: FormatName
     combine: FormatName
     instances: int = 1
+    messages: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, deployment: Deployment) -> "Contract":
@@ -78,14 +82,16 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     def size(self, tokens: int) -> MessageSize:
         """Size of messages in steps with this number of tokens a DP group; see `piece_rows`."""
-        return MessageSize(self.attention_devices, self.piece_rows(tokens))
+        return MessageSize(self.attention_devices, self.piece_rows(tokens), self.messages)
 
-    def of_pieces(self, pieces: int) -> "Contract":
-        """Returns the contract of another domain, which sends messages in this number of pieces.
-        Only the rows of its pieces are known; they stand for the tokens of a DP group."""
-        return msgspec.structs.replace(self, groups=pieces, attention_devices=pieces)
+    def of_pieces(self, pieces: int, messages: int = 1) -> "Contract":
+        """Returns the contract for other domains, which send messages in this number of pieces.
+        Only the rows of their pieces are known; they stand for the tokens of a DP group."""
+        return msgspec.structs.replace(
+            self, groups=pieces, attention_devices=pieces, messages=messages
+        )
 
     def facts(self) -> dict[str, Any]:
         """Values that both ends must agree on, by name: all but the pieces."""
-        facts = msgspec.to_builtins(self)
-        return {name: facts[name] for name in facts if name not in ("groups", "attention_devices")}
+        facts, free = msgspec.to_builtins(self), ("groups", "attention_devices", "messages")
+        return {name: facts[name] for name in facts if name not in free}

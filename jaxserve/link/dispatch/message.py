@@ -73,6 +73,18 @@ class MessageFormat(msgspec.Struct, frozen=True):
         words.append(jnp.zeros((values.shape[0], padding), self.word))
         return jnp.concatenate(words, axis=1)
 
+    @property
+    def experts_at(self) -> int:
+        """First word of a row's expert ids."""
+        return self.d_model + has_scales(self.rows) * 4 // self.word.itemsize
+
+    def padding(self, rows: int) -> np.ndarray:
+        """Returns packed rows of zeros whose expert ids are -1, so that no expert gets them."""
+        made = np.zeros((rows, self.width), self.word)
+        first, words = self.experts_at, 4 // self.word.itemsize
+        made[:, first : first + self.top_k * words] = np.iinfo(self.word).max
+        return made
+
     def unpack(self, packed: UInt[Array, "tokens width"], dtype: jnp.dtype) -> DispatchMessage:
         """Unpacks a message, with tokens dequantised to `dtype`.
 

@@ -8,7 +8,6 @@ from jaxtyping import Array, Int32, UInt
 
 from jaxserve.link.dispatch.message import MessageFormat, reinterpreted, to_words
 from jaxserve.model.message import DispatchMessage
-from jaxserve.model.quant.rows import has_scales
 
 
 class PackedRows(NamedTuple):
@@ -27,6 +26,5 @@ class PackedRows(NamedTuple):
     ) -> UInt[Array, "rows words"]:
         """Replaces the expert ids of packed rows."""
         form = self.format
-        first = form.d_model + has_scales(form.rows) * 4 // form.word.itemsize
         words = to_words(reinterpreted(slots, jnp.uint32), form.word)
-        return jax.lax.dynamic_update_slice_in_dim(packed, words, first, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(packed, words, form.experts_at, axis=1)

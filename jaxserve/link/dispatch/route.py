@@ -35,16 +35,19 @@ class Route(NamedTuple):
     instances: int = 1
     """Equal parts of the ffn devices. With several, the attention devices are a multiple of the ffn
     devices, so that every slot is filled."""
+    messages: int = 1
+    """Messages side by side: each takes the next slots of every device. Only if `instances` is 1;
+    pieces and legs are those of a single message."""
 
     @classmethod
     def of(cls, contract: Contract, ffn_devices: int) -> "Route":
         """Returns the route on an ffn mesh with this number of devices."""
-        return cls(contract.attention_devices, ffn_devices, contract.instances)
+        return cls(contract.attention_devices, ffn_devices, contract.instances, contract.messages)
 
     @property
     def slots(self) -> int:
         """Pieces that an ffn device has room for; a slot that no piece fills holds padding."""
-        return self._own * self.instances
+        return self._own * self.instances * self.messages
 
     @property
     def _own(self) -> int:
@@ -67,7 +70,7 @@ class Route(NamedTuple):
         pieces for further instances."""
         places = [(piece, *self.ingress(piece)) for piece in range(self.attention)]
         part, legs = self.ffn // self.instances, []
-        for slot in range(self.slots):
+        for slot in range(self._own * self.instances):
             further, own = divmod(slot, self._own)
             pairs = [
                 (piece, (device + further * part) % self.ffn)
@@ -82,5 +85,11 @@ class Route(NamedTuple):
         """Places of the pieces among all slots of an instance's devices, device by device."""
         if self.instances > 1:
             return tuple(range(self.slots * self.ffn // self.instances))
-        places = map(self.ingress, range(self.attention))
-        return tuple(device * self.slots + slot for device, slot in places)
+        places = [self.ingress(piece) for piece in range(self.attention)]
+        return tuple(
+            sorted(
+                device * self.slots + message * self._own + slot
+                for device, slot in places
+                for message in range(self.messages)
+            )
+        )

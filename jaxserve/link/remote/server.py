@@ -1,29 +1,34 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
 Processes of attention workers connect, send their rows of messages and get the answers to them.
-Each has two threads here. One receives rows, and enqueues the worker's program at once if they make
-a message whole; the other sends answers that were not computed by then. A program is enqueued only
-once its message has arrived, because device queues are in order and a program ahead of its message
-would block every other domain's. So each domain is served in the order of its notes, and domains
-whose messages have arrived take turns. The server keeps only messages in flight and compiled
-programs (`work.py`): a lost domain is forgotten. The loss of a connection ends those of the
-domain's other processes, too: all connect and send again. `client.py` is the other end. This module
-knows nothing of ffn, plans or requests.
+Each has two threads here. One receives rows and queues the message once it is whole (`passes.py`);
+the other sends answers that were not computed when they were enqueued. One more thread takes
+batches of messages from the queue, chosen by a policy (`batching.py`), and enqueues the worker's
+programs. A program is enqueued only once its messages have arrived, because device queues are in
+order and a program ahead of its message would block every other domain's. The server keeps only
+messages in flight and compiled programs (`work.py`): a lost domain is forgotten. The loss of a
+connection ends those of the domain's other processes, too: all connect and send again. `client.py`
+is the other end. This module knows nothing of ffn, plans or requests.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import jax
 import numpy as np
 
 from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.work import Preparations, Turns, Work
+from jaxserve.link.remote.batching import POLICIES, Waiting
+from jaxserve.link.remote.passes import Passes
+from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
@@ -46,6 +51,7 @@ class MessageServer:
       token: the secret of the deployment.
       work: the worker; its `run` is called by one thread at a time.
       transport: name of the transport of arrays.
+      batching: name of the policy that chooses the messages of a pass.
       deadlines: deadlines of all waits.
       on_question: answers questions of attention runtimes; called on any thread.
     """
@@ -58,6 +64,7 @@ class MessageServer:
         work: Work,
         *,
         transport: str,
+        batching: str = "rotation",
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
@@ -70,8 +77,10 @@ class MessageServer:
         self._address, self._token = address, token
         self.changing = threading.Lock()
         self._domains: dict[str, _Domain] = {}
-        self.turns = Turns(lambda: len(self._domains) > 1)
-        self.preparations = Preparations(work, self.turns)
+        self._policy = POLICIES[batching]()
+        self.passes = Passes(self._policy, lambda: len(self._domains) > 1)
+        self.preparations = Preparations(work, self.passes)
+        self._thread = threading.Thread(target=self._run_passes, name="link passes", daemon=True)
         self._listener = Listener(
             "link", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
         )
@@ -82,24 +91,30 @@ class MessageServer:
         Raises:
           ConfigError: the address cannot be listened on, or needs a token.
         """
-        return self._listener.start(listen(self._address, self._token))
+        listening = listen(self._address, self._token)
+        self._thread.start()
+        return self._listener.start(listening)
 
     @property
     def domains(self) -> list[str]:
         """Names of the connected attention workers."""
         return sorted(self._domains)
 
-    @contextlib.contextmanager
-    def between_messages(self) -> Iterator[None]:
+    def between_messages(self) -> AbstractContextManager[None]:
         """Keeps `work.run` from being called during the body."""
-        with self.turns.take(self):
-            yield
+        return self.passes.between()
+
+    def together(self, name: str) -> int:
+        """Returns the most messages of a pass once a domain of this name has joined."""
+        with self.changing:
+            return min(self._policy.most, len({*self._domains, name}))
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
         for domain in list(self._domains.values()):
             self._end(domain, "the ffn worker ends")
         self._listener.close(seconds)
+        self.passes.close()
 
     def _serve(self, channel: Channel) -> None:
         connection = _DomainConnection(self, channel)
@@ -122,7 +137,7 @@ class MessageServer:
         """Ends the domain's other connections after the loss of one, and forgets its messages."""
         with self.changing:
             self._end(domain, "another connection of the domain has ended")
-        self.turns.forget(domain)
+        self.passes.forget(domain)
 
     def _end(self, domain: "_Domain", reason: str) -> None:
         if self._domains.get(domain.name) is domain:
@@ -132,22 +147,60 @@ class MessageServer:
             connection.fail(reason)
 
     def arrived(self, domain: "_Domain", note: frames.Note, rows: "_Rows") -> None:
-        """Enqueues the answer to a message that is whole, and sends it or has it sent once it is
-        computed."""
+        """Puts a message that is whole on the devices and queues it."""
         pieces = dict(pair for one, own in rows.items() for pair in zip(one.own, own, strict=True))
         size = MessageSize(len(pieces), note.rows)
         landed = self.work.land(size, [pieces[piece] for piece in range(size.pieces)])
+        lane, shape = note.lane, (note.kind, size)
+        message = _Arrived(domain, lane, note.layer, shape, lane, note, size, landed, list(rows))
+        with self.changing:
+            if self._domains.get(domain.name) is domain:
+                self.passes.put(message)
+
+    def _run_passes(self) -> None:
+        while self._run_pass():
+            pass
+
+    def _run_pass(self) -> bool:
+        """Enqueues the answers to the next batch, and sends each, or has it sent once it is
+        computed. Returns False once the server is closed."""
+        batch: Sequence[_Arrived] = self.passes.take()
+        if not batch:
+            return False
+        result, first = None, batch[0]
         try:
-            with self.turns.take(domain):
-                answer = self.work.run(note.kind, note.layer, size, landed)
-                self.turns.enqueued(answer[0])
+            landed = [message.landed for message in batch]
+            answers = self.work.run(first.note.kind, first.layer, first.size, landed)
+            result = answers[0][0]
         except Exception as error:
-            logger.exception("link: no answer to %s", note)
-            for connection in rows:
-                connection.refuse(note.number, f"{type(error).__name__}: {error}")
-            return
-        for connection in rows:
-            connection.answer(note.number, [answer[piece] for piece in connection.own])
+            logger.exception("link: no answer to %s", first.note)
+            for message in batch:
+                message.refuse(f"{type(error).__name__}: {error}")
+        else:
+            for message, answer in zip(batch, answers, strict=True):
+                message.answer(answer)
+        self.passes.enqueued(batch, result)
+        return True
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Arrived(Waiting):
+    """A message on the ffn mesh, and the connections over which it came."""
+
+    note: frames.Note
+    size: MessageSize
+    landed: Arrays
+    connections: "list[_DomainConnection]"
+
+    def answer(self, pieces: Sequence[jax.Array]) -> None:
+        """Sends every process its pieces of the answer."""
+        for connection in self.connections:
+            connection.answer(self.note.number, [pieces[piece] for piece in connection.own])
+
+    def refuse(self, text: str) -> None:
+        """Tells all processes that the message gets no answer."""
+        for connection in self.connections:
+            connection.refuse(self.note.number, text)
 
 
 class _Domain:
@@ -181,7 +234,8 @@ class _DomainConnection(ServedSession[_Answer]):
         self._transfers = opens(server.transport)(channel)
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
-        self._server.preparations.ask(join.pieces, join.rows)
+        together = self._server.together(join.domain)
+        self._server.preparations.ask(join.pieces, join.rows, together)
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
         self.domain = self._server.admit(self, join.domain)
         return frames.Welcome(self._hello)

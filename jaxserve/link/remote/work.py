@@ -1,19 +1,17 @@
-"""The work of a message server: its interface, the order of domains, and compilation for new ones.
+"""The work of a message server: its interface, and compilation for domains that join.
 
 A domain says when it joins in how many pieces its messages come, and of how many rows
 (`frames.Join`). An ffn worker has compiled for the attention mesh of its own deployment file before
-it listens; what another domain needs it compiles when that domain first asks to join, on a thread
-beside the running ones, while the domain is told to come back. Used by `server.py`; knows
-nothing of ffn.
+it listens. Programs that another domain needs, and those for messages of several domains side by
+side, it compiles when that domain first asks to join. It does so on a thread beside the running
+ones, while the domain is told to come back. Used by `server.py`; knows nothing of ffn.
 """
 
-import contextlib
 import functools
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,74 +22,8 @@ from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
 from jaxserve.link.dispatch.put import Put, fast_put
 from jaxserve.link.dispatch.route import Route
+from jaxserve.link.remote.passes import Passes
 from jaxserve.link.session.hello import Refusal
-
-AHEAD = 1
-"""Messages in the devices' queues beside the running one: enough to keep the devices busy."""
-
-
-class Enqueued(Protocol):
-    """An array that is being computed."""
-
-    def block_until_ready(self) -> Any: ...
-
-
-class Turns:
-    """Rotation among the domains whose messages wait (xDeepServe §5.2); called from any thread.
-
-    Every domain has a thread that waits for its messages and takes a turn for each. If several
-    domains wait, the one whose last turn was longest ago is next. So even a domain of many lanes
-    delays another by only one message. That requires short device queues, because devices work in
-    order: with several domains, at most `AHEAD` messages wait behind the running one.
-
-    Args:
-      shared: whether several domains are connected.
-    """
-
-    def __init__(self, shared: Callable[[], bool]):
-        self._shared = shared
-        self._changed = threading.Condition()
-        self._waiting: list[Hashable] = []
-        self._served: dict[Hashable, int] = {}
-        self._count = 0
-        self._taken = False
-        self._running: deque[Enqueued] = deque()
-
-    @contextlib.contextmanager
-    def take(self, who: Hashable) -> Iterator[None]:
-        """Waits for the turn of `who`, which lasts for the body. Newcomers go first."""
-        with self._changed:
-            self._waiting.append(who)
-            self._changed.wait_for(lambda: not self._taken and self._next() == who)
-            self._waiting.remove(who)
-            self._count += 1
-            self._served[who] = self._count
-            self._taken = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken = False
-                self._changed.notify_all()
-
-    def enqueued(self, result: Enqueued) -> None:
-        """Notes what the body enqueued; waits, where domains share, until the queue is short."""
-        self._running.append(result)
-        while len(self._running) > AHEAD:
-            oldest = self._running.popleft()
-            if self._shared():
-                with contextlib.suppress(RuntimeError):  # Its domain hears of it.
-                    oldest.block_until_ready()
-
-    def forget(self, who: Hashable) -> None:
-        """Forgets a domain that has left, and lets go of results, which may be its own."""
-        with self._changed:
-            self._served.pop(who, None)
-            self._running.clear()
-
-    def _next(self) -> Hashable:
-        return min(self._waiting, key=lambda who: self._served.get(who, 0))
-
 
 logger = logging.getLogger(__name__)
 
@@ -122,35 +54,39 @@ class Work(Protocol):
         """Puts a message's pieces on the devices, whose memory adopts theirs if it can."""
         ...
 
-    def run(self, kind: str, layer: int, size: MessageSize, message: Arrays) -> Sequence[jax.Array]:
-        """Enqueues the answer to a message that has landed, and returns it: one array a piece.
-        Raises for a kind or layer that this worker does not have."""
+    def run(
+        self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
+    ) -> Sequence[Sequence[jax.Array]]:
+        """Enqueues one pass over messages that have landed, each of this size, and returns their
+        answers: one array a piece. Raises for a kind or layer that this worker does not have."""
         ...
 
 
 class Preparations:
     """Compilations for domains that ask to join."""
 
-    def __init__(self, work: Work, turns: Turns):
-        self._work, self._turns = work, turns
+    def __init__(self, work: Work, passes: Passes):
+        self._work, self._passes = work, passes
         self._lock = threading.Lock()
         self._sizes: set[MessageSize] = set()
         self._threads: dict[tuple[MessageSize, ...], threading.Thread] = {}
         self._failed: dict[tuple[MessageSize, ...], str] = {}
 
-    def ask(self, pieces: int, rows: Sequence[int]) -> None:
-        """Returns where a domain with such messages can be served.
+    def ask(self, pieces: int, rows: Sequence[int], together: int = 1) -> None:
+        """Returns if a domain with such messages can be served, and up to `together` of them in one
+        pass.
 
-        A failure is told once. The next domain that asks has it tried again: what failed may have
-        been the room on a disk or a device.
+        A failure is told once. The next domain that asks has it tried again: the cause may have
+        been a full disk or device.
 
         Raises:
-          Refusal: it cannot; `later` where this begins to compile for it.
+          Refusal: it cannot; `later` if this begins to compile for it.
         """
         if pieces < 1 or not rows or min(rows) < 1:
             raise Refusal(f"messages of {pieces} pieces of {list(rows)} rows")
-        sizes = tuple(sorted({MessageSize(pieces, count) for count in rows}))
-        what = f"{pieces} pieces of {', '.join(str(size.rows) for size in sizes)} rows"
+        counts = [1 << power for power in range((together - 1).bit_length() + 1)]
+        sizes = tuple(MessageSize(pieces, row, n) for row in sorted(set(rows)) for n in counts)
+        what = f"{pieces} pieces of {', '.join(map(str, sorted(set(rows))))} rows"
         with self._lock:
             if reason := self._failed.pop(sizes, ""):
                 raise Refusal(f"no programs for messages of {what}: {reason}")
@@ -171,10 +107,11 @@ class Preparations:
         raise Refusal(f"compiles for messages of {what}", later=True)
 
     def _prepare(self, sizes: tuple[MessageSize, ...]) -> None:
+        new = [size for size in sizes if not self._work.ready([size])]
         try:
-            self._work.compile(sizes)
-            with self._turns.take(self):
-                self._work.warm_up(sizes)
+            self._work.compile(new)
+            with self._passes.between():
+                self._work.warm_up(new)
         except Exception as error:
             logger.exception("link: not ready for messages of %s", sizes)
             with self._lock:

@@ -31,8 +31,8 @@ def test_pieces(tmp_path):
     made = contract(tmp_path, attention__dp=3, attention__tp=2)
     assert made.attention_devices == 6
     assert made.piece_rows(24) == 12
-    assert made.size(24) == (6, 12)
-    assert made.of_pieces(2).size(24) == (2, 24)
+    assert made.size(24) == (6, 12, 1)
+    assert made.of_pieces(2, 4).size(24) == (2, 24, 4)
     with pytest.raises(ValueError, match="69 rows cannot be cut into 6 equal pieces"):
         made.piece_rows(23)
 

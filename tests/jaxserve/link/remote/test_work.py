@@ -1,14 +1,12 @@
-"""Order of domains whose messages wait, and getting ready for domains that join."""
-
-import threading
-from unittest.mock import Mock
+"""Getting ready for domains that join."""
 
 import pytest
 
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.remote.work import MOST_SIZES, Preparations, Turns
+from jaxserve.link.remote.batching import Turns
+from jaxserve.link.remote.passes import Passes
+from jaxserve.link.remote.work import MOST_SIZES, Preparations
 from jaxserve.link.session.hello import Refusal
-from tests.jaxserve.waiting import until
 
 
 class Work:
@@ -38,11 +36,11 @@ def work() -> Work:
 @pytest.fixture
 def ask(work):
     """Asks, waits for what that begins, and returns the refusal and whether to come back."""
-    preparations = Preparations(work, Turns(lambda: False))
+    preparations = Preparations(work, Passes(Turns(), lambda: False))
 
-    def ask(pieces, rows):
+    def ask(pieces, rows, together=1):
         try:
-            return preparations.ask(pieces, rows)
+            return preparations.ask(pieces, rows, together)
         except Refusal as refusal:
             return str(refusal), refusal.later
         finally:
@@ -73,66 +71,12 @@ def test_sizes_that_failed_leave_room_for_others(work, ask):
     assert ask(4, [1]) == ("4 pieces of 1 rows: more than 128 sizes of messages", False)
 
 
-def take_turns(turns, run, names):
-    """Runs these once all wait for a turn, in this order."""
-    with turns.take("x"):
-        threads = [threading.Thread(target=run, args=(name,)) for name in names]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: len(turns._waiting) == number)
-    for thread in threads:
-        thread.join(30.0)
-
-
-def test_a_busy_domain_lets_the_others_in_after_each_message():
-    messages = {"a": 6, "b": 2, "c": 1}
-    ran = []
-    turns = Turns(lambda: True)
-
-    def run(name):
-        """Messages of a domain; with each turn, those of the others are there already."""
-        for _ in range(messages[name]):
-            with turns.take(name):
-                ran.append(name)
-                others = sum(ran.count(n) < messages[n] for n in messages if n != name)
-                until(lambda others=others: len(turns._waiting) == others)
-
-    take_turns(turns, run, messages)
-    assert "".join(ran) == "abcabaaaa"
-
-
-def test_whoever_had_a_turn_longest_ago_is_next():
-    turns, ran = Turns(lambda: True), []
-
-    def once(name):
-        with turns.take(name):
-            ran.append(name)
-
-    for name in "abcb":
-        once(name)
-    take_turns(turns, once, "bcaxn")
-    assert "".join(ran) == "abcb" + "nacbx"
-
-
-@pytest.mark.parametrize(("shared", "waited"), [(True, 2), (False, 0)])
-def test_the_queue_is_short_where_domains_share(shared, waited):
-    turns = Turns(lambda: shared)
-    results = [Mock(), Mock(), Mock()]
-    for result in results:
-        turns.enqueued(result)
-    counts = [result.block_until_ready.call_count for result in results]
-    assert counts == [1] * waited + [0] * (3 - waited)
-
-
-def test_a_result_in_error_is_its_domain_s_affair():
-    turns = Turns(lambda: True)
-    turns.enqueued(Mock(block_until_ready=Mock(side_effect=RuntimeError("lost"))))
-    turns.enqueued(Mock())
-
-
-def test_an_error_in_a_turn_ends_it():
-    turns = Turns(lambda: True)
-    with pytest.raises(ValueError, match="no"), turns.take("a"):
-        raise ValueError("no")
-    with turns.take("b"):
-        pass
+def test_a_domain_beside_others_needs_programs_for_their_messages_together(work, ask):
+    compiles = "compiles for messages of 2 pieces of 3, 5 rows", True
+    assert ask(2, [3, 5]) == compiles
+    work.fails = "compiles what it has"
+    assert ask(2, [3, 5]) is None
+    work.fails = ""
+    assert ask(2, [3, 5], together=3) == compiles
+    assert work.compiled == {MessageSize(2, rows, n) for rows in (3, 5) for n in (1, 2, 4)}
+    assert ask(2, [3, 5], together=4) is None

@@ -200,7 +200,7 @@ def serve(options: dict) -> None:
                 raise ValueError(f"{UNFIT_ROWS} rows do not fit")
             for size in sizes:
                 zeros = [np.zeros((size.rows, WORDS), WORD)] * DEVICES
-                jax.block_until_ready(self.run("", 0, size, self.land(size, zeros)))
+                jax.block_until_ready(self.run("", 0, size, [self.land(size, zeros)]))
 
         def warm_up(self, sizes) -> None:
             self.known = self.known | {size.rows for size in sizes}
@@ -216,12 +216,12 @@ def serve(options: dict) -> None:
                 jax.device_put(piece, jax.devices()[i % DEVICES]) for i, piece in enumerate(pieces)
             ]
 
-        def run(self, kind: str, layer: int, size, message) -> list[jax.Array]:
+        def run(self, kind: str, layer: int, size, messages) -> list[list[jax.Array]]:
             if layer == REFUSED_LAYER:
                 raise ValueError(f"no layer {layer} here")
             if layer == options.get("stuck_layer"):
                 threading.Event().wait()
-            return [double(piece, np.int32(layer)) for piece in message]
+            return [[double(piece, np.int32(layer)) for piece in message] for message in messages]
 
     @jax.jit
     def double(x: jax.Array, layer: jax.Array) -> jax.Array:
@@ -235,6 +235,7 @@ def serve(options: dict) -> None:
         "secret",
         Toy(),
         transport="pull",
+        batching=options.get("batching", "rotation"),
         deadlines=Deadlines(**DEADLINES),
     )
     folder = Path(options["folder"])

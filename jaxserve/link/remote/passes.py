@@ -1,0 +1,113 @@
+"""Passes of a message server, one after the other: messages wait here for the policy's decision.
+
+Threads of connections put messages in. One thread of the server takes batches out and enqueues
+their answers on the devices. Knows nothing of ffn.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxserve.link.remote.batching import Decision, Policy, Waiting
+
+AHEAD = 1
+"""Passes in the devices' queues beside the running one: enough to keep the devices busy."""
+LONGEST_SECONDS = 1.0
+"""Longest time without another look, whatever the policy says."""
+
+
+class Passes:
+    """Queue of messages; called from any thread, except `take` and `enqueued`, from one.
+
+    Devices work in the order of enqueueing. So while several domains share them, at most `AHEAD`
+    passes wait behind the running one, and no domain waits for a long queue of another.
+
+    Args:
+      policy: decides; asked under a lock.
+      shared: whether several domains are connected.
+    """
+
+    def __init__(self, policy: Policy, shared: Callable[[], bool]):
+        self._policy, self._shared = policy, shared
+        self._changed = threading.Condition()
+        self._running: deque[tuple[Sequence[Waiting], jax.Array]] = deque()
+        self._taken = self._paused = self._closed = False
+        self._pauses = 0
+
+    def put(self, message: Waiting) -> None:
+        """Takes a message that has arrived."""
+        with self._changed:
+            self._policy.put(message, time.monotonic())
+            self._changed.notify_all()
+
+    def take(self) -> Sequence[Any]:
+        """Waits for the next batch, to be followed by `enqueued`; empty after `close`."""
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                decision = Decision[Waiting]()
+                if not self._pauses:
+                    decision = self._policy.take(now, idle=not self._running)
+                if decision.batch or self._closed:
+                    self._taken = bool(decision.batch)
+                    return decision.batch
+                if not self._running:
+                    self._changed.wait(min(decision.at - now, LONGEST_SECONDS))
+                    continue
+            self._finish()
+
+    def enqueued(self, batch: Sequence[Waiting], result: jax.Array | None) -> None:
+        """Notes the result of the batch last taken, None if it failed. If domains share, waits
+        until the queue is short."""
+        if result is not None and self._shared():
+            self._running.append((batch, result))
+            while len(self._running) > AHEAD:
+                self._finish()
+        with self._changed:
+            if not self._shared():
+                self._policy.served(batch, time.monotonic())
+            self._taken = False
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """Keeps batches from being taken during the body, which begins after the present one."""
+        with self._changed:
+            self._pauses += 1
+            self._changed.wait_for(lambda: not self._taken and not self._paused)
+            self._paused = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._paused = False
+                self._changed.notify_all()
+
+    def forget(self, domain: Hashable) -> None:
+        """Forgets a domain that has left, and lets go of results, which may be its own."""
+        with self._changed:
+            self._policy.forget(domain)
+            self._running.clear()
+
+    def close(self) -> None:
+        """Ends `take`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _finish(self) -> None:
+        """Waits for the oldest pass."""
+        try:
+            batch, result = self._running.popleft()
+        except IndexError:  # forgotten meanwhile
+            return
+        with contextlib.suppress(RuntimeError):  # Its domains hear of it.
+            result.block_until_ready()
+        with self._changed:
+            self._policy.served(batch, time.monotonic())

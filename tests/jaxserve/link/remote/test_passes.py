@@ -1,0 +1,87 @@
+"""Passes run one after the other, in the order of the policy, and pause where they are asked to."""
+
+import threading
+from unittest.mock import Mock
+
+import pytest
+
+from jaxserve.link.remote.batching import Turns, Waiting
+from jaxserve.link.remote.passes import Passes
+from tests.jaxserve.waiting import until
+
+
+def put(passes, domain, lane=0):
+    passes.put(Waiting(domain, lane, 0, None, lane))
+
+
+def ran(passes, result=None):
+    """Takes a batch, whose result is this; returns its domains."""
+    batch = passes.take()
+    passes.enqueued(batch, result or Mock())
+    return "".join(one.domain for one in batch)
+
+
+@pytest.mark.parametrize(("shared", "waited"), [(True, 2), (False, 0)])
+def test_the_devices_queue_is_short_where_domains_share(shared, waited):
+    passes, results = Passes(Turns(), lambda: shared), [Mock(), Mock(), Mock()]
+    for result in results:
+        put(passes, "a")
+        assert ran(passes, result) == "a"
+    counts = [result.block_until_ready.call_count for result in results]
+    assert counts == [1] * waited + [0] * (3 - waited)
+
+
+def test_a_merged_pass_begins_once_the_one_before_has_ended():
+    passes, ended = Passes(Turns(most=4), lambda: True), threading.Event()
+    put(passes, "a")
+    assert ran(passes, Mock(block_until_ready=ended.wait)) == "a"
+    put(passes, "b")
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(ran(passes)))
+    thread.start()
+    put(passes, "c")
+    assert not taken
+    ended.set()
+    thread.join(10)
+    assert taken == ["bc"]
+
+
+def test_a_result_in_error_is_its_domains_affair_and_a_failed_pass_ends():
+    passes = Passes(Turns(), lambda: True)
+    for result in (Mock(block_until_ready=Mock(side_effect=RuntimeError("lost"))), Mock()):
+        put(passes, "a")
+        assert ran(passes, result) == "a"
+    put(passes, "b")
+    passes.enqueued(passes.take(), None)
+    with passes.between():
+        pass
+
+
+def test_between_passes_nothing_runs_and_the_queue_does_not_starve_it():
+    passes, begun = Passes(Turns(), lambda: False), []
+
+    def pause():
+        with passes.between():
+            begun.append(True)
+
+    for domain in "ab":
+        put(passes, domain)
+    batch = passes.take()
+    thread = threading.Thread(target=pause)
+    thread.start()
+    until(lambda: passes._pauses == 1)
+    assert not begun
+    passes.enqueued(batch, Mock())
+    assert ran(passes) == "b"
+    thread.join(10)
+    assert begun == [True]
+
+
+def test_take_ends_with_close_and_lets_go_of_lost_domains():
+    passes = Passes(Turns(), lambda: True)
+    for domain in "ab":
+        put(passes, domain)
+    passes.forget("a")
+    assert ran(passes) == "b"
+    passes.close()
+    assert not passes.take()
