@@ -75,6 +75,7 @@ UNOPTIMISED = (
     "pallas_kernels/norm_quantize",
     "pallas_kernels/quantize",
     "pallas_kernels/rotate_and_write",
+    "pallas_kernels/sparse_attention",
 )
 """Folders whose tests are `unoptimised`, but for those that compile for a TPU or a GPU."""
 

@@ -213,7 +213,7 @@ def paged_attention(
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
     cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
-    gap = functools.partial(_gap, queries=queries, cache=cache)
+    gap = functools.partial(kernel_gap, queries=queries, cache=cache)
     target = kernel_target(
         "paged_attention", implementation, gap, _COST, tiles, backends=WITH_ATTENTION
     )
@@ -257,7 +257,7 @@ def attention_places(
     width = v_width if v_pages is None else v_pages.shape[3]
     arrays = k_pages, v_pages, None, None, rope_pages
     cache = _cache(arrays, width)
-    gap = functools.partial(_gap, queries=queries, cache=cache)
+    gap = functools.partial(kernel_gap, queries=queries, cache=cache)
     target = kernel_target("paged_attention", "auto", gap, _COST, backends=WITH_ATTENTION)
     if target is None:
         return ()
@@ -375,7 +375,7 @@ def _kernels(target: Target) -> ModuleType:
     return importlib.import_module(f"pallas_kernels.attention.{target.backend}")
 
 
-def _gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
+def kernel_gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
     """Returns the property of a call that the kernels of a target do not cover."""
     gap: str = _kernels(target).gap(queries, cache)
     return gap

@@ -110,7 +110,9 @@ def paged_attention(
         int8_products=int8_products,
     )
     if places is None:
-        places = _places(call, largest=cut.item_tokens)
+        places = item_places(
+            where, k_pages.shape[0], page_size, largest=cut.item_tokens, window=call.window
+        )
     smem = 4 * sum(array.size for array in places)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
@@ -189,13 +191,16 @@ def _check_tiles(tiles: TpuTiles, given: Fields, sizes: Call) -> None:
 def places_of(call: PagedCall, target: Target) -> Places:
     """Returns the `places` of `paged_attention`."""
     sizes = call_of(call.queries, call.cache, call.where.page_table)
-    return _places(call, largest=sizes.cut(sizes.tiles(target.device_kind)).item_tokens)
-
-
-def _places(call: PagedCall, *, largest: int) -> Places:
-    """Returns the places of items of at most `largest` tokens."""
-    (page_table, sequence_of_token, position), window = call.where, call.window
+    largest = sizes.cut(sizes.tiles(target.device_kind)).item_tokens
     pool, _, page_size, _ = call.cache.k_pages.shape
+    return item_places(call.where, pool, page_size, largest=largest, window=call.window)
+
+
+def item_places(
+    where: tuple[Array, Array, Array], pool: int, page_size: int, *, largest: int, window: int = 0
+) -> Places:
+    """Returns the places of items of at most `largest` tokens in a pool of this number of pages."""
+    page_table, sequence_of_token, position = where
     sequences, pages_per_sequence = page_table.shape
     items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
     start = jnp.zeros_like(items.kv_length)

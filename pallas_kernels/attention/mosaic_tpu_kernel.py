@@ -228,7 +228,7 @@ class Kernel:
                 whole, row_scales = _rounded(part.astype(jnp.float32), jnp.abs)
                 part = product(whole, keys, tokens_axis).astype(jnp.float32) * row_scales
             else:
-                part = product(part.astype(plan.dtype), self.operand(keys), tokens_axis)
+                part = product(part.astype(plan.dtype), operand(keys, plan.dtype), tokens_axis)
             if pool.scales is not None:
                 part *= self.scale_row(pool, slot, head) * plan.scale
             else:
@@ -280,21 +280,12 @@ class Kernel:
             if row_scales is not None:  # INT8, in which unseen positions cannot be NaN
                 mixed += product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
                 continue
-            values = self.operand(values)
+            values = operand(values, plan.dtype)
             if mask is not None:
                 seen = self.seen(mask, values.shape, tokens_axis)
                 values = jnp.where(seen, values.astype(plan.dtype), jnp.zeros((), plan.dtype))
             mixed += product(weights, values, tokens_axis)
         self.state.mixed[at] = mixed
-
-    def operand(self, stored: Array) -> Array:
-        """Returns keys or values as a product takes them. FP8, which is stored as its bits, uint8,
-        needs no conversion where the other operand is BF16: the matrix units of v7x take both."""
-        if stored.dtype == jnp.uint8:
-            stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
-        if stored.dtype == jnp.float8_e4m3fn and self.plan.dtype == jnp.bfloat16:
-            return stored
-        return stored.astype(self.plan.dtype)
 
     def scale_row(self, pool: Pool, slot: Any, head: int) -> Array:
         """Returns the scales of a block, [1, block]."""
@@ -434,6 +425,16 @@ def _rounded(
     largest = jnp.maximum(jnp.max(magnitude(rows), axis=1, keepdims=True), TINY)
     whole = jnp.round(rows * (127 / largest))
     return whole.astype(jnp.int32).astype(jnp.int8), largest * (1 / 127)
+
+
+def operand(stored: Array, dtype: Any) -> Array:
+    """Returns keys or values as a product with rows of `dtype` takes them. FP8, which is stored as
+    its bits, uint8, needs no conversion beside BF16: the matrix units of v7x take both."""
+    if stored.dtype == jnp.uint8:
+        stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
+    if stored.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
+        return stored
+    return stored.astype(dtype)
 
 
 def product(left: Array, right: Array, axis: int) -> Array:

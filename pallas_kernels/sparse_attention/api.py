@@ -1,9 +1,11 @@
 """Choice of the cached rows with the best index scores, and attention to these rows: checks the
-call, then runs plain XLA.
+call, then runs the device's kernels or plain XLA.
 
-Called by latent attention with an indexer (DeepSeek-V3.2 §2.1). No device has a kernel yet.
-Batches, pages and places are those of `attention/api.py`, with one key and value head.
+Called by latent attention with an indexer (DeepSeek-V3.2 §2.1). Batches, pages and places are those
+of `attention/api.py`, with one key and value head.
 """
+
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
@@ -17,7 +19,8 @@ from pallas_kernels.attention.checks import (
 )
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.coverage import Implementation, kernel_target
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention import gathered, reference
+from pallas_kernels.target import Target
 from pallas_kernels.transforms import run_op
 
 _SCORE_COST = (
@@ -41,7 +44,8 @@ def choose_positions(
 
     The score of position s is Σ_h weights[h] · ReLU(queries[h] · key[s]) (DeepSeek-V3.2, equation
     1), in FP32. Equal scores are frequent, since ReLU gives zeros: **the lowest position wins**, on
-    every backend, and -0 equals 0. So workers that recompute a sequence choose the same rows.
+    every backend, and -0 equals 0. So workers that recompute a sequence choose the same rows. A
+    position whose score is -inf is never chosen.
 
     Args:
       pages: the keys [pages, 1, page_size, index_dim], floats, INT8 or the bits of FP8 (uint8); in
@@ -50,8 +54,8 @@ def choose_positions(
       implementation: see `coverage.Implementation`.
 
     Returns:
-      the positions, best first, top_k or the table's tokens if these are fewer; -1 where a token
-      sees fewer positions.
+      the positions in increasing order, top_k or the table's tokens if these are fewer; -1 behind
+      the last one of a token that sees fewer.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -66,15 +70,21 @@ def choose_positions(
         raise ValueError(f"weights is {weights.dtype}{weights.shape}, needs float32{tokens, heads}")
     if top_k < 1:
         raise ValueError(f"top_k is {top_k}, needs at least 1")
-    kernel_target(
-        "choose_positions", implementation, lambda _: "index scores of cached keys", _SCORE_COST
-    )
     call = reference.ChoiceCall(
         queries, weights, key_pages, key_scales, page_table, sequence_of_token, position
     )
-    chosen: Array = run_op(
-        "choose_positions", lambda call: reference.choose_positions(call, top_k), call
+    target = kernel_target(
+        "choose_positions", implementation, functools.partial(_gap, call), _SCORE_COST
     )
+
+    def compute(call: reference.ChoiceCall) -> Array:
+        if target is None:
+            return reference.choose_positions(call, top_k)
+        from pallas_kernels.sparse_attention import mosaic_tpu
+
+        return mosaic_tpu.choose_positions(call, top_k, target)
+
+    chosen: Array = run_op("choose_positions", compute, call)
     return chosen
 
 
@@ -97,7 +107,7 @@ def attend_chosen(
 
     Args:
       pages: as those of `rotate_and_write.norm_and_write`.
-      chosen: positions, each at most once; -1: none.
+      chosen: positions, each at most once; -1 behind the last one.
       implementation: see `coverage.Implementation`.
 
     Raises:
@@ -120,21 +130,32 @@ def attend_chosen(
     check_places(tokens, sequence_of_token, sequence_of_token)
     if chosen.ndim != 2 or chosen.shape[0] != tokens or chosen.dtype != jnp.int32:
         raise ValueError(f"chosen is {chosen.dtype}{chosen.shape}, needs int32 rows of {tokens}")
-    kernel_target(
-        "attend_chosen", implementation, lambda _: "rows that an indexer chooses", _ATTEND_COST
-    )
+    cache = Cache(k_pages, None, k_scales, None, v_width, rope_pages)
+    gap = functools.partial(gathered.gap, queries, cache)
+    target = kernel_target("attend_chosen", implementation, gap, _ATTEND_COST)
 
     def compute(
         queries: Array, arrays: tuple[Array, Array | None, Array | None], where: reference.Chosen
     ) -> Array:
         pages, scales, rope = arrays
         cache = Cache(pages, None, scales, None, v_width, rope)
-        return reference.attend_chosen(queries, cache, where, scale)
+        if target is None:
+            return reference.attend_chosen(queries, cache, where, scale)
+        return gathered.attend_chosen(queries, cache, where, scale, target)
 
     arrays = k_pages, k_scales, rope_pages
     where = reference.Chosen(chosen, page_table, sequence_of_token)
     mixed: Array = run_op("attend_chosen", compute, queries, arrays, where)
     return mixed
+
+
+def _gap(call: reference.ChoiceCall, target: Target) -> str:
+    """Returns the property of a choice that no kernel of a target covers."""
+    if target.backend != "mosaic_tpu":
+        return "index scores of cached keys"
+    from pallas_kernels.sparse_attention import mosaic_tpu
+
+    return mosaic_tpu.gap(call, target)
 
 
 def _keys_and_scales(pages: tuple[Array, ...]) -> tuple[Array, Array | None]:

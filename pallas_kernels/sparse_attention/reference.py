@@ -89,7 +89,9 @@ def choose_positions(call: ChoiceCall, top_k: int) -> Int32[Array, "tokens chose
         # `top_k` puts -0 behind 0, and takes the lowest index of equal numbers.
         scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
         best, index = jax.lax.top_k(scores, min(top_k, context))
-        return jnp.where(jnp.isneginf(best), -1, index.astype(jnp.int32))
+        # In increasing order, with -1 behind the last one.
+        index = jnp.sort(jnp.where(jnp.isneginf(best), context, index.astype(jnp.int32)), axis=1)
+        return jnp.where(index == context, -1, index)
 
     tokens = call.queries, call.weights, call.sequence_of_token, call.position
     return in_parts(choose, tokens, QUERIES)
