@@ -1,9 +1,10 @@
 """The architectures of the tiny models: config.json's entries and the tensors' names and shapes.
 
-One dataclass a family, its fields named as in config.json. `tiny_models.py` adds the weights.
+One dataclass a family, its fields named as in config.json; their defaults are in
+`golden/reference/tiny_sizes.yaml`. `tiny_models.py` adds the weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 VOCAB = 97
 BOS, EOS = 0, 1
+
+_GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "reference"
+ENTRIES, SIZES = (
+    yaml.safe_load((_GOLDEN / f"tiny_{name}.yaml").read_text()) for name in ("entries", "sizes")
+)
+
+
+def sizes(family: str, *bases: type) -> Any:
+    """A dataclass with the sizes of a family, which are its defaults."""
+    fields = [
+        (name, Any, tuple(value) if isinstance(value, list) else value)
+        for name, value in SIZES[family].items()
+    ]
+    return make_dataclass(family, fields, bases=bases, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -34,36 +49,8 @@ class Yarn:
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class TinyDeepseek:
+class TinyDeepseek(sizes("deepseek")):
     """The sizes of a tiny DeepSeek-V3 or Kimi K2, named as in config.json."""
-
-    model_type: Literal["deepseek_v3", "kimi_k2"] = "deepseek_v3"
-    hidden_size: int = 48
-    num_hidden_layers: int = 3
-    num_attention_heads: int = 4
-    q_lora_rank: int | None = 24
-    kv_lora_rank: int = 32
-    qk_nope_head_dim: int = 16
-    qk_rope_head_dim: int = 8
-    v_head_dim: int = 12
-    attention_bias: bool = False
-    intermediate_size: int = 56
-    moe_intermediate_size: int = 24
-    n_routed_experts: int = 8
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 3
-    n_group: int = 4
-    topk_group: int = 2
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
-    first_k_dense_replace: int = 1
-    moe_layer_freq: int = 1
-    num_nextn_predict_layers: int = 0
-    rope_theta: float = 10_000.0
-    yarn: Yarn | None = None
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
@@ -165,15 +152,9 @@ class TinyDeepseek:
         return shapes | mlp_shapes("mlp.shared_experts.", hidden, width * self.n_shared_experts)
 
 
-@dataclass(frozen=True)
-class TinyIndexed(TinyDeepseek):
+class TinyIndexed(sizes("indexed", TinyDeepseek)):
     """A tiny DeepSeek-V3.2 or GLM-5: DeepSeek-V3 with an indexer in every layer. 16 heads of the
     indexer, because with fewer of them several scores of a token are exactly 0."""
-
-    model_type: Any = "deepseek_v32"
-    index_n_heads: int = 16
-    index_head_dim: int = 16
-    index_topk: int = 12
 
     def _layer_shapes(self, *, moe: bool) -> Shapes:
         heads, width, hidden = self.index_n_heads, self.index_head_dim, self.hidden_size
@@ -184,31 +165,8 @@ class TinyIndexed(TinyDeepseek):
         return super()._layer_shapes(moe=moe) | prefixed("self_attn.indexer.", shapes)
 
 
-@dataclass(frozen=True)
-class TinyQwen3:
+class TinyQwen3(sizes("qwen3")):
     """The sizes of a tiny Qwen3, dense or with experts, named as in config.json."""
-
-    model_type: Literal["qwen3", "qwen3_moe"] = "qwen3"
-    hidden_size: int = 48
-    num_hidden_layers: int = 3
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    attention_bias: bool = False
-    intermediate_size: int = 56
-    moe_intermediate_size: int = 24
-    num_experts: int = 8
-    num_experts_per_tok: int = 3
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    use_sliding_window: bool = False
-    sliding_window: int | None = None
-    max_window_layers: int = 3
-    rope_theta: float = 1e6
-    yarn: Yarn | None = None
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
@@ -271,21 +229,8 @@ class TinyQwen3:
         return shapes
 
 
-@dataclass(frozen=True)
-class TinyGlm4(TinyDeepseek):
+class TinyGlm4(sizes("glm4", TinyDeepseek)):
     """A tiny GLM-4.5: DeepSeek-V3's fields, but grouped-query attention."""
-
-    model_type: Any = "glm4_moe"
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    attention_bias: bool = True
-    use_qk_norm: bool = True
-    partial_rotary_factor: float = 0.5
-    n_group: int = 1
-    topk_group: int = 1
-    rope_theta: float = 1e6
-    rms_norm_eps: float = 1e-5
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
@@ -307,14 +252,8 @@ class TinyGlm4(TinyDeepseek):
         return _grouped(self.hidden_size, query, keys, norms, biased) | self._ffn_shapes(moe=moe)
 
 
-@dataclass(frozen=True)
-class TinyMinimax(TinyGlm4):
+class TinyMinimax(sizes("minimax", TinyGlm4)):
     """A tiny MiniMax-M2: the fields of GLM-4.5 that it has, which its files name otherwise."""
-
-    model_type: Any = "minimax_m2"
-    attention_bias: bool = False
-    partial_rotary_factor: float = 0.25
-    first_k_dense_replace: int = 0
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
@@ -339,33 +278,11 @@ class TinyMinimax(TinyGlm4):
         return shapes
 
 
-_FILE = Path(__file__).resolve().parents[1] / "golden" / "reference" / "tiny_entries.yaml"
-ENTRIES = yaml.safe_load(_FILE.read_text())
-
-
-@dataclass(frozen=True)
-class TinyStep3p5:
+class TinyStep3p5(sizes("step3p5")):
     """The sizes of a tiny Step-3.5-Flash, named as in config.json; every fourth layer has no
     window."""
 
-    model_type: Literal["step3p5", "step3p7"] = "step3p5"
-    hidden_size: int = 48
-    num_hidden_layers: int = 5
-    num_attention_heads: int = 4
-    num_attention_groups: int = 2
-    head_dim: int = 16
-    sliding_window: int = 8
-    intermediate_size: int = 56
-    moe_layers_enum: str = "2,3,4"
-    moe_num_experts: int = 8
-    moe_top_k: int = 3
-    moe_intermediate_size: int = 24
-    share_expert_dim: int = 20
-    moe_router_scaling_factor: float = 3.0
-    num_nextn_predict_layers: int = 3
-    rms_norm_eps: float = 1e-5
-
-    num_experts_per_tok = moe_top_k
+    num_experts_per_tok = SIZES["step3p5"]["moe_top_k"]
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""
@@ -410,26 +327,12 @@ class TinyStep3p5:
         return shapes | mlp_shapes("share_expert.", hidden, self.share_expert_dim)
 
 
-@dataclass(frozen=True)
-class TinyGptOss:
+class TinyGptOss(sizes("gpt_oss")):
     """The sizes of a tiny gpt-oss, named as in config.json; every other layer has a window.
 
     Its shapes are those of a folder that transformers writes: experts' matrices are floats
     [experts, in, out], and columns of gate and up take turns.
     """
-
-    model_type: str = "gpt_oss"
-    hidden_size: int = 48
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    sliding_window: int = 8
-    intermediate_size: int = 24
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 3
-    swiglu_limit: float = 1.0
-    rms_norm_eps: float = 1e-5
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype and the quantisation."""

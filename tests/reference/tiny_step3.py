@@ -5,7 +5,6 @@ at initialisation would hide a wrong router or a forgotten norm.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,31 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from tests.reference.tiny_models import with_copies, write_safetensors
-from tests.reference.tiny_sizes import Shapes, mlp_shapes, prefixed
+from tests.reference.tiny_sizes import Shapes, mlp_shapes, prefixed, sizes
 
 
-@dataclass(frozen=True)
-class TinyStep3:
+class TinyStep3(sizes("step3")):
     """The sizes of a tiny model, named as in config.json where Step-3 has a name for them."""
-
-    hidden_size: int = 64
-    num_hidden_layers: int = 4
-    moe_layers: tuple[int, ...] = (1, 2)
-    num_attention_heads: int = 4
-    head_dim: int = 32
-    share_q_dim: int = 48
-    intermediate_size: int = 96
-    moe_intermediate_size: int = 32
-    share_expert_dim: int = 40
-    moe_num_experts: int = 8
-    moe_top_k: int = 3
-    norm_expert_weight: bool = False
-    vocab_size: int = 160
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-5
-    mtp: bool = False
-    mtp_repeats_head: bool = False
-    """The MTP module brings its own copies of embedding and head, as DeepSeek-V3's does."""
 
     def config(
         self,
