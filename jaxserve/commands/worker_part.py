@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
-from jaxserve.fleet.worker_port import WorkerEngine, WorkerPort
+from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.server import choice
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -147,7 +147,7 @@ def worker_facts(
     can_become: bool,
     weights: Revision,
     ends: list[int],
-    engine: WorkerEngine,
+    engine: "Engine",
 ) -> WorkerFacts:
     """Facts that routers need of an engine.
 

@@ -14,13 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
-from jaxserve.engine.interface import EngineLoad, NeededLink
+from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver
@@ -40,6 +40,9 @@ from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.expert_moves import MovesExperts
+
+if TYPE_CHECKING:
+    from jaxserve.link.remote.client import MessageClient
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class Engine:
         vocab: int,
         eos_token_ids: frozenset[int],
         followers: Followers | None = None,
-        link: NeededLink | None = None,
+        link: "MessageClient | None" = None,
         info: dict[str, Any] | None = None,
         watch: Watch | None = None,
         experts: MovesExperts | None = None,

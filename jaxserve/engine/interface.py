@@ -196,17 +196,6 @@ class EngineLoad(DomainLoad, frozen=True, kw_only=True):
         )
 
 
-class NeededLink(Protocol):
-    """A link to runtimes that an engine's runtime cannot do without."""
-
-    @property
-    def problems(self) -> list[str]:
-        """Problems of those runtimes in words; from any thread."""
-
-    def close(self) -> None:
-        """Ends the connections."""
-
-
 class StepLoop(Protocol):
     """Loop that health probes ask about: an engine, or a process that follows one."""
 

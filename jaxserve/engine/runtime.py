@@ -24,7 +24,7 @@ from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRu
 from jaxserve.roles.weights import HeldBlock
 
 if TYPE_CHECKING:
-    from jaxserve.engine.interface import NeededLink
+    from jaxserve.link.remote.client import MessageClient
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
@@ -47,7 +47,7 @@ class Runtime(NamedTuple):
     """Templates of the model, if this runtime has an ffn mesh, whose experts it moves itself."""
     experts: MovesExperts | None = None
     """Moves the experts of another runtime; None without such a runtime."""
-    link: "NeededLink | None" = None
+    link: "MessageClient | None" = None
     """Link to the runtimes that this one needs; None: it needs no others."""
 
 

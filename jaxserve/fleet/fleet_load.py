@@ -40,27 +40,21 @@ def fleet_load(
         worker = placement.workers.get(place.address)
         whose = f"{place.role} worker {numbers[place.role]}"
         numbers[place.role] += 1
-        if worker is None:
-            why = absences.get(place.address, "it has not joined")
-            problems.append(f"{whose}: {why}")
-            workers.append(
-                WorkerLoad(name=place.address, role=place.role, status="absent", why=why)
-            )
-            continue
-        load = worker.load
-        problems += [f"{whose}: {what}" for what in (worker.why, *load.problems) if what]
+        load = EngineLoad() if worker is None else worker.load
+        why = absences.get(place.address, "it has not joined") if worker is None else worker.why
+        problems += [f"{whose}: {what}" for what in (why, *load.problems) if what]
         workers.append(
             WorkerLoad(
                 name=place.address,
-                role=worker.facts.role,
-                status=worker_status(worker),
-                why=worker.why,
+                role=place.role if worker is None else worker.facts.role,
+                status="absent" if worker is None else worker_status(worker),
+                why=why,
                 running=load.running,
                 waiting=load.waiting + load.prompts,
                 held=load.held,
                 kv_usage=load.kv_usage,
-                routed=len(worker.requests),
-                pages_tokens=worker.handed,
+                routed=0 if worker is None else len(worker.requests),
+                pages_tokens=0 if worker is None else worker.handed,
                 hand_offs=load.hand_offs,
             )
         )

@@ -241,17 +241,17 @@ class RouterEngine:
         self._registry.close()
         self.connections.close()
 
-    # ---------------------------------------------------------------- `Receiver`: one thread
+    # ---------------------------------------------- events of connections, on their thread
 
     def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
-        """See `Receiver`."""
+        """Takes a worker that is connected and ready."""
         with self._lock:
             ended = self._send(self._coordinator.joined(place.address, facts, place.reserved))
             self._note_limits()
         self._deliver(ended)
 
     def left(self, place: Place, why: str) -> None:
-        """See `Receiver`."""
+        """Takes the loss of a worker."""
         with self._lock:
             before = self._coordinator.replays
             affected = self._coordinator.requests_of(place.address)
@@ -265,7 +265,7 @@ class RouterEngine:
         self._deliver(ended)
 
     def turn(self) -> None:
-        """See `Receiver`."""
+        """Called in every round of the connections' thread, and soon after `wake`."""
         if time.monotonic() > self._alone_at and not self._there.is_set():
             logger.warning("no prefill worker is there: domains compute prompts themselves")
             self._there.set()
@@ -275,7 +275,7 @@ class RouterEngine:
             self._deliver(ended)
 
     def tick(self) -> None:
-        """See `Receiver`."""
+        """Called every `worker_connections.TICK_SECONDS`."""
         with self._lock:
             ended = self._send(self._coordinator.tick())
             workers = self._coordinator.placement.workers
@@ -287,7 +287,7 @@ class RouterEngine:
         self._deliver(ended)
 
     def received(self, place: Place, frame: Any) -> None:
-        """See `Receiver`."""
+        """Takes a frame of a connected worker."""
         coordinator = self._coordinator
         if place.address not in coordinator.placement.workers:
             return
@@ -318,7 +318,7 @@ class RouterEngine:
             return dict(self._coordinator.placement.workers)
 
     def silent(self, place: Place, seconds: float) -> None:
-        """See `Receiver`."""
+        """Called repeatedly while a connected worker stays silent, with the seconds of silence."""
         with self._lock:
             worker = self._coordinator.placement.workers.get(place.address)
             if worker is not None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import msgspec
 
@@ -29,6 +29,9 @@ from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import encode
 from jaxserve.link.session.session import Session
 
+if TYPE_CHECKING:
+    from jaxserve.fleet.router import RouterEngine
+
 DIAL_SECONDS = 0.5
 """Pause between two attempts to reach an absent worker."""
 DIALLING_THREADS = 8
@@ -40,28 +43,6 @@ MAX_UNSENT_BYTES = 1 << 28
 """A worker that leaves more bytes than this unread is taken for stuck."""
 
 logger = logging.getLogger(__name__)
-
-
-class Receiver(Protocol):
-    """Takes the events of connections, all on their thread."""
-
-    def joined(self, place: Place, facts: frames.WorkerFacts) -> None:
-        """Called when a worker is connected and ready."""
-
-    def left(self, place: Place, why: str) -> None:
-        """Called when a worker is lost."""
-
-    def received(self, place: Place, frame: Any) -> None:
-        """Called for every frame of a connected worker."""
-
-    def silent(self, place: Place, seconds: float) -> None:
-        """Called repeatedly while a connected worker stays silent, with the seconds of silence."""
-
-    def turn(self) -> None:
-        """Called in every round of the thread, and soon after `wake`."""
-
-    def tick(self) -> None:
-        """Called every `TICK_SECONDS`."""
 
 
 class WorkerConnection(Session):
@@ -182,7 +163,7 @@ class WorkerConnections:
         places: Callable[[], Sequence[Place]],
         token: str,
         hello: Hello,
-        receiver: Receiver,
+        receiver: "RouterEngine",
         suspect: float,
         silent: float,
         stuck: float,

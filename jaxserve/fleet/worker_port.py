@@ -13,14 +13,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from jaxserve.engine.interface import TokenEngine
-from jaxserve.engine.request import SamplingParams, TokenOutput
+from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import (
     DrainingError,
     InvalidRequestError,
@@ -36,6 +35,9 @@ from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.served import ServedSession
+
+if TYPE_CHECKING:  # a router's faces have another engine
+    from jaxserve.engine.engine import Engine
 
 MOST_ROUTERS = 256
 AGREED_SECONDS = 15.0
@@ -54,35 +56,6 @@ MAX_WAITING = 2**20
 logger = logging.getLogger(__name__)
 
 OnHeld = Callable[[PagesSource | JaxserveError], None]
-
-
-class WorkerEngine(TokenEngine, Protocol):
-    """Part of an engine that routers use through this port (`jaxserve.engine.engine.Engine`)."""
-
-    def withdraw(self, request_id: str) -> None: ...
-    def renew(self, hand_off: str) -> None: ...
-    def reset_prefix_cache(self) -> int: ...
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        on_output: Callable[[TokenOutput], None],
-        *,
-        request_id: str | None = None,
-        deadline: float | None = None,
-        source: PagesSource | None = None,
-        emitted: Sequence[int] = (),
-    ) -> str: ...
-    def prefill(
-        self,
-        prompt: list[int],
-        on_held: OnHeld,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        request_id: str | None = None,
-        deadline: float | None = None,
-    ) -> str: ...
 
 
 class WorkerPort:
@@ -110,7 +83,7 @@ class WorkerPort:
         address: str,
         token: str,
         hello: Hello,
-        facts: Callable[[WorkerEngine], frames.WorkerFacts],
+        facts: "Callable[[Engine], frames.WorkerFacts]",
         restore: Callable[[GrammarOf, int], Any],
         resume_seconds: float = 0.0,
         on_become: Callable[[bool, str], None] | None = None,
@@ -127,7 +100,7 @@ class WorkerPort:
             seconds=DEADLINES.handshake,
             frame_bytes=frames.WORKER_FRAME_BYTES,
         )
-        self.engine: WorkerEngine | None = None
+        self.engine: Engine | None = None
         self.facts: frames.WorkerFacts | None = None
         self.draining = False
         """True once the worker ends."""
@@ -143,7 +116,7 @@ class WorkerPort:
         """Listens; routers are refused until `open`. Returns {"worker": address}."""
         return {"worker": self._listener.start(self._socket)}
 
-    def open(self, engine: WorkerEngine) -> None:
+    def open(self, engine: "Engine") -> None:
         """Takes requests from now on."""
         self.facts = self._make_facts(engine)
         self.engine, self._opened = engine, time.monotonic()
@@ -252,7 +225,7 @@ class RouterConnection(ServedSession[Item]):
     def __init__(self, port: WorkerPort, channel: Channel):
         super().__init__("routers", channel, port.hello, DEADLINES)
         self._port = port
-        self._engine: WorkerEngine
+        self._engine: Engine
         # Ids. Other threads change them, too: copy before iterating.
         self._submitted: dict[str, int] = {}  # id → tokens so far
         self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet

@@ -154,7 +154,7 @@ class FaceEngine(RouterEngine):
         return False
 
     def received(self, place: Place, frame: Any) -> None:
-        """See `Receiver`."""
+        """See `RouterEngine.received`."""
         match frame:
             case frames.State():
                 self._note(frame)

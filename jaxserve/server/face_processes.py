@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -31,7 +31,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, hello_of
-from jaxserve.fleet.worker_port import DEADLINES, WorkerEngine
+from jaxserve.fleet.worker_port import DEADLINES
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.face import Start
 from jaxserve.server.face_port import FacePort
@@ -44,6 +44,9 @@ from jaxserve.server.tracing import Tracing
 from jaxserve.storage.mirror import local_folder
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a router has no such engine
+    from jaxserve.engine.engine import Engine
 
 START_SECONDS = 120.0
 """How long a process may take to load its tokenizer and bind, and to open."""
@@ -143,7 +146,7 @@ class FaceProcesses:
         self.metrics.watch(engine)
         self.requests, self.engine = self, engine
         shed = shedding(engine, self._deployment.server.wait_seconds)
-        self._port.open(cast(WorkerEngine, shed))
+        self._port.open(cast("Engine", shed))
         for process in self._processes:
             process.wait(process.opened, "did not open")
 
@@ -181,7 +184,7 @@ class FaceProcesses:
         return self._compiler.restored(grammar.serialised, grammar.begins_after)
 
 
-def _facts(engine: WorkerEngine) -> WorkerFacts:
+def _facts(engine: "Engine") -> WorkerFacts:
     """Describes an engine to faces, which leave all checks but that of the length to it."""
     info = dict(engine.model_info())
     length = info["max_length"]

@@ -21,10 +21,10 @@ from jaxserve.text.generation import (
     checked_request_id,
     new_request_id,
 )
-from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.output import GenerationOutput, joined
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import MISSING
 
 Prompt = str | Sequence[SupportsIndex]
 """Text, or token ids (Python's ints or NumPy's)."""

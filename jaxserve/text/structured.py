@@ -28,8 +28,8 @@ import numpy as np
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text import grammar_worker
 from jaxserve.text.limited_process import LimitError, the_process
-from jaxserve.text.no_vocabulary import MISSING
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import MISSING
 
 MAX_CHARACTERS = 2**16
 """Most characters of a schema, expression or grammar."""

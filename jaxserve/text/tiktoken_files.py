@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxserve.config.special_tokens import AddedToken
 from jaxserve.errors import CheckpointError
+from jaxserve.text.vocabulary import Vocabulary
 
 CLASSES = ("TikTokenTokenizer",)
 """Values of `tokenizer_class` that split text by PATTERN (Kimi)."""
@@ -47,7 +48,7 @@ PATTERN = "|".join(
 _RUN = re.compile(r"\s+|\S+")
 
 
-class TiktokenVocabulary:
+class TiktokenVocabulary(Vocabulary):
     """Byte-pair encoding by ranks; a `vocabulary.Vocabulary`."""
 
     def __init__(self, ranks: Mapping[bytes, int], added: Mapping[int, AddedToken]):
@@ -74,7 +75,7 @@ class TiktokenVocabulary:
         self._ranks = ranks
         self.special_ids = frozenset(key for key, token in added.items() if token.special)
         self._with_text = frozenset([*ranks.values(), *added]) - self.special_ids
-        self.size = max([*ranks.values(), *added]) + 1
+        super().__init__(max([*ranks.values(), *added]) + 1)
         self.longest_token = max(map(len, [*ranks, *self._ids]))
 
     @classmethod

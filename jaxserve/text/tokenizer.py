@@ -12,7 +12,6 @@ from pathlib import Path
 from jaxserve.config.special_tokens import SpecialTokens, collect_special_tokens
 from jaxserve.errors import CheckpointError
 from jaxserve.storage.mirror import local_folder, weight_files
-from jaxserve.text.no_vocabulary import NoVocabulary
 from jaxserve.text.tiktoken_files import TiktokenVocabulary
 from jaxserve.text.vocabulary import TokenizersVocabulary, Vocabulary
 
@@ -37,7 +36,7 @@ class Tokenizer:
       special_ids: ids of the tokens that have no text.
       longest_token: characters of the longest token, added ones included; a text of n tokens has
         at most n times as many.
-      knows_text: False where the checkpoint has no tokenizer, only token ids (`no_vocabulary.py`).
+      knows_text: False where the checkpoint has no tokenizer, only token ids.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Tokenizer:
         self.vocab_size = vocabulary.size
         self.special_ids = vocabulary.special_ids
         self.longest_token = vocabulary.longest_token
-        self.knows_text = not isinstance(vocabulary, NoVocabulary)
+        self.knows_text = type(vocabulary) is not Vocabulary
         self._prefix = vocabulary.prefix(bos_token_id, add_bos)
 
     @classmethod
@@ -145,7 +144,7 @@ def _read_vocabulary(
         problems.append(str(error))
         return None
     if weight_files(folder) or any(path.is_dir() for path in folder.iterdir()):
-        return NoVocabulary(special.vocab_size or 0)
+        return Vocabulary(special.vocab_size or 0)
     problems.append(f"no file {json_path.name} or {ranks_path.name}")
     return None
 

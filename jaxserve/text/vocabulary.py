@@ -1,4 +1,4 @@
-"""The vocabulary interface that `Tokenizer` uses, and its implementation for tokenizer.json.
+"""The vocabulary that `Tokenizer` uses: its base class, and its implementation for tokenizer.json.
 
 `tiktoken_files.py` has another implementation. Called by `tokenizer.py`. Does not know which ids
 begin or end a text.
@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -19,42 +18,62 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """SentencePiece's name of a byte token."""
 
 
-class Vocabulary(Protocol):
-    """Text to ids and back, for one model. Immutable and safe for many threads."""
+MISSING = "the model folder has no tokenizer (tokenizer.json or tiktoken.model): send token ids"
+"""Error message for callers that need text."""
 
-    @property
-    def size(self) -> int:
-        """One more than the largest id; ids below it need not all exist."""
 
-    @property
-    def longest_token(self) -> int:
-        """Upper bound of a token's length in characters; n tokens have at most n times as many."""
+class Vocabulary:
+    """Text to ids and back, for one model. Immutable and safe for many threads.
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that have no text."""
+    This class itself is the vocabulary of a model folder without a tokenizer: no token has a text,
+    and texts cannot be encoded.
+
+    Attributes:
+      size: one more than the largest id; ids below it need not all exist.
+      longest_token: upper bound of a token's length in characters; n tokens have at most n times as
+        many.
+      special_ids: ids of tokens that have no text.
+    """
+
+    longest_token = 1 << 20
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, size: int):
+        self.size = size
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without added tokens. Names of special tokens become these tokens."""
+        """Returns the ids of a text, without added tokens. Names of special tokens become these
+        tokens. Raises ValueError without a tokenizer."""
+        raise ValueError(MISSING)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids. Unknown ids have no text, special ids only with `special`. Invalid UTF-8
-        becomes U+FFFD."""
+        """Returns the text of ids. Unknown ids have no text, special ids only with `special`.
+        Invalid UTF-8 becomes U+FFFD."""
+        return ""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its spelling."""
+        """Returns the id of a token by its spelling."""
+        return None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token (of a special token: of its name); empty for an unknown id."""
+        """Returns the bytes of a token (of a special token: of its name); empty for an unknown
+        id."""
+        return b""
 
     def has_text(self, token_id: int) -> bool:
-        """Whether the id is that of a token that is not special."""
+        """Returns whether the id is that of a token that is not special."""
+        return False
 
     def prefix(self, bos: int | None, add_bos: bool | None) -> list[int]:
-        """The ids to put before every prompt; `add_bos` None: as the vocabulary's file says."""
+        """Returns the ids to put before every prompt.
+
+        Args:
+          add_bos: whether bos is among them; None: as the vocabulary's file says.
+        """
+        return []
 
 
-class TokenizersVocabulary:
+class TokenizersVocabulary(Vocabulary):
     """A tokenizer.json, through the tokenizers library."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
@@ -63,7 +82,7 @@ class TokenizersVocabulary:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.size = max(vocabulary.values(), default=-1) + 1
+        super().__init__(max(vocabulary.values(), default=-1) + 1)
         self.longest_token = max(map(len, vocabulary), default=0)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
