@@ -5,9 +5,10 @@ Owned by the worker of a mesh with routed experts (`ffn.py`, `colocated.py`) and
 thread that enqueues its steps. Decides no moves (see `expert_balancer.py`).
 """
 
+import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -44,44 +45,40 @@ if TYPE_CHECKING:
     from jaxserve.roles.ffn import FFNPrograms
 
 
-class ExpertReader:
-    """Reads experts from the checkpoint or from a running worker elsewhere, one for each rank at a
-    time, at the rate of moves, for slots that no device can fill (xDeepServe §4.5, step 3).
+def read_experts(
+    programs: ExpertPrograms,
+    names: CheckpointNames,
+    source: LeafSource,
+    layer: int,
+    experts: Sequence[int],
+) -> Leaves:
+    """Reads one expert for each rank from the checkpoint or from a running worker elsewhere, at the
+    rate of moves, for slots that no device can fill (xDeepServe §4.5, step 3). Waits for them.
 
     A device reads its own share of its own expert, quantised as when the worker was loaded. At most
     one expert for each device is in memory beside the slots, twice while it is copied there.
 
     Args:
-      programs: Programs of the mesh that the experts belong to.
-      names: Names of the checkpoint's tensors.
-      source: Source of the worker's weights.
+      programs: programs of the mesh that the experts belong to.
+      names: names of the checkpoint's tensors.
+      source: source of the worker's weights.
+      experts: the expert of each rank; below 0: none.
+
+    Returns:
+      leaves laid out as `ExpertPrograms.room`.
+
+    Raises:
+      CheckpointError, OSError: an expert cannot be read.
     """
-
-    def __init__(self, programs: ExpertPrograms, names: CheckpointNames, source: LeafSource):
-        self._programs, self._names, self._source = programs, names, source
-        self._from_peers = programs.settings.source == "peer"
-        self._bytes_per_second = programs.settings.move_gb_per_second * 1e9
-
-    def read(self, layer: int, experts: Sequence[int]) -> tuple[jax.Array, ...]:
-        """Reads the leaves of one expert for each rank, laid out as `ExpertPrograms.room`. Waits
-        for them.
-
-        Args:
-          experts: the expert of each rank; below 0: none.
-
-        Raises:
-          CheckpointError, OSError: an expert cannot be read.
-        """
-        programs = self._programs
-        template = programs.templates.of_experts(tuple(experts))
-        shardings = [cached_sharding(programs.mesh, s) for s in template.specs(programs.rules)]
-        source = self._source if self._from_peers else self._source.storage
-        source.on_read = lambda size: None
-        leaves = []
-        for leaf in source.leaves(template, self._names.ffn[layer], shardings):
-            leaves.append(leaf)
-            time.sleep(array_bytes(leaf.shape, leaf.dtype) / self._bytes_per_second)
-        return tuple(leaves)
+    settings, template = programs.settings, programs.templates.of_experts(tuple(experts))
+    shardings = [cached_sharding(programs.mesh, s) for s in template.specs(programs.rules)]
+    source = source if settings.source == "peer" else source.storage
+    source.on_read = lambda size: None
+    leaves = []
+    for leaf in source.leaves(template, names.ffn[layer], shardings):
+        leaves.append(leaf)
+        time.sleep(array_bytes(leaf.shape, leaf.dtype) / (settings.move_gb_per_second * 1e9))
+    return tuple(leaves)
 
 
 class Snapshot(NamedTuple):
@@ -120,7 +117,7 @@ class ExpertSlots:
       room: leaves of one expert for each rank on its way to a slot; empty with a single rank.
       placements: the expert of every slot, by layer.
       compiled: `slot_programs`, compiled.
-      reader: reads experts from the checkpoint.
+      read: reads one expert of a layer for each rank (`read_experts`).
       changing: lock held while experts are moved into slots and `placements` is updated. A thread
         that reads slots holds it until its read is enqueued.
     """
@@ -131,10 +128,10 @@ class ExpertSlots:
         banks: Sequence[Bank],
         weights: RoleWeights,
         compiled: Mapping[SlotProgram, jax.stages.Compiled],
-        reader: ExpertReader,
+        read: Callable[[int, Sequence[int]], Leaves],
     ):
         self.changing = threading.Lock()
-        self._reader = reader
+        self._read_experts = read
         self._reading = threading.Thread()
         self._arrived: Leaves = ()
         self.banks, self.sizes = tuple(banks), programs.sizes
@@ -233,7 +230,7 @@ class ExpertSlots:
         for expert, target in read.experts:
             experts[target // self.sizes.local] = expert
         self._arrived, self.unread = (), ""
-        order = self._reader, read.layer, experts
+        order = read.layer, experts
         self._reading = threading.Thread(
             target=self._arrive, args=order, name="jaxserve-read-experts", daemon=True
         )
@@ -241,9 +238,9 @@ class ExpertSlots:
         if jax.process_count() > 1:
             self._reading.join()
 
-    def _arrive(self, reader: ExpertReader, layer: int, experts: Sequence[int]) -> None:
+    def _arrive(self, layer: int, experts: Sequence[int]) -> None:
         try:
-            self._arrived = reader.read(layer, experts)
+            self._arrived = self._read_experts(layer, experts)
         except Exception as error:
             self.unread = f"process {jax.process_index()}: {type(error).__name__}: {error}"
 
@@ -322,8 +319,8 @@ def open_slots(
     if (experts := programs.experts) is None:
         return None
     compiled = compile_all(slot_programs(experts, programs.banks))
-    reader = ExpertReader(experts, names, source)
-    return ExpertSlots(experts, programs.banks, weights, compiled, reader)
+    read = functools.partial(read_experts, experts, names, source)
+    return ExpertSlots(experts, programs.banks, weights, compiled, read)
 
 
 def lost(array: jax.Array) -> bool:

@@ -188,7 +188,7 @@ def test_experts_come_from_another_worker(tiny_model):
     assert (now[2], now[0]) == (before[0], before[2])
     assert before[0] != before[2]
     # Where it is gone, they come from storage.
-    slots._reader._source._again = 0.0
+    source._again = 0.0
     read_into_place(slots, layer, swapped, home)
     assert contents(slots, weights, layer) == before
     assert source.arrays["storage"] > 0
