@@ -64,18 +64,21 @@ _PROMPT = 1 << 24
 token was generated."""
 
 
-type Work[Carry] = Callable[[Array, Bool[Array, " window"], Carry], Carry]
-"""(first row of a window, its rows to work on, carry) → carry."""
-
-
-def over_rows[Carry](chosen: Bool[Array, " rows"], work: Work[Carry], carry: Carry) -> Carry:
+def over_rows[Carry](
+    chosen: Bool[Array, " rows"],
+    work: Callable[[Array, Bool[Array, " window"], Carry], Carry],
+    carry: Carry,
+) -> Carry:
     """Works on some rows of arrays, at a cost that depends on their number.
 
     Up to `_FEW` rows are taken one by one, more in windows of `_MANY` rows, of which empty ones are
-    skipped. Each chosen row is one to work on in exactly one window, so that `work` may change
-    arrays of the carry in place.
+    skipped.
+
+    Args:
+      work: (first row of a window, its rows to work on, carry) → carry. Each chosen row is one to
+        work on in exactly one window, so that `work` may change arrays of the carry in place.
     """
-    rows = chosen.shape[0]
+    rows, count = chosen.shape[0], jnp.sum(chosen, dtype=jnp.int32)
     size = min(_MANY, rows)
 
     def in_windows(carry: Carry) -> Carry:
@@ -87,20 +90,13 @@ def over_rows[Carry](chosen: Bool[Array, " rows"], work: Work[Carry], carry: Car
 
         return jax.lax.fori_loop(0, -(-rows // size), window, carry)
 
-    def few(carry: Carry) -> Carry:
-        return _one_by_one(chosen, work, carry)
+    def one_by_one(carry: Carry) -> Carry:
+        first, mine = jnp.argsort(~chosen, stable=True), jnp.ones(1, bool)
+        return jax.lax.fori_loop(0, count, lambda i, carry: work(first[i], mine, carry), carry)
 
-    return few(carry) if rows <= _FEW else jax.lax.cond(_many(chosen), in_windows, few, carry)
-
-
-def _one_by_one[Carry](chosen: Bool[Array, " rows"], work: Work[Carry], carry: Carry) -> Carry:
-    first, mine = jnp.argsort(~chosen, stable=True), jnp.ones(1, bool)
-    count = jnp.sum(chosen, dtype=jnp.int32)
-    return jax.lax.fori_loop(0, count, lambda i, carry: work(first[i], mine, carry), carry)
-
-
-def _many(chosen: Bool[Array, " rows"]) -> Bool[Array, ""]:
-    return jnp.sum(chosen, dtype=jnp.int32) > _FEW
+    if rows <= _FEW:
+        return one_by_one(carry)
+    return jax.lax.cond(count > _FEW, in_windows, one_by_one, carry)
 
 
 def replace_rows(array: Array, start: Array, mine: Bool[Array, " window"], rows: Array) -> Array:
@@ -128,13 +124,9 @@ def count(
     """
     counting = rules.prompt_length < MAX
 
-    def begin(start: Array, mine: Array, counts: Array) -> Array:
-        prompt = jax.lax.dynamic_slice_in_dim(rules.prompt, start, mine.size)
-        seen = _bits(prompt, counts.shape[1]).astype(jnp.int32) * _PROMPT
-        return replace_rows(counts, start, mine, seen)
-
     def add() -> Array:
-        kept = over_rows((rules.fresh > 0) & counting, begin, counts)
+        seen = _bits(rules.prompt, counts.shape[1]).astype(jnp.int32) * _PROMPT
+        kept = jnp.where(rules.fresh[:, None] > 0, seen, counts)
         generated = (position >= rules.prompt_length[slot]) & counting[slot]
         return kept.at[slot, token_ids].add(generated.astype(jnp.int32), mode="drop")
 
@@ -144,36 +136,13 @@ def count(
 def adjust(
     logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: LogitRules
 ) -> Float[Array, "slots vocab"]:
-    """Returns the FP32 logits after penalties, then biases, then the mask. Few slots with
-    rules are taken one by one, more all at once: their sums are cheaper than windows are.
+    """Returns the FP32 logits after penalties, then biases, then the mask.
 
     Repetition divides the positive logits of all tokens seen, in the prompt or generated, and
     multiplies the negative ones (Keskar et al., 2019, §4.1). Presence is subtracted once from the
     logit of a generated token, frequency for every time that it was generated.
     """
     logits, vocab = logits.astype(jnp.float32), logits.shape[1]
-    biased = jnp.any(rules.token_ids < vocab, axis=1)
-    ruled = (rules.prompt_length < MAX) | biased | (rules.masked > 0)
-
-    def window(start: Array, mine: Array, logits: Array) -> Array:
-        def cut(array: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
-
-        own = _adjust_all(cut(logits), cut(counts), LogitRules(*map(cut, rules)))
-        return replace_rows(logits, start, mine, own)
-
-    return jax.lax.cond(
-        _many(ruled),
-        lambda: _adjust_all(logits, counts, rules),
-        lambda: _one_by_one(ruled, window, logits),
-    )
-
-
-def _adjust_all(
-    logits: Float[Array, "slots vocab"], counts: Int[Array, "slots vocab"], rules: LogitRules
-) -> Float[Array, "slots vocab"]:
-    """Does `adjust` for these slots, at the same cost for each."""
-    vocab = logits.shape[1]
 
     def penalise() -> Array:
         times = (counts & (_PROMPT - 1)).astype(jnp.float32)
@@ -221,14 +190,23 @@ def top_of_blocks(
     blocks: Float[Array, "rows blocks 128"], count: int
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
     """The `count` largest logits of each row, descending, and their token ids; of equal ones the
-    first ids. They are in the blocks with the `count` largest maxima, so that all other blocks are
-    read once and not sorted."""
-    chosen = jax.lax.top_k(jnp.max(blocks, axis=2), min(count, blocks.shape[1]))[1]
-    chosen = jnp.sort(chosen, axis=1)
-    few = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(len(blocks), -1)
-    best, place = jax.lax.top_k(few, count)
-    block = jnp.take_along_axis(chosen, place // _BLOCK, axis=1)
-    return best, block * _BLOCK + place % _BLOCK
+    first ids. On CPUs they are looked for in the blocks with the `count` largest maxima: all other
+    blocks are read once and not sorted."""
+
+    def of_few(blocks: Array) -> tuple[Array, Array]:
+        chosen = jax.lax.top_k(jnp.max(blocks, axis=2), min(count, blocks.shape[1]))[1]
+        chosen = jnp.sort(chosen, axis=1)
+        few = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
+        best, place = jax.lax.top_k(few.reshape(len(few), -1), count)
+        block = jnp.take_along_axis(chosen, place // _BLOCK, axis=1)
+        return best, block * _BLOCK + place % _BLOCK
+
+    def of_all(blocks: Array) -> tuple[Array, Array]:
+        best, ids = jax.lax.top_k(blocks.reshape(len(blocks), -1), count)
+        return best, ids
+
+    found: tuple[Array, Array] = jax.lax.platform_dependent(blocks, cpu=of_few, default=of_all)
+    return found
 
 
 def sample_and_largest(

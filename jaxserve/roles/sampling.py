@@ -184,7 +184,7 @@ def _packed(
 def _packed_rows(
     logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], chosen: Bool[Array, " rows"]
 ) -> Int[Array, "rows width"]:
-    """Does `_packed` for the chosen rows alone; the others get zeros."""
+    """Does `_packed`, on CPUs for the chosen rows alone; there the others get zeros."""
 
     def window(start: Array, mine: Array, packed: Array) -> Array:
         def cut(array: Array) -> Array:
@@ -194,7 +194,11 @@ def _packed_rows(
         return replace_rows(packed, start, mine, own)
 
     width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
-    return over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32))
+    packed: Array = jax.lax.platform_dependent(
+        cpu=lambda: over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32)),
+        default=lambda: _packed(logits, jnp.maximum(token_ids, 0)),
+    )
+    return packed
 
 
 def _rules(fields: dict[str, Array]) -> LogitRules:

@@ -12,6 +12,7 @@ from jax._src import compilation_cache as private
 from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.roles import compilation
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.colocated import colocated_executables
@@ -82,7 +83,7 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
 
 def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
     made = compile_steps(ffn_executables, ffn_of(tmp_path), [8, 24])
-    sizes = [(1, 8), (1, 24)]
+    sizes = [MessageSize(1, 8), MessageSize(1, 24)]
     assert sorted((spec.kind, size) for spec, size in made) == [
         (kind, size) for kind in ("dense", "moe") for size in sizes
     ]
