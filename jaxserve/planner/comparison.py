@@ -4,15 +4,14 @@ measurements to calibrate with. Preflight makes its measurements here, too.
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.calibration import Asked, Calibration, Fit, FitKey, MeasuredStage
+from jaxserve.planner.calibration import Asked, MeasuredStage
 from jaxserve.planner.lanes import Disaggregated, cycle_seconds
 from jaxserve.planner.measurements import (
     SIZES,
@@ -26,13 +25,9 @@ from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans, with
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
-from jaxserve.planner.view import Part, Report, json_text, show, table
+from jaxserve.planner.view import Report, declared, json_text, show
 from jaxserve.roles.layout import StepLoad
 
-UNDETERMINED = (
-    "? measured at too few batches and contexts to tell memory, compute and constant apart: what "
-    "lies beyond them is a guess"
-)
 WITHIN = {"stage": 0.15, "step": 0.10}
 """Relative errors that a calibrated prediction should keep to."""
 _LEAST = 1e-9
@@ -206,20 +201,12 @@ def verify(options: argparse.Namespace) -> None:
     made, seen = observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
     found = compare(made, seen, known)
-    columns: dict[str, Callable[[Compared], str]] = {
-        "": lambda one: _name(made, one),
-        "sequences": lambda one: str(one.load.sequences),
-        "tokens": lambda one: str(one.load.tokens),
-        "context": lambda one: str(round(one.load.context / one.load.sequences)),
-        "bucket": lambda one: f"{one.load.bucket_tokens}x{one.load.bucket_pages}",
-        " ": lambda one: f"of {one.spans}",
-        "µs": lambda one: f"{one.measured * 1e6:.1f}",
-        "predicted": lambda one: f"{one.predicted * 1e6:.1f}",
-        "error": lambda one: f"{one.error:+.0%}" + ("" if one.within else " *"),
-    }
     builtins = msgspec.to_builtins
     tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
-    parts = [Part(rows=table(columns, found), lines=summary(found))]
+    rows = [one._asdict() | {"title": _name(made, one), "error": one.error} for one in found]
+    for row, one in zip(rows, found, strict=True):
+        row["within"] = one.within
+    parts = declared("verify", found=rows, summary=summary(found))
     show(options, Report("Predicted against measured", parts, tree))
 
 
@@ -267,9 +254,12 @@ def calibrate(options: argparse.Namespace) -> None:
     if options.write is not None:
         options.write.write_text(json_text(found) + "\n")
     sure = all(one.determined for one in fits.fits.values())
-    points = _point_rows(found, fits, options.configs)
-    fitted = Part(rows=table(_FITS, fits.fits.items()))
-    parts = [fitted, Part(rows=points, lines=[] if sure else [UNDETERMINED])]
+    points = []
+    for one in found:
+        beside = expected(one, options.configs)
+        fitted = fits.fits[beside.key].seconds(beside.terms)
+        points.append({"at": one, "expected": beside, "fitted": fitted})
+    parts = declared("calibrate", fits=fits.fits.items(), points=points, sure=sure)
     tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
     show(options, Report("Calibration", parts, tree))
 
@@ -288,26 +278,3 @@ def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[M
         loads = ", ".join(f"{batch} of {context} tokens" for batch, context in there)
         raise ConfigError(f"--batches, --contexts: the timeline has {loads}")
     return chosen
-
-
-_FITS: dict[str, Callable[[tuple[FitKey, Fit]], str]] = {
-    "": lambda each: f"{each[0].stage} {each[0].layers}, {each[0].model} on {each[0].hardware}",
-    "format": lambda each: each[0].format,
-    "constant µs": lambda each: f"{each[1].constant * 1e6:.1f}",
-    "× bytes": lambda each: f"{each[1].memory:.2f}",
-    "× FLOPs": lambda each: f"{each[1].compute:.2f}",
-    "points": lambda each: str(each[1].points),
-    "worst error": lambda each: f"{each[1].error:.1%}{'' if each[1].determined else ' ?'}",
-}
-
-
-def _point_rows(found: Sequence[Measurement], fits: Calibration, configs: Path) -> list[list[str]]:
-    rows = [["", "batch", "context", "padded", "roofline µs", "measured", "fit"]]
-    for one in found:
-        key, terms, roofline = expected(one, configs)
-        name = f"{one.op} {key.layers}, {key.model} on {one.device_kind}"
-        padded = f"{one.padded or one.tokens or one.batch}x{one.reach or one.context}"
-        seconds = roofline, one.seconds, fits.fits[key].seconds(terms)
-        times = (f"{value * 1e6:.1f}" for value in seconds)
-        rows.append([name, str(one.batch), str(one.context), padded, *times])
-    return rows

@@ -15,7 +15,7 @@ from jaxserve.planner.aot import CompiledProgram, RoleMemory
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.options import read_deployment
-from jaxserve.planner.view import Part, Report, show
+from jaxserve.planner.view import Report, declared, show
 from jaxserve.roles.layout import Bucket
 
 GB = 1e9
@@ -50,14 +50,17 @@ def run(options: argparse.Namespace) -> int:
     each = host_lines(programs, aot.hosts(deployment, there))
     problems = failures(deployment, programs, held, hardware)
     notes = [*remarks(deployment, hardware, there.device_kind), *copied(programs)]
-    took = f"{len(programs)} programs in {seconds:.1f} s, {options.workers} at a time"
-    parts = [
-        Part("Verdict", lines=problems or ["everything compiles and fits"], aside=True),
-        Part(rows=_program_rows(programs)),
-        Part(rows=_memory_rows(held, deployment, hardware)),
-        Part(lines=each),
-        Part(lines=[took, *(f"note: {note}" for note in notes)]),
-    ]
+    parts = declared(
+        "compile",
+        problems=problems,
+        programs=[{**one._asdict(), "size": _size(one.bucket)} for one in programs],
+        held=held,
+        memory=aot.available(deployment, hardware),
+        hosts=each,
+        seconds=seconds,
+        workers=options.workers,
+        notes=notes,
+    )
     tree = {
         "topology": options.topology,
         "seconds": seconds,
@@ -142,33 +145,3 @@ def copied(programs: Sequence[CompiledProgram]) -> list[str]:
 
 def _size(bucket: Bucket) -> str:
     return f"{bucket.tokens}x{bucket.pages}"
-
-
-def _program_rows(programs: Sequence[CompiledProgram]) -> list[list[str]]:
-    rows = [["MB a device", "bucket", "layers", "arguments", "tiles", "outputs", "temporaries"]]
-    rows[0] += ["code", "seconds", "collectives"]
-    for one in programs:
-        sizes = one.arguments, one.padding, one.outputs, one.temporaries, one.code
-        row = [one.name, _size(one.bucket), str(one.layers), *(f"{n / 1e6:.1f}" for n in sizes)]
-        collectives = ", ".join(f"{count} {name}" for name, count in one.collectives.items())
-        said = "failed!" if one.error else collectives or "none"
-        rows.append([*row, f"{one.seconds:.1f}", said])
-    return rows
-
-
-def _memory_rows(
-    held: Sequence[RoleMemory], deployment: Deployment, hardware: Hardware
-) -> list[list[str]]:
-    rows = [["GB a device", "devices", "weights", "KV pages", "tiles", "messages", "temporaries"]]
-    rows[0] += ["code", "sum", "of"]
-    memory = aot.available(deployment, hardware)
-    for part in held:
-        there = memory[part.role] or 0
-        sizes = (
-            *(part.weights, part.cache, part.padding, part.messages, part.temporaries),
-            *(part.code, part.total, there),
-        )
-        over = "!" if part.total > there else ""
-        numbers = [f"{size / GB:.2f}" for size in sizes]
-        rows.append([part.role, str(part.devices), *numbers[:-2], numbers[-2] + over, numbers[-1]])
-    return rows

@@ -16,6 +16,7 @@ from jaxserve.config.formats import FormatName
 from jaxserve.config.topology import Role
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.measurements import SIZES, Measurement
+from jaxserve.planner.view import declared
 from pallas_kernels.estimate.assumptions import ADVERSE, PUBLISHED, assumed, assuming
 
 SHARED = ("shared gate and up", "shared down")
@@ -393,31 +394,25 @@ def _waits() -> str:
 
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
-    charged = every_byte(counts)
-    seconds, own, ends = stages(charged), figure(counts), (worst(counts), best(counts))
-    result = [
-        f"{_title(counts)}, read from compiled programs; nothing was measured.",
-        f"{_speed(counts, own)}: {own.name}",
-        f"range {_range(counts)}; between",
-        *(f"  {one.text(counts)}" for one in ends),
-        "the figure with one cost more:",
-        *(f"  {one.text(counts)}" for one in cases(counts)),
-        f"{'program':<14} {'layers':>6} {'launches':>8} {'MB':>7} {'µs':>7} {'beside':>7}",
-    ]
-    for name, stage in stages(counts).items():
-        one = counts.programs[name]
-        result.append(
-            f"{name:<14} {one.layers:>6} {one.instructions:>8} {one.bytes / 1e6:>7.1f} "
-            f"{seconds[name].seconds * 1e6:>7.1f} {stage.hidden * 1e6:>7.1f}"
-        )
-    result.append("µs of a lane's layer: " + _times(bounds(charged)._asdict()))
-    for devices in sorted({counts.process_devices, int(assumed("h200.host_devices"))}):
-        here = figure(counts, devices)
-        result.append(
-            f"{devices} GPU(s) a process: {here.speed(counts):.0f} tokens/s a GPU, bound by "
-            f"{here.bound}; the host's µs: {_times(host_parts(counts, devices))}"
-        )
-    return result
+    charged, own = every_byte(counts), figure(counts)
+    sizes = sorted({counts.process_devices, int(assumed("h200.host_devices"))})
+    (part,) = declared(
+        "estimate",
+        counts=counts,
+        title=_title(counts),
+        speed=_speed(counts, own),
+        own=own,
+        range=_range(counts),
+        worst=worst(counts),
+        best=best(counts),
+        cases=cases(counts),
+        stages=stages(counts),
+        charged=stages(charged),
+        bounds=bounds(charged),
+        processes=[(n, figure(counts, n), host_parts(counts, n)) for n in sizes],
+        times=_times,
+    )
+    return list(part.lines)
 
 
 def one_line(counts: Counts) -> str:

@@ -31,7 +31,7 @@ from jaxserve.planner.models import load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import NO_DRAFTS, Searcher
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.view import Part, Report, show
+from jaxserve.planner.view import Part, Report, declared, show
 
 CONTEXTS = (8 * 1024, 32 * 1024)
 SCOPE = (
@@ -285,23 +285,12 @@ def compare(folder: Path = CONFIGS) -> list[Compared]:
 
 def world_report(found: Sequence[Compared]) -> Report:
     """Report with every measurement, our prediction, the source, and the assumptions."""
-    rows = [["", "quantity", "measured", "predicted", "error"]]
-    notes = [WORLD_SCOPE]
-    for each in found:
-        one, error = each.measurement, f"{each.error:+.0%}"
-        numbers = [f"{one.measured:g}", f"{each.predicted:.4g}", error + " fitted" * one.fitted]
-        rows.append([one.name, one.quantity, *numbers])
-        notes += [f"{one.name}: {one.source}, {one.date}", f"  given: {one.given}"]
-        notes += [f"  taken: {one.taken}", *([f"  {error}: {one.why}"] if one.why else [])]
-    parts = [
-        Part(rows=rows, lines=[summary(found)]),
-        Part("Sources, and what was taken for granted", lines=notes),
-    ]
     tree = [
         {"scope": WORLD_SCOPE, **msgspec.to_builtins(one.measurement)}
         | {"predicted": one.predicted, "error": one.error}
         for one in found
     ]
+    parts = declared("world", found=found, scope=WORLD_SCOPE, summary=summary(found))
     return Report("What others measured, and what the planner predicts", parts, tree)
 
 

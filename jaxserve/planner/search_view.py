@@ -6,14 +6,13 @@ A case of the map is two searches: of AFD on the mix, and of colocation on eithe
 
 import argparse
 import contextlib
-import functools
 import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -32,22 +31,13 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.search import STAGES, Found, Plan, Searcher, front, why_not
-from jaxserve.planner.view import Part, Report, Series, chart, show, table
+from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
+from jaxserve.planner.view import Part, Report, Series, chart, declared, show
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
     "prefill, too"
 )
-LEGEND = (
-    "batch: DP groups x lanes x sequences. A stage's time is of one layer and lane, with what "
-    "bounds it: memory, compute, network, overhead."
-)
-
-
-def _stage(name: str, plan: Plan) -> str:
-    stage = plan.stages[name]
-    return f"{stage.seconds * 1e6:.0f} {stage.bound[0]}"
 
 
 def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
@@ -64,21 +54,6 @@ def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
 
 def _front(found: Found, mode: str) -> list[Plan]:
     return front([plan for plan in found.points if plan.layout.mode == mode])
-
-
-_COLUMNS: dict[str, Callable[[Plan], str]] = {
-    "": lambda plan: plan.layout.text,
-    "devices": lambda plan: str(plan.layout.devices),
-    "batch": lambda plan: f"{plan.layout.dp}x{plan.layout.lanes}x{plan.batch}",
-    "TPOT ms": lambda plan: f"{plan.tpot * 1e3:.1f}",
-    **{f"{name} µs": functools.partial(_stage, name) for name in STAGES},
-    "slowest": lambda plan: ": ".join(plan.slowest),
-    "tokens/s/device": lambda plan: f"{plan.tokens_per_device:.0f}",
-    "USD/M out": lambda plan: f"{plan.dollars:.3f}",
-    "USD/month": lambda plan: f"{plan.month:,.0f}",
-    "GB A": lambda plan: f"{plan.attention_bytes / 1e9:.1f}",
-    "GB F": lambda plan: f"{plan.ffn_bytes / 1e9:.1f}" if plan.ffn_bytes else "",
-}
 
 
 def plan_tree(plan: Plan) -> dict[str, Any]:
@@ -143,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     if options.svg:
         options.svg.write_text(picture, encoding="utf-8")
     prices, assumed = price_lines(hardware, options.price), msgspec.to_builtins(calculator.assumed)
-    parts = [Part(lines=[DECODE_ONLY, *prices])]
+    parts = declared("search", scope=DECODE_ONLY, prices=prices)
     tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
     tree |= {"checks": {}, "assumptions": assumed}
     for mode in target.modes:
@@ -156,16 +131,10 @@ def run(options: argparse.Namespace) -> int:
         roles = hardware[layout.attention], hardware[layout.ffn]
         asked = calculator.model, options.context, options.tpot, *roles
         rules = list(checks(*asked, layout.dp * plans[0].batch))
-        parts.append(Part(MODES[mode], table(_COLUMNS, plans), [rule.text for rule in rules]))
+        parts += declared("mode", name=MODES[mode], plans=plans, rules=rules)
         tree["best"] += map(plan_tree, plans)
         tree["checks"][mode] = [rule._asdict() for rule in rules]
-    money = f"{cheapest.dollars:.3f} USD a million tokens out, {cheapest.month:,.0f} USD a month"
-    values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
-    parts += [
-        Part(lines=[LEGEND, f"cheapest: {cheapest.layout.text}, {money}"]),
-        Part("Cost against TPOT", pictures=[picture], aside=True),
-        Part("Assumptions", lines=[values], aside=True),
-    ]
+    parts += declared("found", cheapest=cheapest, picture=picture, assumed=assumed)
     title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
     show(options, Report(title, parts, tree))
     return 0

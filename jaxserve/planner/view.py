@@ -1,22 +1,29 @@
 """Reports: text for a terminal, JSON for programs, and a page with charts (`report.html`).
 
-Every `plan` command returns a `Report`, and `bench/serving.py` writes one. Nothing here knows what
-tables, lines and charts are about.
+Every `plan` command shows a `Report`, whose tables and lines `reports.yaml` declares, and
+`bench/serving.py` writes one. Nothing here knows what they are about.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import msgspec
+import yaml
 
 Rows = Sequence[Sequence[str]]
 """A table: its heading, then rows with a cell for each column."""
 _ENVIRONMENT = jinja2.Environment(
     autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent)
+)
+
+_TEXTS = jinja2.Environment(undefined=jinja2.ChainableUndefined, trim_blocks=True)
+_TEXTS.filters["f"] = format
+_REPORTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("reports.yaml").read_text(encoding="utf-8")
 )
 
 
@@ -96,9 +103,25 @@ def grid(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def table[Item](columns: Mapping[str, Callable[[Item], str]], items: Iterable[Item]) -> Rows:
-    """Returns a table with a row for each item, from the cell of every column by its heading."""
-    return [[*columns], *([cell(item) for cell in columns.values()] for item in items)]
+def declared(report: str, /, **values: Any) -> list[Part]:
+    """Returns the parts that `reports.yaml` declares for a report, filled in with its values."""
+
+    def filled(text: str, **more: Any) -> str:
+        return _TEXTS.from_string(text).render(values | more)
+
+    def part(told: dict[str, Any]) -> Part:
+        rows, columns = [], told.get("columns", {})
+        if "each" in told:
+            items: Any = _TEXTS.compile_expression(told["each"])(**values)
+            rows = [[filled(heading) for heading in columns]]
+            rows += [[filled(cell, one=item) for cell in columns.values()] for item in items]
+        lines = "\n".join(filled(text) for text in told.get("lines", ())).splitlines()
+        pictures = [values[picture] for picture in told.get("pictures", ())]
+        shown = [line for line in lines if line.strip()]
+        heading = filled(told.get("heading", ""))
+        return Part(heading, rows, shown, pictures, told.get("aside", False))
+
+    return [part(told) for told in _REPORTS[report]]
 
 
 def times_row(name: str, found: msgspec.Struct | None, digits: int = 2) -> list[str]:
