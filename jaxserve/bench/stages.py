@@ -31,8 +31,9 @@ from jaxserve.fleet.assembly import build_runtime
 from jaxserve.fleet.devices import initialise
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.observe import timeline_view
+from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
-from jaxserve.observe.spans import Span, merge
+from jaxserve.observe.spans import Span
 from jaxserve.ports import free_port
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import Finished

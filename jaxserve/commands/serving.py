@@ -22,8 +22,8 @@ from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.leading import collect_spans
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.observe import timeline_view
+from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
-from jaxserve.observe.spans import merge
 from jaxserve.roles.held_weights import serve_weights
 from jaxserve.server.choice import ProbedPort, admin_face, network_faces
 

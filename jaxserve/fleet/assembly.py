@@ -181,7 +181,8 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     role = open_role(deployment, "attention", attention_bytes)
     source = (options.weights or open_folder)(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
-    experts = RemoteExperts(client.ask) if role.config.experts else None
+    where = lambda: client.last_used  # noqa: E731
+    experts = RemoteExperts(client.ask, where=where) if role.config.experts else None
     buckets = deployment_buckets(deployment)
     return Runtime(deployment, role.config, cell, buckets, experts=experts, link=client)
 
@@ -279,7 +280,10 @@ def make_engine(
         followers=followers,
         link=runtime.link,
         info=_info(runtime),
-        watch=Watch(Probe(runtime.driver), domains * deployment.lanes, collect, domains=domains),
+        watch=Watch(
+            *(Probe(runtime.driver), domains * deployment.lanes, collect),
+            passes=getattr(runtime.experts, "passes", None),
+        ),
         experts=experts,
     )
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxserve.errors import EngineFailedError
+from jaxserve.observe.spans import Span
+from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
@@ -28,7 +30,10 @@ ANSWER_SECONDS = 15.0
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Asks where experts are."""
+    """Asks where experts are; `watch`: also for the latest passes, which are then measured for a
+    while."""
+
+    watch: bool = False
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +55,12 @@ class Found(msgspec.Struct, frozen=True):
     """Name of the worker, different after every start."""
     view: ExpertView
     placements: dict[int, tuple[int, ...]]
+    passes: int = 0
+    """Passes since the start."""
+    rows: int = 0
+    """Their rows."""
+    spans: list[Span] = []
+    """The latest passes, if they are measured; their lanes are not known here."""
     proposal: Proposal | None = None
     refused: str = ""
     """Why nothing was done: moves are under way, or the placement does not fit."""
@@ -73,10 +84,13 @@ class RemoteExperts:
     Args:
       ask: reaches the ffn worker in use.
       seconds: between two looks.
+      where: returns that worker's address.
     """
 
-    def __init__(self, ask: Ask, seconds: float = LOOK_SECONDS):
-        self._ask, self._seconds = ask, seconds
+    def __init__(
+        self, ask: Ask, seconds: float = LOOK_SECONDS, where: Callable[[], str] = lambda: ""
+    ):
+        self._ask, self._where, self._seconds = ask, where, seconds
         self._found: Found | None = None
         self._remembered: Found | None = None
         self._lock = threading.Lock()
@@ -102,6 +116,16 @@ class RemoteExperts:
         """Returns the figures that were found last."""
         found = self._found
         return ExpertView() if found is None else found.view
+
+    def passes(self, timeout: float) -> tuple[FFNWorkerView, list[Span]]:
+        """Returns the ffn worker in use and its passes that were measured last.
+
+        Raises:
+          EngineFailedError: no ffn worker answers.
+        """
+        found = self._question(Look(watch=True), timeout)
+        worker = FFNWorkerView(name=self._where(), passes=found.passes, rows=found.rows)
+        return worker, found.spans
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
         """Has the ffn worker in use rebalance; see `ExpertBalancer.rebalance`."""
@@ -131,9 +155,11 @@ class RemoteExperts:
                 return
         self._remembered = now
 
-    def _question(self, question: Look | Rebalance | Place) -> Found:
+    def _question(
+        self, question: Look | Rebalance | Place, seconds: float = ANSWER_SECONDS
+    ) -> Found:
         with self._lock:
-            data = self._ask(encode(question), ANSWER_SECONDS)
+            data = self._ask(encode(question), seconds)
             try:
                 self._found = found = _answers.decode(data)
             except msgspec.DecodeError as error:

@@ -7,7 +7,6 @@ not answered, to its successor or to a standby.
 import functools
 import gc
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -164,7 +163,7 @@ class FFNMessages:
         self._templates = programs.templates
         self._padding = functools.cache(self._make_padding)
         self._worker = FFNWorker(programs, executables, weights, slots)
-        self._name = secrets.token_hex(4)
+        self._log = expert_answers.PassLog()
         self.experts = make_balancer(programs.templates, deployment, slots)
 
     def serve_weights(self, token: str) -> WeightsServer | None:
@@ -182,14 +181,14 @@ class FFNMessages:
         self.experts.carried_out(actions)
 
     def answer(self, question: bytes) -> bytes:
-        """To an attention runtime that asks about experts.
+        """Answers an attention runtime that asks about experts and passes.
 
         Raises:
-          ValueError: there are none.
+          ValueError: the model has no experts.
         """
         if self.experts is None:
             raise ValueError("the model has no experts to move")
-        return expert_answers.answer(self.experts, self._name, question)
+        return expert_answers.answer(self.experts, self._log, question)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""
@@ -235,6 +234,7 @@ class FFNMessages:
         if count > len(messages):
             slots += [*self._padding(kind, size)] * (count - len(messages))
         made = self._worker.answer(layer, size._replace(messages=count), slots)
+        self._log.add(layer, len(messages) * size.pieces * size.rows, made[0])
         return [landing.pieces(made[at : at + each]) for at in range(0, each * len(messages), each)]
 
     def _make_padding(self, kind: str, size: MessageSize) -> Arrays:

@@ -168,6 +168,14 @@ class RouterEngine:
         for address in self._workers():
             self.connections.send(address, frames.Reset())
 
+    def whereabouts(self) -> dict[str, tuple[str, str]]:
+        """Returns `Routed.place` of every open request and the address of its worker, by id."""
+        with self._lock:
+            return {
+                name: (one.place, getattr(one.worker or one.prefill, "name", ""))
+                for name, one in self._coordinator.requests.items()
+            }
+
     def model_info(self) -> Mapping[str, Any]:
         """See `TokenEngine`."""
         return self._info

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jaxserve.observe.spans import AnyStage, Span, merge
+from jaxserve.observe.merging import merge
+from jaxserve.observe.spans import AnyStage, Span
 from jaxserve.roles.layout import StepLoad
 
 # The interpreter's thread switch interval while recording, in seconds; the default of 5 ms would be

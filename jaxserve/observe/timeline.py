@@ -58,11 +58,9 @@ def steady_window(spans: Sequence[Span], steps: int = 1) -> tuple[int, int]:
     if not spans:
         return 0, 0
     whole = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
-    lane = min(span.lane for span in spans)
-    starts: dict[int, int] = {}
-    for span in spans:
-        if span.lane == lane and span.stage in ("attend", "step") and span.layer == 0:
-            starts[span.step] = span.start_ns
+    begun = [s for s in spans if s.stage in ("attend", "step") and s.layer == 0]
+    lane = min((span.lane for span in begun), default=0)
+    starts = {span.step: span.start_ns for span in begun if span.lane == lane}
     inner = sorted(starts.values())[1:]
     steps = max(1, min(steps, len(inner) - 1))
     stretches = [(inner[i], inner[i + steps]) for i in range(len(inner) - steps)]

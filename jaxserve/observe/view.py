@@ -21,14 +21,15 @@ class Transfers(NamedTuple):
     seconds: float
 
 
-class DomainShare(NamedTuple):
-    """One domain's part of the latest measurement."""
+class FFNWorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """Work since the start of an ffn worker that has a runtime of its own."""
 
-    domain: int
-    steps: int
-    """Steps that have stages in the window."""
-    busy: dict[AnyStage, float]
-    """Time of the stages of its lanes, divided by the time of the window."""
+    name: str
+    """Its address, as attention workers know it."""
+    passes: int
+    """Passes through a layer's FFN."""
+    rows: int
+    """Rows of all passes, with the padding of messages."""
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +50,9 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The stages in the window, by start."""
     timeline_cut: bool = False
     """Whether there were more than `MAX_SPANS`."""
-    domains: list[DomainShare] = []
     transfers: dict[AnyStage, Transfers] = {}
+    ffn: list[FFNWorkerView] = []
+    """ffn workers of other runtimes."""
     experts: ExpertView | None = None
     """Placement and load of experts, counted all the time; None if another runtime has them."""
     missing: str = ""

@@ -10,13 +10,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jaxserve.errors import EngineFailedError
+from jaxserve.observe.merging import answered, merge
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
-from jaxserve.observe.spans import AnyStage, Span, merge
+from jaxserve.observe.spans import AnyStage, Span
 from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
-from jaxserve.observe.view import MAX_SPANS, DomainShare, PipelineView, Transfers
+from jaxserve.observe.view import MAX_SPANS, FFNWorkerView, PipelineView, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ those after it."""
 Collect = Callable[[float], list[list[Span]]]
 """Collects what the followers measured, given a timeout in seconds; raises EngineFailedError."""
 
+Passes = Callable[[float], tuple[FFNWorkerView, list[Span]]]
+"""Returns an ffn worker of another runtime and its latest passes; otherwise as `Collect`."""
+
 
 class Watch:
     """Measures a few steps now and then while a client watches.
@@ -45,7 +49,7 @@ class Watch:
       lanes: number of lanes of all domains.
       collect: collects what the followers measured; None: there are no followers.
       clock: seconds, monotonic.
-      domains: attention workers; lane i is one of domain i modulo their number.
+      passes: asks an ffn worker of another runtime; None: there is none.
     """
 
     def __init__(
@@ -55,11 +59,11 @@ class Watch:
         collect: Collect | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        domains: int = 1,
+        passes: Passes | None = None,
     ):
         self._probe, self._collect, self._clock = probe, collect, clock
         self._boundaries = STEPS * lanes
-        self._domains = domains
+        self._passes = passes
         self._left = 0  # boundaries until the probes are turned off; 0: they are off
         self._begun = 0.0
         self._ended = self._took = float("-inf")
@@ -129,14 +133,19 @@ class Watch:
 
     def _take(self) -> None:
         """Turns the measurements of all processes into the next view."""
-        measured, missing = [self._probe.take(TAKE_SECONDS)], ""
-        if self._collect is not None:
-            try:
+        own, missing = self._probe.take(TAKE_SECONDS), ""
+        measured, workers = [own], []
+        try:
+            if self._collect is not None:
                 measured += self._collect(TAKE_SECONDS)
-            except EngineFailedError as error:
-                missing = str(error)
+            if self._passes is not None:
+                worker, passes = self._passes(TAKE_SECONDS)
+                measured.append(answered(passes, own))
+                workers.append(worker)
+        except EngineFailedError as error:
+            missing = str(error)
         spans = merge(measured)
-        steps = {(span.lane, span.step) for span in spans}
+        steps = {(span.lane, span.step) for span in spans if span.lane >= 0}
         if len(steps) < STEPS:  # too few steps for a typical window
             return
         summary = summarise(spans, steady_window(spans, typical_steps(spans)))
@@ -149,7 +158,6 @@ class Watch:
                 self._totals[stage] = after
         busy, bubble = _fractions(summary)
         self._view = PipelineView(
-            domains=domain_shares(shown, summary, self._domains),
             measured_at=summary.end_ns / 1e9,
             window_seconds=summary.milliseconds / 1e3,
             steps=summary.steps,
@@ -158,6 +166,7 @@ class Watch:
             timeline=shown[:MAX_SPANS],
             timeline_cut=len(shown) > MAX_SPANS,
             transfers=dict(self._totals),
+            ffn=workers,
             missing=missing,
         )
 
@@ -168,24 +177,3 @@ def _fractions(summary: Summary) -> tuple[dict[AnyStage, float], float | None]:
     if "step" in busy:
         return busy, 1.0 - busy["step"]
     return busy, summary.bubble if {"attend", "ffn"} <= set(busy) else None
-
-
-def domain_shares(spans: Sequence[Span], window: Summary, domains: int) -> list[DomainShare]:
-    """Share of each domain in a window: its steps, the time of its attention stages, and the time
-    that the ffn mesh spent on its messages."""
-    shares = []
-    seconds = max(window.milliseconds, 1e-9) / 1e3
-    for domain in range(domains):
-        own = [span for span in spans if span.lane % domains == domain]
-        busy = {
-            stage: sum(_inside(span, window) for span in own if span.stage == stage) / seconds
-            for stage in dict.fromkeys(span.stage for span in own)
-        }
-        steps = {(span.lane, span.step) for span in own}
-        shares.append(DomainShare(domain, len(steps), busy))
-    return shares
-
-
-def _inside(span: Span, window: Summary) -> float:
-    """Seconds of a stage that lie in the window."""
-    return max(0, min(span.end_ns, window.end_ns) - max(span.start_ns, window.start_ns)) / 1e9

@@ -15,7 +15,8 @@ from jaxserve import plan
 from jaxserve.bench.report import this_machine
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.observe.spans import Span, merge
+from jaxserve.observe.merging import merge
+from jaxserve.observe.spans import Span
 from jaxserve.planner.comparison import measurements, observed
 from jaxserve.planner.hardware import known_hardware, load_hardware, unknown
 from jaxserve.preflight.outcomes import Outcome

@@ -5,9 +5,12 @@ for both faces. The engine's own numbers are read at each scrape. Called by `fac
 handler of /metrics.
 """
 
+import collections
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -41,6 +44,28 @@ TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 
 
 FRESH_SECONDS = 60.0
 """Older samples of the pipeline are not shown."""
+
+
+class Times(NamedTuple):
+    """How long something took, since the start."""
+
+    bounds: list[float]
+    """Upper ends of the buckets in seconds, ascending."""
+    counts: list[int]
+    """Events of each bucket, and of those beyond the last bound."""
+
+
+class Counts(NamedTuple):
+    """What clients got, in all processes with network faces."""
+
+    generated: int
+    """Tokens."""
+    refused: dict[str, int]
+    """Errors of requests, by their code or reason."""
+    ended: dict[str, int]
+    """Requests that ended, by their reason."""
+    times: dict[str, Times]
+    """`first`: time to the first token; `between`: time between a request's tokens."""
 
 
 class Metrics:
@@ -110,11 +135,32 @@ class Metrics:
             "request_success", "Requests that ended, by their reason.", ["finished_reason"]
         )
 
-    @property
-    def generated(self) -> int:
-        """Tokens so far."""
-        name = PREFIX + "generation_tokens_total"
-        return int(self._counted().get_sample_value(name, {LABEL: self._model}) or 0)
+    def counts(self) -> "Counts":
+        """What clients got since the start."""
+        samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in self._counted().collect():
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+
+        def by(name: str, label: str) -> dict[str, int]:
+            found = samples.get(PREFIX + name, ())
+            return {labels[label]: int(value) for labels, value in found}
+
+        def times(name: str, bounds: Sequence[float]) -> Times:
+            below = list(by(f"{name}_bucket", "le").values())
+            return Times(list(bounds), [b - a for a, b in pairwise([0, *below])])
+
+        refused = collections.Counter(by("http_refusals_total", "reason"))
+        refused.update(by("grpc_refusals_total", "reason"))
+        return Counts(
+            sum(by("generation_tokens_total", LABEL).values()),
+            dict(refused),
+            by("request_success_total", "finished_reason"),
+            {
+                "first": times("time_to_first_token_seconds", LONG),
+                "between": times("inter_token_latency_seconds", SHORT),
+            },
+        )
 
     def watch(self, engine: TokenEngine) -> None:
         """Adds the engine's own numbers, and those of the process if it is the only one."""

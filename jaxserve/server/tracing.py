@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxserve
@@ -68,7 +68,7 @@ class Tracing:
         exporter = OTLPSpanExporter(endpoint=f"{collector.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = provider.get_tracer("jaxserve", jaxserve.__version__)
-        self._open: dict[str, _Totals] = {}
+        self._open: dict[str, list[GenerationOutput]] = {}
 
     @contextlib.contextmanager
     def answering(
@@ -112,7 +112,7 @@ class Tracing:
                 yield ""
                 return
             trace = carrier["traceparent"]
-            totals = self._open[trace] = _Totals()
+            ended = self._open[trace] = []
             try:
                 yield trace
             except BaseException as error:
@@ -120,7 +120,7 @@ class Tracing:
                 raise
             finally:
                 del self._open[trace]
-                span.set_attributes(totals.attributes())
+                span.set_attributes(_totals(ended) if ended else {})
 
     def observing(
         self,
@@ -136,15 +136,15 @@ class Tracing:
 
         def observe(params: SamplingParams) -> Callable[[GenerationOutput], None]:
             note = started(params)
-            totals = self._open.get(params.trace)
-            if totals is None:
+            ended = self._open.get(params.trace)
+            if ended is None:
                 return note
             spans = self.worker(params.trace) if runs_here else None
 
             def both(output: GenerationOutput) -> None:
                 note(output)
                 if output.finish_reason is not None:
-                    totals.add(output)
+                    ended.append(output)
                 if spans is not None:
                     prompt, cached = output.prompt_token_count, output.cached_token_count
                     spans.note(output, prompt, cached)
@@ -162,28 +162,14 @@ class Tracing:
         self._provider.shutdown()
 
 
-class _Totals:
-    """What the choices of a request took, for its span."""
-
-    def __init__(self) -> None:
-        self._reasons: list[str] = []
-        self._prompt = self._cached = self._completion = 0
-
-    def add(self, last: GenerationOutput) -> None:
-        """Takes the last output of a choice."""
-        self._reasons.append(last.finish_reason or "")
-        self._prompt = max(self._prompt, last.prompt_token_count)
-        self._cached = max(self._cached, last.cached_token_count)
-        self._completion += last.completion_token_count
-
-    def attributes(self) -> dict[str, Any]:
-        """Attributes of the span."""
-        return {
-            "gen_ai.response.finish_reasons": self._reasons,
-            "gen_ai.usage.input_tokens": self._prompt,
-            "gen_ai.usage.cache_read.input_tokens": self._cached,
-            "gen_ai.usage.output_tokens": self._completion,
-        }
+def _totals(ended: Sequence[GenerationOutput]) -> dict[str, Any]:
+    """Attributes of a request's span, from the last outputs of its choices."""
+    return {
+        "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in ended],
+        "gen_ai.usage.input_tokens": max(one.prompt_token_count for one in ended),
+        "gen_ai.usage.cache_read.input_tokens": max(one.cached_token_count for one in ended),
+        "gen_ai.usage.output_tokens": sum(one.completion_token_count for one in ended),
+    }
 
 
 class WorkerSpans:

@@ -7,6 +7,7 @@ of the engine only what `TokenEngine` says.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ class Generation:
       overflowed: whether it was ended because its consumer was too slow.
       aborted: whether it was ended by `abort`.
       ended_by_engine: whether the engine has sent the request's last output.
+      begun: seconds of `time.monotonic` at its submission.
+      produced: tokens that the engine has sent.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Generation:
     ):
         self.request_id = request_id
         self.owner = owner
+        self.begun = time.monotonic()
         self.prompt = prompt
         self.constrained = params.grammar is not None
         self.deadline = deadline
@@ -66,7 +70,7 @@ class Generation:
         self._limit = max_pending_tokens
         self._consumed = 0  # tokens; written by the consumer alone
         # Written by the engine's thread alone.
-        self._produced = 0  # tokens
+        self.produced = 0
         self.ended_by_engine = False
         # The rest belongs to the generator's thread.
         self._min_tokens = params.min_tokens
@@ -101,9 +105,9 @@ class Generation:
         """Takes an output of the engine, on the engine's thread."""
         if self.overflowed:
             return
-        self._produced += len(output.token_ids)
+        self.produced += len(output.token_ids)
         self.ended_by_engine = output.finish_reason is not None
-        waiting = self._produced - self._consumed
+        waiting = self.produced - self._consumed
         if self._limit is not None and waiting > self._limit:
             self.overflowed = True
             output = TokenOutput(

@@ -89,8 +89,12 @@ class TextGenerator:
 
     def live_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
+        return [generation.request_id for generation in self.live_requests()]
+
+    def live_requests(self) -> list[Generation]:
+        """The requests that have not ended, the oldest first."""
         with self._lock:
-            return list(self._live)
+            return list(self._live.values())
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
         """Ends a live request by its id, if it belongs to `owner` (None: any owner).

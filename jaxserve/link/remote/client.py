@@ -112,7 +112,8 @@ class MessageClient:
         """Each lane's last answered message, where other processes may lack its answer."""
         self._numbers = itertools.count()
         self._active: MessageConnection | None = None
-        self._last_used = ""
+        self.last_used = ""
+        """Address of the ffn worker in use, or of the one that was."""
         self._closed = False
         self.counters = LinkCounters()
         us = Join(hello, domain, mesh.size, tuple(rows), own)
@@ -225,13 +226,13 @@ class MessageClient:
             return self._active
         # The worker lost last may be up again and answer probes, but not messages. Processes of one
         # attention worker, which must agree, go by the addresses alone.
-        lost = "" if self._shared else self._last_used
+        lost = "" if self._shared else self.last_used
         order = sorted(self.peers, key=lambda peer: peer.address == lost)
         for wanted in (PeerState.UP, PeerState.SUSPECT):
             for peer in order:
                 connection = peer.connection
                 if connection is not None and peer.state is wanted:
-                    self._active, self._last_used = connection, peer.address
+                    self._active, self.last_used = connection, peer.address
                     return connection
         return None
 

@@ -19,10 +19,12 @@ from jaxserve.engine.interface import EngineLoad
 from jaxserve.observe.page import SHARED, assembled
 from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.timeline_view import Bar, bars
-from jaxserve.observe.view import DomainShare, PipelineView, Transfers
+from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.service import Service
+from jaxserve.server.metrics import Counts, Times
+from jaxserve.text.generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,24 @@ _SCRIPTS = (
     *(_HERE / "page_live.js", _HERE / "page_events.js"),
 )
 """Parts of the page's script, in order."""
+MOST_ID = 24
+"""Characters of a request's id that are shown."""
 PAGE = assembled(_HERE / "page.html", _SCRIPTS)
+
+
+class LiveRequest(msgspec.Struct, kw_only=True):
+    """A request that has not ended."""
+
+    id: str
+    state: str
+    """`waiting`, `prefill`, `held` (its pages wait for a domain) or `decoding`."""
+    age: float
+    """Seconds since its submission."""
+    prompt_tokens: int
+    tokens: int
+    """Generated so far."""
+    where: str
+    """The worker of a fleet that has it; empty: this process, or none yet."""
 
 
 class MeasuredSteps(msgspec.Struct, kw_only=True):
@@ -57,8 +76,6 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     """Sorted by start."""
     timeline_cut: bool
     """Whether the timeline has only the first stages of the window."""
-    domains: list[DomainShare]
-    """Share of each domain."""
     transfers: dict[AnyStage, Transfers]
     """Number and total seconds of the messages measured since the start."""
     missing: str
@@ -89,7 +106,17 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """Seconds of the epoch."""
     generated_tokens: int
     """Since the start."""
+    refused: dict[str, int]
+    """Requests that got an error since the start, by its code."""
+    ended: dict[str, int]
+    """Requests that ended since the start, by their reason."""
+    latencies: dict[str, Times]
+    """Times to the `first` token and `between` tokens, since the start."""
+    requests: list[LiveRequest]
+    """Running requests of the caller's API key, the oldest first."""
     load: EngineLoad
+    ffn_workers: list[FFNWorkerView]
+    """ffn workers of other runtimes that domains use."""
     experts: ExpertView | None
     """Where experts are, and what they and their ranks got; null without any."""
     measured: MeasuredSteps | None
@@ -102,6 +129,7 @@ async def pipeline(service: Service, exchange: HttpExchange) -> None:
     engine = generator.engine
     view = engine.pipeline()
     info = engine.model_info()
+    counts = service.metrics.counts() if service.metrics else Counts(0, {}, {}, {})
     answer = Pipeline(
         status=engine.status,
         model=str(info["model"]),
@@ -114,12 +142,37 @@ async def pipeline(service: Service, exchange: HttpExchange) -> None:
         max_length=info["max_length"],
         chat=service.template is not None,
         time=time.time(),
-        generated_tokens=0 if service.metrics is None else service.metrics.generated,
+        generated_tokens=counts.generated,
+        refused=counts.refused,
+        ended=counts.ended,
+        latencies=counts.times,
+        requests=_requests(generator, exchange.tenant),
         load=engine.load(),
+        ffn_workers=view.ffn,
         experts=view.experts,
         measured=_measured(view),
     )
     await exchange.reply(answer, headers={"Cache-Control": "no-store"})
+
+
+def _requests(generator: TextGenerator, owner: str) -> list[LiveRequest]:
+    places: dict[str, tuple[str, str]] = getattr(generator.engine, "whereabouts", dict)()
+    found = []
+    for one in generator.live_requests():
+        place, worker = places.get(one.request_id, ("waiting", ""))
+        state = "decoding" if one.produced else "waiting" if place == "domain" else place
+        if one.owner == owner:
+            found.append(
+                LiveRequest(
+                    id=one.request_id[:MOST_ID],
+                    state=state,
+                    age=time.monotonic() - one.begun,
+                    prompt_tokens=len(one.prompt),
+                    tokens=one.produced,
+                    where=worker,
+                )
+            )
+    return found
 
 
 async def page(service: Service, exchange: HttpExchange) -> None:
@@ -141,7 +194,6 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
         bubble=view.bubble,
         timeline=bars(view.timeline, start),
         timeline_cut=view.timeline_cut,
-        domains=view.domains,
         transfers=view.transfers,
         missing="the times of another process did not come" if view.missing else "",
     )

@@ -34,5 +34,6 @@ $("output").addEventListener("blur", hideTip);
 $("layer").addEventListener("change", () => last && showExperts(last.experts));
 $("save-json").addEventListener("click", () => save("json"));
 $("save-svg").addEventListener("click", () => save("svg"));
+listenToTimeline();
 restore();
 watch();

@@ -7,11 +7,13 @@ import pytest
 
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.expert_answers import answer
+from jaxserve.fleet.expert_answers import PassLog, answer
 from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
+from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
+from tests.jaxserve.waiting import until
 
 SIZES = SlotSizes(4, 2, 1)
 HOME = home_slots(SIZES)  # 0 1 -, 2 3 -
@@ -28,12 +30,13 @@ class Workers:
     def begin(self, name, sizes=SIZES):
         settings = Experts(move_gb_per_second=1e6)
         self.balancer = ExpertBalancer(ExpertFacts([1], sizes, 100), settings, self._none)
-        self.name = name
+        self.log = PassLog()
+        self.log.name = name
 
     def ask(self, question, seconds):
         if not self.up:
             raise EngineFailedError("no ffn worker is up")
-        return answer(self.balancer, self.name, question)
+        return answer(self.balancer, self.log, question)
 
     def moved(self, slots=MOVED):
         """Puts the experts into these slots."""
@@ -176,3 +179,17 @@ def test_what_goes_wrong_is_said(workers, experts):
     with pytest.raises(EngineFailedError, match="truncated"):
         RemoteExperts(lambda question, seconds: b"").look()
     experts.close()
+
+
+def test_passes_are_counted_and_measured_once_somebody_has_asked(workers):
+    experts = RemoteExperts(workers.ask, where=lambda: "ffn:9300")
+    workers.log.add(1, 8, Mock())
+    experts.look()
+    workers.log.add(2, 8, Mock())
+    found, spans = experts.passes(1.0)
+    assert found == FFNWorkerView(name="ffn:9300", passes=2, rows=16)
+    assert spans == []
+    workers.log.add(3, 4, Mock())
+    until(lambda: experts.passes(1.0)[1], 10)
+    (span,) = experts.passes(1.0)[1]
+    assert (span.stage, span.layer, span.step) == ("ffn", 3, 3)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
-from jaxserve.observe.spans import STAGES, AFDStage, Span, merge
+from jaxserve.observe.spans import STAGES, AFDStage, Span
 from jaxserve.roles.layout import StepLoad
 from tests.jaxserve.waiting import until
 

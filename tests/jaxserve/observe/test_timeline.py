@@ -2,9 +2,10 @@
 
 import pytest
 
-from jaxserve.observe.spans import AFDStage, Span, merge
+from jaxserve.observe.merging import merge
+from jaxserve.observe.spans import AFDStage, Span
 from jaxserve.observe.timeline import steady_window, summarise, typical_steps
-from tests.jaxserve.observe.test_spans import ATTENTION_PROCESS, FFN_PROCESS, MS
+from tests.jaxserve.observe.test_merging import ATTENTION_PROCESS, FFN_PROCESS, MS
 
 
 def ran(

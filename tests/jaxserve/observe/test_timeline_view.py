@@ -66,7 +66,7 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
         for spans in ([], SPANS):
             write(tmp_path, spans)
             shown.goto((tmp_path / "timeline.html").as_uri())
-            assert shown.locator("#timeline rect title").count() == len(spans)
+            assert shown.locator("#timeline title").count() == len(spans)
             assert "as measured" in shown.locator("#how").inner_text()
     assert problems == []
 

@@ -10,9 +10,8 @@ import pytest
 from jaxserve.errors import EngineFailedError
 from jaxserve.observe import watch as module
 from jaxserve.observe.spans import Span
-from jaxserve.observe.timeline import summarise
-from jaxserve.observe.view import DomainShare, PipelineView, Transfers
-from jaxserve.observe.watch import Watch, domain_shares
+from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
+from jaxserve.observe.watch import Watch
 from tests.jaxserve.waiting import Clock, until
 
 MS = 1_000_000
@@ -57,11 +56,12 @@ class Watched:
 
     Args:
       collect: gives what other processes have measured.
+      passes: those of an ffn worker in another runtime.
     """
 
-    def __init__(self, measured: list[Span], lanes: int = 1, collect=None) -> None:
+    def __init__(self, measured: list[Span], lanes: int = 1, collect=None, passes=None) -> None:
         self.clock, self.probe = Clock(100.0), FakeProbe(measured)
-        self.watch = Watch(self.probe, lanes, *([collect] if collect else []), clock=self.clock)
+        self.watch = Watch(self.probe, lanes, collect, clock=self.clock, passes=passes)
 
     def sample(self) -> None:
         """Goes on to the end of a sample that has begun, and until its view is there."""
@@ -155,6 +155,17 @@ def test_the_figures_of_both_sides(watched) -> None:
     assert one.measure().transfers["dispatch"] == pytest.approx((6, 0.006))
 
 
+def test_an_ffn_worker_of_another_runtime_numbers_its_passes_alone(watched) -> None:
+    worker = FFNWorkerView(name="a:1", passes=5, rows=40)
+    passes = [msgspec.structs.replace(span, lane=0, step=90 + span.step) for span in FFN[5:]]
+    others = [msgspec.structs.replace(span, layer=1) for span in passes]
+    view = watched(ATTENTION, 1, None, lambda timeout: (worker, passes + others)).measure()
+    assert view.ffn == [worker]
+    assert view.busy == pytest.approx({"attend": 0.6, "ffn": 0.2, "combine": 0.1})
+    lanes = {(span.lane, span.step) for span in view.timeline if span.stage == "ffn"}
+    assert lanes == {(0, 1), (0, 2), (0, 3), (-1, 91), (-1, 92), (-1, 93)}
+
+
 def test_a_side_that_does_not_answer_is_missing_and_not_idle(watched) -> None:
     def collect(timeout: float) -> list[list[Span]]:
         raise EngineFailedError("process 1 (ffn) did not send 'measured' within 5 s")
@@ -201,22 +212,3 @@ def test_a_mistake_in_the_figures_ends_nothing(watched) -> None:
     one.measure()
     one.probe.measured = ATTENTION
     assert one.measure().transfers == {"combine": Transfers(3, pytest.approx(0.003))}
-
-
-def test_each_domain_has_its_part():
-    """Lanes 0 and 2 are domain 0's, lane 1 is domain 1's; the window cuts some spans."""
-
-    def span(stage, lane, step, start, end):
-        return Span(stage, lane, 0, step, start * MS, end * MS, 0, start * MS)
-
-    spans = [
-        span("attend", 0, 1, -5, 5),
-        span("ffn", 0, 1, 5, 10),
-        span("attend", 2, 2, 10, 40),
-        span("attend", 1, 1, 90, 120),
-    ]
-    window = summarise(spans, (0, 100 * MS))
-    assert domain_shares(spans, window, 2) == [
-        DomainShare(0, 2, {"attend": pytest.approx(0.35), "ffn": pytest.approx(0.05)}),
-        DomainShare(1, 1, {"attend": pytest.approx(0.1)}),
-    ]

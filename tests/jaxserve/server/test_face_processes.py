@@ -179,7 +179,7 @@ def test_metrics_are_of_all_processes(rig: Rig) -> None:
     for _ in range(8):
         assert rig.complete().status_code == 200
     assert count() == before + 8 * 13
-    assert rig.faces.metrics.generated == count()
+    assert rig.faces.metrics.counts().generated == count()
     assert 'jaxserve:num_requests_waiting{model_name="fake"} 2.0' in rig.get("/metrics").text
     # One answer: the next may come from the other process, which has measured nothing yet.
     measured = until(lambda: rig.get("/pipeline").json()["measured"])

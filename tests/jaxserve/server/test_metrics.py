@@ -80,6 +80,13 @@ def test_the_times_of_a_request(clock: Clock) -> None:
     assert (found["prompt_tokens_total"], found["generation_tokens_total"]) == (7, 4)
     assert found["request_generation_tokens_sum"] == 4
     assert found["request_success_total finished_reason=length"] == 1
+    counts = metrics.counts()
+    assert (counts.generated, counts.ended, counts.refused) == (4, {"length": 1}, {})
+    assert {name: sum(times.counts) for name, times in counts.times.items()} == {
+        "first": 1,
+        "between": 2,
+    }
+    assert counts.times["first"].counts[counts.times["first"].bounds.index(2.5)] == 1
     buckets = ("request_prompt_tokens", (5.0, 10.0)), ("time_to_first_token_seconds", (1.2, 2.5))
     for name, edges in buckets:
         assert [found[f"{name}_bucket le={edge}"] for edge in edges] == [0, 1]

@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from jaxserve.engine.interface import DraftCounts, WorkerLoad
+from jaxserve.observe.spans import Span
+from jaxserve.observe.view import FFNWorkerView, PipelineView
 from jaxserve.server.access import Access, ApiKeys
 from jaxserve.server.http.live import PAGE, policy
 from tests import golden
@@ -274,49 +276,49 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
     rig.engine.view = pipeline_view(24)
     page.get_by_role("button", name="Run").click()
     shows(page, "running", "1")
-    expect(page.locator("#timeline rect title")).to_have_count(24)
+    expect(page.locator("#timeline title")).to_have_count(24)
     assert "2 steps in 24 ms, measured" in page.locator("#window").inner_text()
     for place, text in (
-        ("busy", "attention 75 % dispatch ↓ 5.0 % combine ↑ 4.0 % ffn 50 %"),
-        ("kv", "group 0 25 % group 1 75 %"),
+        (
+            "verdict",
+            "2 requests wait: for their turn. ffn waits 50 %: attention is the longer side.",
+        ),
+        ("kv", "domain 0 25 % domain 1 75 %"),
         ("bubble", "25 %"),
         ("transfer", "150 µs"),
     ):
         assert page.locator(f"#{place}").inner_text().split() == text.split()
     assert page.locator("#experts rect").count() == 4
     assert "× 2.00 of the mean" in page.locator("#layer-note").inner_text()
-    page.get_by_label("Layer").select_option("2")
+    page.get_by_label("Layer", exact=True).select_option("2")
     assert "× 2.50 of the mean" in page.locator("#layer-note").inner_text()
     rig.engine.view = pipeline_view(48)
     rig.engine.allowed = None
     shows(page, "window", re.compile("48 ms"))
     shows(page, "running", "0")
-    assert page.get_by_label("Layer").input_value() == "2"
+    assert page.get_by_label("Layer", exact=True).input_value() == "2"
 
 
 @pytest.mark.nightly
-def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Open) -> None:
+def test_a_row_for_each_resource_and_what_they_mean(rig: HttpRig, visit: Open) -> None:
     """Two lanes of three layers, of which the last is a pass of the drafts; nothing runs now."""
     rig.engine.layers = 2
     rig.engine.view = pipeline_view(24)
     page = visit(rig)
-    titles = page.locator("#timeline rect title")
+    titles = page.locator("#timeline title")
     expect(titles).to_have_count(24)
     assert titles.first.text_content() == "attention, layer 0, lane 0, step 7: 1.0 ms"
     assert titles.last.text_content() == "combine ↑, drafts, pass 1, lane 1, step 7: 1.0 ms"
-    rows = page.locator("#timeline rect.track")
-    assert rows.count() == 4
-    names = page.locator("#timeline text").all_text_contents()[:4]
-    assert names == ["attention", "ffn", "lane 0", "lane 1"]
-    # Each side's stages of both lanes touch, so they are one stretch a layer.
-    assert page.locator("#timeline .side.attention").count() == 3
-    places = {lane: {box["y"] for box in boxes_of(page, f"lane {lane}")} for lane in (0, 1)}
+    assert page.locator("#timeline rect.track").count() == 4
+    names = page.locator("#timeline > text").all_text_contents()[:4]
+    assert names == ["attention 75 %", "dispatch ↓ 5.0 %", "ffn 50 %", "combine ↑ 4.0 %"]
+    places = {name: {box["y"] for box in boxes_of(page, name)} for name in ("attention", "ffn")}
     assert [len(found) for found in places.values()] == [1, 1]
-    assert places[0] != places[1]
+    assert places["attention"] != places["ffn"]
+    assert page.locator("#timeline .layer").all_text_contents()[:3] == ["0", "0", "0"]
     words = page.locator("#lanes span").all_inner_texts()
-    assert [text.split(":")[0] for text in words] == ["attention", "ffn", "link", "bubble"]
+    assert words[:2] == ["lane 0", "lane 1"]
     assert re.search(r"no steps for \d+ days", page.locator("#window").inner_text())
-    assert re.search(r"no steps for \d+ days", page.locator("#sampled").inner_text())
     assert "stale" in page.locator("#bubble").get_attribute("class")
     *spans, late = (view := pipeline_view(48)).timeline
     late = msgspec.structs.replace(late, start_ns=late.end_ns)
@@ -325,8 +327,39 @@ def test_a_row_for_each_lane_and_side_and_what_they_mean(rig: HttpRig, visit: Op
     assert titles.last.text_content().endswith("step 7: too short to be told")
 
 
-def boxes_of(page: Any, lane: str) -> list[dict[str, float]]:
-    return [box.bounding_box() for box in page.locator("#timeline rect", has_text=lane).all()]
+def boxes_of(page: Any, name: str) -> list[dict[str, float]]:
+    boxes = page.locator("#timeline g", has=page.locator(f"title:text('{name},')")).locator("rect")
+    return [box.bounding_box() for box in boxes.all()]
+
+
+@pytest.mark.nightly
+def test_the_timeline_is_zoomed_and_frozen_and_no_stage_sets_its_scale(
+    rig: HttpRig, visit: Open
+) -> None:
+    """Four steps of which each takes 2 ms, but the last, whose attention took 100 ms."""
+    ms, spans = 1_000_000, []
+    for step, length in enumerate((1, 1, 1, 100)):
+        begin = (1_700_000_000_000 + 2 * step) * ms
+        ends = [begin + length * ms, begin + (length + 1) * ms]
+        for stage, start, end in (("attend", begin, ends[0]), ("ffn", *ends)):
+            spans.append(Span(stage, 0, 0, step, start, end, 0, start))
+    view = PipelineView(measured_at=1_700_000_000.107, window_seconds=0.107, timeline=spans)
+    rig.engine.view = view
+    page = visit(rig)
+    shows(page, "shown", "4.0 ms of 107 ms")
+    expect(page.locator("#timeline .layer")).to_have_text(["0"] * 4)
+    page.get_by_role("button", name="Fit").click()
+    shows(page, "shown", "107 ms of 107 ms")
+    page.get_by_role("button", name="+", exact=True).click()
+    shows(page, "shown", "54 ms of 107 ms")
+    page.locator("#timeline").press("+")
+    shows(page, "shown", "27 ms of 107 ms")
+    page.get_by_label("freeze").check()
+    rig.engine.view = msgspec.structs.replace(view, measured_at=1_700_000_001.0)
+    shows(page, "window", re.compile("^frozen, "))
+    shows(page, "shown", "27 ms of 107 ms")
+    page.get_by_label("freeze").uncheck()
+    shows(page, "window", re.compile("^0 steps in 107 ms"))
 
 
 @pytest.mark.nightly
@@ -335,7 +368,7 @@ def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
     page.get_by_text("no step measured yet").wait_for()
     assert page.get_by_role("button", name="Save JSON").is_disabled()
     rig.engine.view = pipeline_view(24)
-    expect(page.locator("#timeline rect title")).to_have_count(24)
+    expect(page.locator("#timeline title")).to_have_count(24)
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save JSON").click()
     assert saved.value.suggested_filename == "timeline-2023-11-14T22-13-20-024Z.json"
@@ -348,9 +381,9 @@ def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
     assert saved.value.suggested_filename.endswith(".svg")
     picture = ElementTree.parse(saved.value.path()).getroot()
     namespace = {"svg": "http://www.w3.org/2000/svg"}
-    assert len(picture.findall("svg:rect/svg:title", namespace)) == 24
-    fills = {rect.get("fill") for rect in picture.iterfind("svg:rect", namespace)}
-    assert {"rgb(47, 109, 179)", "rgb(217, 119, 6)", "rgb(47, 143, 91)"} < fills
+    assert len(picture.findall("svg:g/svg:title", namespace)) == 24
+    fills = {rect.get("fill") for rect in picture.iterfind(".//svg:rect", namespace)}
+    assert {"rgb(47, 109, 179)", "rgb(217, 119, 6)"} < fills
 
 
 @pytest.mark.nightly
@@ -361,18 +394,38 @@ def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
         WorkerLoad(name="b:1", role="prefill", status="ready", held=1, kv_usage=[0.1, 0.3]),
         WorkerLoad(name="c:1", role="domain", status="suspect", why="silent", kv_usage=[0.4]),
     ]
+    worker = FFNWorkerView(name="e:1", passes=7, rows=70)
+    rig.engine.view = PipelineView(ffn=[worker])
     page = visit(rig)
     shows(page, "drafts-note", "2.30 tokens a step and sequence, since the start")
     held = page.locator("#drafts").inner_text().split("\n")
     assert [text for text in held if text] == ["draft 1 held", "80 %", "draft 2 held", "50 %"]
-    found = [text for text in page.locator("#fleet").inner_text().split("\n") if text]
-    assert found == [
-        *("domain: 1 of 2 ready, 3 running, 0 waiting", "30 %"),
-        *("– a:1, ready: 3 running, 0 waiting", "20 %"),
-        *("– c:1, suspect (silent): 0 running, 0 waiting", "40 %"),
-        *("prefill: 1 of 1 ready, 0 running, 0 waiting", "20 %"),
-        *("– b:1, ready: 0 running, 0 waiting, 1 held, 0 tokens handed over", "20 %"),
+    rows = page.locator("#fleet tbody tr").all()
+    assert [row.locator("td").all_inner_texts() for row in rows] == [
+        ["prefill", "b:1", "ready", "0", "0", "", "1 held, 0 tokens handed over"],
+        ["attention", "a:1", "ready", "3", "0", "", ""],
+        ["attention", "c:1", "suspect: silent", "0", "0", "", ""],
+        ["ffn", "e:1", "ready", "–", "–", "–", "7 passes, none lately"],
     ]
+    assert page.locator("#kv > .small").all_inner_texts() == ["a:1", "20 %", "c:1", "40 %"]
+    rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, passes=9, rows=100)])
+    expect(page.locator("#fleet td").last).to_have_text(re.compile("^15 rows a pass, "))
+
+
+@pytest.mark.nightly
+def test_requests_times_and_refusals(rig: HttpRig, visit: Open) -> None:
+    page = visit(rig)
+    shows(page, "first", "– p50 · – p99")
+    with rig.streaming(request_id="mine"):
+        cells = page.locator("#requests tbody td")
+        age = re.compile(r"^\d+ s$")
+        expect(cells).to_have_text([re.compile("^mine"), "decoding", age, "3", "3", "here"])
+        rig.refused(temperature=7)
+        shows(page, "refused", "1")
+        assert page.locator("#refused").get_attribute("title") == "invalid_value: 1"
+        shows(page, "first", re.compile(r"^[\d.]+ ms p50 · [\d.]+ ms p99$"))
+        expect(page.locator("#first-curve path")).to_have_count(2)
+    expect(page.locator("#requests tbody tr")).to_have_count(0)
 
 
 def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
@@ -398,7 +451,7 @@ def test_nothing_sticks_out_and_text_is_no_markup(make_rig: Make, visit: Open, w
     page = visit(rig, viewport={"width": width, "height": 900}, color_scheme="dark")
     page.get_by_role("button", name="Run").click()
     shows(page, "output", text)
-    expect(page.locator("#timeline rect title")).to_have_count(24)
+    expect(page.locator("#timeline title").first).to_be_attached()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -428,7 +481,7 @@ def test_figures(rig: HttpRig) -> None:
     assert answer.headers["cache-control"] == "no-store"
     found = answer.json()
     assert (found["model"], found["mode"], found["chat"]) == ("fake", "afd", True)
-    assert found["generated_tokens"] == 13
+    assert (found["generated_tokens"], found["ended"]) == (13, {"stop": 1})
     assert found["load"]["kv_usage"] == [0.25, 0.75]
     measured = found["measured"]
     assert measured["timeline"][1] == ["attend", 1, 0, 7, 1000, 2000]

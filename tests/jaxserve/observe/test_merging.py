@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.observe.spans import STAGES, AFDStage, Span, merge
+from jaxserve.observe.merging import answered, merge
+from jaxserve.observe.spans import STAGES, AFDStage, Span
 from jaxserve.observe.timeline import summarise
 
 MS = 1_000_000
@@ -52,6 +53,13 @@ def test_a_span_starts_when_its_input_and_its_submesh_are_there() -> None:
         ("combine", 1, 0, 12, 13),
         ("attend", 1, 1, 13, 17),
     ]
+
+
+def test_a_pass_gets_the_lane_whose_message_it_answered() -> None:
+    """It ended between the attend and the combine of a lane, which an ffn worker does not know."""
+    passes = [ended("ffn", end, lane=0, step=9) for end in (8, 12, 20)]
+    found = answered(passes, ATTENTION_PROCESS)
+    assert [(span.lane, span.step) for span in found] == [(0, 0), (1, 0), (-1, 9)]
 
 
 def test_merging_merged_spans_changes_nothing() -> None:
