@@ -1,6 +1,7 @@
 """Experts that move between slots of simulated devices, in every format of weights."""
 
 import dataclasses
+import functools
 import random
 import time
 
@@ -206,8 +207,9 @@ def read_into_place(slots, layer, now, then):
 
 def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model):
     slots, weights, _ = make(tiny_model, AFD, open_checkpoint(str(tiny_model), NAMES))
-    before, names = (contents(slots, weights, 1), slots.placements[1]), slots._reader._names
-    slots._reader._names = None
+    before, read = (contents(slots, weights, 1), slots.placements[1]), slots._read_experts
+    programs, _, source = read.args
+    slots._read_experts = functools.partial(read.func, programs, None, source)
     slots.carry_out(ReadExperts(1, [(0, 3)]))
     wait_for(slots)
     assert slots.unread.startswith("process 0: AttributeError: ")
@@ -216,7 +218,7 @@ def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model):
     with pytest.raises(ValueError, match="nothing was read"):
         slots.carry_out(MoveExperts(1, [(STORAGE, 3)], list(before[1])))
     assert (contents(slots, weights, 1), slots.placements[1]) == before
-    slots._reader._names = names
+    slots._read_experts = read
     slots.carry_out(ReadExperts(1, [(0, 3)]))
     wait_for(slots)
     assert slots.unread == ""
