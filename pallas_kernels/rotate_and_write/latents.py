@@ -56,7 +56,8 @@ def norm_and_write(
     Args:
       pages: one array [pages, 1, page_size, kv_latent + rope_dim], floats, INT8, or the bits of FP8
         (uint8), in 8 bits with FP32 scales [pages, 1, page_size]; or three, the latents in 8 bits,
-        the keys in floats, and the scales of the former.
+        the keys in floats, and the scales of the former. More columns of the one array must be
+        zeros, and stay so.
       cosine, sine: cosines and sines of every token's angles; half is rope_dim/2.
       latent_norm, query_norm: the weights of the RMSNorms; without `query_norm` the columns of
         `down` begin with the cached latent.
@@ -139,7 +140,8 @@ def _check(
             f"pages are {[str(array.dtype) for array in pages]}, need latents in floats, or in 8 "
             "bits with their scales, between them the keys or not"
         )
-    widths = [(latent,), (rope,), ()] if len(pages) == 3 else [(latent + rope,), ()]
+    whole = max(latent + rope, pages[0].shape[-1])
+    widths = [(latent,), (rope,), ()] if len(pages) == 3 else [(whole,), ()]
     for index, (array, width) in enumerate(zip(pages, widths, strict=False)):
         expected = (pages[0].shape[0], 1, pages[0].shape[2], *width)
         if array.shape != expected:

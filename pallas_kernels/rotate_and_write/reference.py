@@ -84,7 +84,11 @@ def norm_and_write(call: LatentsCall) -> tuple[Array, Array | None, tuple[Array,
     parts = [latent, key] if len(pages) == 3 else [jnp.concatenate([latent, key], axis=-1)]
     rows = [kept(part, array) for part, array in zip(parts, pages, strict=False)]
     scales = [scales for _, scales in rows if scales is not None]
-    written = write_rows(pages, (*(values for values, _ in rows), *scales), *where)
+    values = [
+        jnp.pad(one, ((0, 0), (0, 0), (0, array.shape[3] - one.shape[2])))
+        for (one, _), array in zip(rows, pages, strict=False)
+    ]
+    written = write_rows(pages, (*values, *scales), *where)
     if not stored:
         return query, None, written
     back = [read_back(*row, down.dtype)[:, 0] for row in rows]

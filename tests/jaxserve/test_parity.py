@@ -22,6 +22,7 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.llm import LLM
+from jaxserve.model.attention import kv_cache
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
@@ -211,7 +212,13 @@ def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name: str, tmp_path: Path):
+@pytest.mark.parametrize("spare", [False, True], ids=["rows", "rows as on TPUs"])
+def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(
+    name: str, spare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On TPUs rows have spare columns."""
+    entries = kv_cache._entries
+    monkeypatch.setattr(kv_cache, "_entries", lambda kind, rope, _: entries(kind, rope, spare))
     sizes = replace(CATALOGUE[name].sizes, index_topk=24)
     runtime = load(replace(CATALOGUE[name], sizes=sizes), tmp_path, LONG)
     reference, texts = DecoderNumpy.from_folder(tmp_path), prompts((110, 131), seed=3)
@@ -221,6 +228,12 @@ def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name: str, tmp_path
     with layouts.serving(runtime) as engine:
         found = layouts.generate(engine, texts, GREEDY)
     assert found == [reference.greedy(text, OUTPUT_TOKENS) for text in texts]
+    # A worker that takes over a lost one's requests computes prompts and emitted tokens again.
+    lost = [text + tokens[:3] for text, tokens in zip(texts, found, strict=True)]
+    with layouts.serving(runtime) as engine:
+        again = layouts.generate(engine, lost, GREEDY)
+    kept = OUTPUT_TOKENS - 3
+    assert [tokens[:kept] for tokens in again] == [tokens[3:] for tokens in found]
 
 
 @pytest.mark.nightly

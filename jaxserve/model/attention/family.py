@@ -66,16 +66,18 @@ def _shared(
     """Computes the values that layers with one attention spec share."""
     tokens = batch.position.shape[0]
     latent, rotated = 0, sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
+    width = rotated
     turn = rotation(batch.position, rotated, sizes.rope)
     if isinstance(sizes, MLA):
         if tokens > batch.page_table.shape[0] or is_sparse(sizes, pages, table):
             return Shared(turn)  # Its attention to the cache uses other positions (`mla.py`).
         pages = without_index(pages)[0] if sizes.indexer else pages
         latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
+        width = sum(array.shape[-1] for array in pages if len(array.shape) == 4)
     else:
         values, rope_pages = pages[1], None
     heads = sizes.q_heads // jax.lax.axis_size("tp")
-    queries = jax.ShapeDtypeStruct((tokens, heads, latent + rotated), dtype)
+    queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
     where = table, *batch.where[1:]
     find = functools.partial(attention_places, queries, pages[0], values, *where, v_width=latent)
     return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))

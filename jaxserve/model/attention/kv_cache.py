@@ -32,6 +32,10 @@ Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
 latent's scales). With an indexer its keys come behind the latent, and so do their scales."""
 
+ROW_COLUMNS = 128
+"""On TPUs latents behind an indexer are padded with zeros to a multiple of this: XLA keeps narrower
+rows with the tokens last, and would copy the whole pool before it reads single rows."""
+
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
 
@@ -51,18 +55,20 @@ def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, .
     Raises:
       ConfigError: `cache.rope` without latent attention, or layers with different rows.
     """
-    kinds = {_entries(attention, deployment.cache.rope) for attention in config.attentions()}
+    rope, of_tpu = deployment.cache.rope, config.platform == "tpu"
+    kinds = {_entries(attention, rope, of_tpu) for attention in config.attentions()}
     if len(kinds) > 1:
         raise ConfigError(f"layers that keep different rows of a token: {sorted(kinds)}")
     return kinds.pop()
 
 
-def _entries(attention: Attention, rope: str) -> tuple[Entry, ...]:
+def _entries(attention: Attention, rope: str, of_tpu: bool) -> tuple[Entry, ...]:
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
         if rope == "auto":
-            return Entry(1, latent + rotated), *index
+            spare = -(latent + rotated) % ROW_COLUMNS if index and of_tpu else 0
+            return Entry(1, latent + rotated + spare), *index
         return Entry(1, latent), *index, Entry(1, rotated, plain=True)
     if rope != "auto":
         raise ConfigError(
@@ -238,8 +244,7 @@ def attend_latent(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
     """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
     values; also returns the log-sum-exp of every row and head."""
-    # The rotated part of latents is in an array of its own.
-    split = len(pages) == 3
+    split = len(pages) == 3  # the rotated part of latents is in an array of its own
     out, lse = paged_attention(
         queries,
         pages[0],

@@ -120,6 +120,8 @@ class LatentAttention(nnx.Module):
             )
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         absorbed = self._absorb(nope, rope)
+        spare = sum(array.shape[-1] for array in pages if array.ndim == 4) - absorbed.shape[-1]
+        absorbed = jnp.pad(absorbed, ((0, 0), (0, 0), (0, spare)))
         scale, v_width = self.sizes.scale, self.sizes.kv_latent
         attend = functools.partial(attend_latent, kind=self.kind, scale=scale, v_width=v_width)
         with jax.named_scope("paged_attention"):

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from jaxserve.model.attention.kv_cache import (
 )
 from pallas_kernels.rotate_and_write import Latents
 from tests import golden
-from tests.reference.tiny_sizes import TinyDeepseek, TinyQwen3
+from tests.reference.tiny_sizes import TinyDeepseek, TinyIndexed, TinyQwen3
 from tests.reference.tiny_step3 import TinyStep3
 
 
@@ -34,6 +35,15 @@ def arrays(config, overrides):
     limits = {"cache.pages": 2, "cache.page_size": 4, "scheduler.max_length": 8}
     deployment = load_deployment(Path(__file__).parent, limits | overrides)
     return [(array.shape, array.dtype.name) for array in page_arrays(config, deployment)]
+
+
+def test_latents_behind_an_indexer_have_whole_rows_on_tpus():
+    """512 + 64 columns of DeepSeek-V3.2, and an index key of 128."""
+    sizes = TinyIndexed(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    config = architecture(sizes.config())
+    for platform, width in (("tpu", 640), ("gpu", 576), ("cpu", 576)):
+        found = arrays(msgspec.structs.replace(config, platform=platform), {})
+        assert [shape[-1] for shape, _ in found] == [width, 128]
 
 
 LATENT = architecture(TinyDeepseek(kv_lora_rank=32, qk_rope_head_dim=8).config())
