@@ -58,7 +58,7 @@ class Found(msgspec.Struct, frozen=True):
     passes: int = 0
     """Passes since the start."""
     rows: int = 0
-    """Their rows."""
+    """Rows of all passes."""
     spans: list[Span] = []
     """The latest passes, if they are measured; their lanes are not known here."""
     proposal: Proposal | None = None

@@ -25,7 +25,7 @@ class FFNWorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Work since the start of an ffn worker that has a runtime of its own."""
 
     name: str
-    """Its address, as attention workers know it."""
+    """Address of the worker, as attention workers know it."""
     passes: int
     """Passes through a layer's FFN."""
     rows: int

@@ -56,7 +56,7 @@ class Times(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What clients got, in all processes with network faces."""
+    """Counts of requests, in all processes with network faces together."""
 
     generated: int
     """Tokens."""
@@ -136,7 +136,7 @@ class Metrics:
         )
 
     def counts(self) -> "Counts":
-        """What clients got since the start."""
+        """Counts of all requests since the start."""
         samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in self._counted().collect():
             for sample in family.samples:
