@@ -20,7 +20,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import ConfigError, EngineFailedError, InvalidRequestError, OverloadedError
-from jaxserve.fleet.assembly import Options, open_here
+from jaxserve.fleet.assembly import Options
+from jaxserve.fleet.here import open_here
 from jaxserve.fleet.sizing import Sizing
 from jaxserve.observe.recorder import Recorder
 from jaxserve.text.chat import FILES, ChatTemplate

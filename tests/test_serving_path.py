@@ -30,7 +30,7 @@ BETWEEN = ("link.transports.pull",)
 """Transports, which are imported by name."""
 FILES = {name: f"roles.{place.partition(':')[0]}" for name, place in PIPELINES.items()}
 WHOLE, SPLIT = ("colocated",), tuple(FILES.keys() - {"colocated"})
-LEADS, ALONE = ("open_engine", "own_experts"), ("open_here", "_wait", "with_peers")
+LEADS, ALONE = ("open_engine", "own_experts"), ("with_peers", "fleet.here")
 PARTS = {
     "leader, colocated": (*LEADS, "lead", "whole_runtime"),
     "leader, attention and ffn": (*LEADS, "lead", "whole_runtime"),

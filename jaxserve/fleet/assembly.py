@@ -17,9 +17,7 @@ Called by `commands/`, `llm.py`, the bench and preflight. Importing this module 
 function imports its own part, so that a process loads and starts only what it plays.
 """
 
-import atexit
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,25 +67,6 @@ DEFAULTS = Options()
 
 
 # ------------------------------------------------------------------------------ parts
-def open_here(deployment: Deployment, options: Options = DEFAULTS) -> "Engine":
-    """Opens a running engine on the devices of this process, which serves nothing else (`LLM`).
-
-    Raises:
-      ConfigError, CheckpointError: the layout or the model does not fit.
-    """
-    from jaxserve.fleet.devices import initialise
-    from jaxserve.fleet.process_arguments import ProcessArguments
-
-    opened, thread = threading.Event(), threading.current_thread()
-    _opening[thread] = opened
-    try:
-        initialise(ProcessArguments(), deployment)
-        return open_engine(deployment, options)
-    finally:
-        _opening.pop(thread, None)
-        opened.set()
-
-
 def open_engine(
     deployment: Deployment, options: Options = DEFAULTS, leader: "Leader | None" = None
 ) -> "Engine":
@@ -332,22 +311,3 @@ def start_checked(engine: "Engine") -> None:
         raise CheckpointError(
             f"{engine.deployment.model}: logits are not finite, nor are {found or 'other parts'}"
         )
-
-
-EXIT_SECONDS, LAST_SECONDS = 60.0, 10.0
-"""Seconds to wait at the interpreter's end for an engine to be built, and for its thread."""
-_opening: dict[threading.Thread, threading.Event] = {}
-
-
-@atexit.register
-def _wait() -> None:
-    """Waits for engines that daemon threads are building: the interpreter would abort when it ends
-    around a thread that loads or compiles. Then ends them, as their module does with others."""
-    if waited := dict(_opening):
-        for opened in waited.values():
-            opened.wait(EXIT_SECONDS)
-        from jaxserve.engine.engine import close_all
-
-        close_all()
-        for thread in waited:
-            thread.join(LAST_SECONDS)

@@ -11,7 +11,8 @@ from jaxserve.checkpoint.peer import weights_hello
 from jaxserve.commands.worker_part import WorkerPart, worker_port
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
-from jaxserve.fleet.assembly import Options, open_here
+from jaxserve.fleet.assembly import Options
+from jaxserve.fleet.here import open_here
 from jaxserve.fleet.worker_port import WorkerPort
 from tests.jaxserve import layouts
 from tests.reference.tiny_step3 import write_tiny_step3
