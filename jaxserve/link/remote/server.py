@@ -30,7 +30,7 @@ from jaxserve.link.remote.batching import POLICIES, Waiting
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
-from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.messages import Bulk, encode
 from jaxserve.link.session.served import ServedSession
@@ -234,6 +234,8 @@ class _DomainConnection(ServedSession[_Answer]):
         self._transfers = opens(server.transport)(channel)
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
+        if not join.own or list(join.own) != sorted(set(range(join.pieces)).intersection(join.own)):
+            raise Refusal(f"sends pieces {list(join.own)} of messages of {join.pieces} pieces")
         together = self._server.together(join.domain)
         self._server.preparations.ask(join.pieces, join.rows, together)
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
