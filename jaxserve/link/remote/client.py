@@ -156,7 +156,7 @@ class MessageClient:
         words = next(self._numbers), lane, kind, layer, rows
         with self._changed:
             self._unanswered[lane] = Unanswered(*words, packed, self._answer_shape(kind, rows))
-            self._post_waiting()
+        self._post_waiting()
 
     def receive(self, lane: int) -> jax.Array:
         """Waits for the answer to the lane's message and returns it, complete and without error.
@@ -206,18 +206,14 @@ class MessageClient:
         self._notify()
 
     @property
-    def reconnects(self) -> int:
-        """Connections beyond the first to every address."""
-        return sum(max(0, peer.connections - 1) for peer in self.peers)
-
-    @property
     def problems(self) -> list[str]:
         """Problems of ffn workers, by their place among the addresses; from any thread."""
         found = enumerate(peer.describe() for peer in self.peers)
         return [f"ffn worker {number}: {what}" for number, what in found if what]
 
     def _usable(self) -> MessageConnection | None:
-        """Returns the connection in use, or another that is up; notes the loss of the former."""
+        """Returns the connection in use, or another that is up; notes the loss of the former.
+        Needs the lock."""
         if self._active is not None and self._active.failure is not None:
             self.counters.failures += 1
             self.counters.last_failure = self._active.failure
@@ -236,14 +232,27 @@ class MessageClient:
                     return connection
         return None
 
-    def _post_waiting(self) -> None:
-        """Sends messages that have not gone to the ffn worker in use, if one is. Needs the lock."""
-        connection = self._usable()
-        for message in [*self._answered.values(), *self._unanswered.values()]:
-            done = message.connection is connection or message.error is not None
-            if connection is not None and not done:
+    def _post_waiting(self, here: bool = True) -> None:
+        """Sends messages that have not gone to the ffn worker in use, if one is. The lock is held
+        only while they are chosen: an ffn worker that reads slowly delays no other thread.
+
+        Args:
+          here: as in `MessageConnection.post`.
+        """
+        with self._changed:
+            connection = self._usable()
+            if connection is None:
+                return
+            due = [
+                message
+                for message in (*self._answered.values(), *self._unanswered.values())
+                if message.connection is not connection and message.error is None
+            ]
+            for message in due:
                 self.counters.resends += message.connection is not None
-                connection.post(message)
+                connection.claim(message)
+        for message in due:
+            connection.post(message, here)
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
@@ -280,15 +289,15 @@ class MessageClient:
                 if refused and give_up_when_refused:
                     raise ConfigError(f"refused by every ffn worker: {self._whereabouts()}")
                 self._changed.wait(WAIT_SECONDS)
-            self._post_waiting()
+        self._post_waiting()
 
     def _whereabouts(self) -> str:
         return "; ".join(f"{peer.address} {peer.state.value}: {peer.reason}" for peer in self.peers)
 
     def _notify(self) -> None:
+        if self._shared and not self._closed:
+            self._post_waiting(here=False)
         with self._changed:
-            if self._shared and not self._closed:
-                self._post_waiting()
             self._changed.notify_all()
 
     def _silence_allowed(self, peer: Peer) -> float:

@@ -107,12 +107,19 @@ class MessageConnection(Session):
         seconds = self._deadlines.handshake
         return greet(self._channel, us, frames.Welcome, self.decode, seconds).hello
 
-    def post(self, message: Unanswered) -> None:
-        """Sends the message, or has it sent once it is computed."""
+    def claim(self, message: Unanswered) -> None:
+        """Takes a message, to be posted next by the same thread."""
         message.connection, message.due = self, None
         message.posts += 1
         self._posted[message.number] = message
-        if self._transfers.at_once([message.packed]):
+
+    def post(self, message: Unanswered, here: bool) -> None:
+        """Sends a claimed message, or has it sent once it is computed.
+
+        Args:
+          here: whether this thread may send it, if that takes less time than waking another.
+        """
+        if here and self._transfers.at_once([message.packed]):
             self._send_one(message)
         else:
             self._to_send.put(message)

@@ -63,7 +63,6 @@ class Peer:
         self.connection: MessageConnection | None = None
         self.reason = "not connected yet"
         """Reason why the peer is not up, for people."""
-        self.connections = 0
         self._state = PeerState.CONNECTING
         self._said = False  # whether the log says that it is suspect
         self._us, self._token = us, token
@@ -126,7 +125,6 @@ class Peer:
         )
         try:
             theirs = connection.join(self._us)
-            self.connections += 1
             self.connection = connection
             if self._closing.is_set():
                 return
