@@ -11,6 +11,7 @@ import msgspec
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.layouts import MODES
+from jaxserve.planner.published import speed_range
 from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search_view import front_svg, plan_tree
 from jaxserve.planner.view import Report, declared
@@ -63,6 +64,7 @@ def deploy_report(shown: Shown) -> Report:
         millions=made.millions(requests),
         latent=any(group.latent for group in sizer.model.attention),
         assumed=sizer.searcher.calculator.assumed,
+        measured=speed_range(),
         prices=shown.prices,
         sensitivity=sensitivity,
         reasons=shown.planned.reasons.items(),
@@ -187,6 +189,7 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
         "dollars_a_month": made.month,
         "dollars_per_million_tokens": made.millions(shown.sizer.requests(asked.demand)),
         "prices": shown.prices,
+        "measured_over_predicted": speed_range()._asdict(),
         "sensitivity": sensitivity,
         "alternatives": shown.planned.reasons,
         "simulate": shown.command,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
@@ -178,6 +179,7 @@ def report(found: Sequence[Table]) -> Report:
 
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]
+LAYER: Quantity = "µs an attention layer"
 WORLD_SCOPE = "decode only: of output tokens, or of attention layers that decode; no prompts"
 LARGE = 0.35
 """Relative errors above this one need a reason."""
@@ -242,6 +244,12 @@ class Compared(NamedTuple):
         return self.predicted / self.measurement.measured - 1
 
     @property
+    def speed(self) -> float:
+        """Measured over predicted speed."""
+        slower = self.measurement.quantity in ("ms a token", LAYER)
+        return self.error + 1 if slower else 1 / (self.error + 1)
+
+    @property
     def unexplained(self) -> bool:
         """Whether the prediction is far off without a stated reason."""
         return abs(self.error) > LARGE and not self.measurement.why
@@ -266,7 +274,7 @@ def predict(one: Measurement, folder: Path = CONFIGS) -> float:
     calculator = Calculator(
         load_model(one.model, folder), one.context, one.formats, assumptions(one.assume)
     )
-    if one.quantity == "µs an attention layer":
+    if one.quantity == LAYER:
         group = max(calculator.model.attention, key=lambda each: each.layers)
         return calculator.attend(group, hardware, one.batch, one.tp).seconds * 1e6
     accepted = acceptance(one.acceptance, one.drafts) if one.drafts else NO_DRAFTS
@@ -281,6 +289,28 @@ def predict(one: Measurement, folder: Path = CONFIGS) -> float:
 def compare(folder: Path = CONFIGS) -> list[Compared]:
     """Predicts every published measurement."""
     return [Compared(one, predict(one, folder)) for one in read_measurements(folder)]
+
+
+class SpeedRange(NamedTuple):
+    """Percentiles of the speed of whole systems that others measured, over the predicted speed."""
+
+    systems: int
+    p10: float
+    p50: float
+    p90: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.systems} measured systems reached {self.p10:.2f} to {self.p90:.2f} of their "
+            f"predicted speed (p10 to p90, median {self.p50:.2f}; `plan tables --world`)"
+        )
+
+
+def speed_range() -> SpeedRange:
+    """Returns the range of all published systems. Attention layers alone do not count."""
+    speeds = [one.speed for one in compare() if one.measurement.quantity != LAYER]
+    return SpeedRange(len(speeds), *map(float, np.percentile(speeds, [10, 50, 90])))
 
 
 def world_report(found: Sequence[Compared]) -> Report:

@@ -31,6 +31,7 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
+from jaxserve.planner.published import speed_range
 from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
 from jaxserve.planner.view import Part, Report, Series, chart, declared, show
 
@@ -120,7 +121,8 @@ def run(options: argparse.Namespace) -> int:
     prices, assumed = price_lines(hardware, options.price), msgspec.to_builtins(calculator.assumed)
     parts = declared("search", scope=DECODE_ONLY, prices=prices)
     tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
-    tree |= {"checks": {}, "assumptions": assumed}
+    measured = speed_range()
+    tree |= {"checks": {}, "assumptions": assumed, "measured_over_predicted": measured._asdict()}
     for mode in target.modes:
         plans = _best(found.plans, mode, options.best)
         tree["front"] += map(plan_tree, _front(found, mode))
@@ -134,7 +136,8 @@ def run(options: argparse.Namespace) -> int:
         parts += declared("mode", name=MODES[mode], plans=plans, rules=rules)
         tree["best"] += map(plan_tree, plans)
         tree["checks"][mode] = [rule._asdict() for rule in rules]
-    parts += declared("found", cheapest=cheapest, picture=picture, assumed=assumed)
+    told = {"cheapest": cheapest, "measured": measured, "picture": picture, "assumed": assumed}
+    parts += declared("found", **told)
     title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
     show(options, Report(title, parts, tree))
     return 0

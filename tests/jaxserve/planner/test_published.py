@@ -12,6 +12,7 @@ from jaxserve.planner.published import (
     compare,
     read_measurements,
     report,
+    speed_range,
     summary,
     tables,
 )
@@ -49,6 +50,13 @@ def test_errors_and_their_reasons():
     free = [abs(one.error) for one in found.values() if not one.measurement.fitted]
     assert sum(free) / len(free) <= 0.201
     assert summary(list(found.values())).startswith("mean |error| 20% of 27 numbers")
+
+
+def test_the_range_of_whole_systems():
+    """Slower than predicted on the mean; vLLM and v7x are the slowest."""
+    found = speed_range()
+    assert found[:1] == (17,)
+    assert found[1:] == pytest.approx((0.624, 0.863, 1.064), abs=1e-3)
 
 
 def test_every_number_has_a_source_and_says_what_was_taken():
