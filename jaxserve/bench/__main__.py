@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxserve.bench import (
     compare,
+    domains,
     drafts,
     experts,
     front,
@@ -52,6 +53,10 @@ BENCHES = {
     "fleet": Bench(
         "hand-off of KV pages",
         {"hand-off": hand_off.measure},
+    ),
+    "domains": Bench(
+        "independent attention workers on one ffn worker",
+        {"domains": domains.measure, "pool": domains.simulate},
     ),
     "engine": Bench(
         "shared prefixes, and the cost of sampling options",

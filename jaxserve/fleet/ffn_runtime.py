@@ -26,6 +26,7 @@ from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
+from jaxserve.link.remote.batching import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.remote.work import MessageLanding
 from jaxserve.link.session.channel import listen
@@ -131,7 +132,7 @@ def message_server(
         token,
         work,
         transport=deployment.link.transport,
-        batching=deployment.link.batching,
+        policy=POLICIES[deployment.link.batching](),
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
     )

@@ -1,13 +1,16 @@
 """Which messages of several domains an expert pool runs in one pass (xDeepServe §5.2, §5.3).
 
 A policy is told of every message that arrives and decides, each time it is asked, what to run next
-or how long to wait. It has no clock, threads or arrays of its own. Used by `passes.py`.
+or how long to wait. It has no clock, threads or arrays of its own: the message server
+(`passes.py`) and the planner's simulator (`planner/pool.py`) run the same classes.
 
 A batch has messages of one layer and shape, at most one of a domain: the lanes of a domain exist to
 overlap, so no domain takes more than its part of a pass.
 
 - `Turns` serves one message a pass. The domain that was served longest ago is next.
 - With `most` above 1 it adds the other domains' messages of that layer which wait at the time.
+- `Cohorts` (`cohorts.py`) also waits for messages that it expects, where that costs less than
+  running without them.
 """
 
 import dataclasses
@@ -117,8 +120,7 @@ def batches[Message: Waiting](messages: Iterable[Message], most: int) -> list[li
 MOST_MESSAGES = 16
 """Most messages of a pass, on whose memory and programs it depends."""
 
-Policy = Turns
-POLICIES: Mapping[str, Callable[[], Policy]] = {
+POLICIES: Mapping[str, Callable[[], Turns]] = {
     "rotation": Turns,
     "merge": lambda: Turns(MOST_MESSAGES),
 }

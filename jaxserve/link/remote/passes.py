@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.link.remote.batching import Decision, Policy, Waiting
+from jaxserve.link.remote.batching import Decision, Turns, Waiting
 
 AHEAD = 1
 """Passes in the devices' queues beside the running one: enough to keep the devices busy."""
@@ -32,7 +32,7 @@ class Passes:
       shared: whether several domains are connected.
     """
 
-    def __init__(self, policy: Policy, shared: Callable[[], bool]):
+    def __init__(self, policy: Turns, shared: Callable[[], bool]):
         self._policy, self._shared = policy, shared
         self._changed = threading.Condition()
         self._running: deque[tuple[Sequence[Waiting], jax.Array]] = deque()

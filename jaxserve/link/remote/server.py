@@ -26,7 +26,7 @@ import numpy as np
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.batching import POLICIES, Waiting
+from jaxserve.link.remote.batching import Turns, Waiting
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
@@ -51,7 +51,7 @@ class MessageServer:
       token: the secret of the deployment.
       work: the worker; its `run` is called by one thread at a time.
       transport: name of the transport of arrays.
-      batching: name of the policy that chooses the messages of a pass.
+      policy: chooses the messages of a pass.
       deadlines: deadlines of all waits.
       on_question: answers questions of attention runtimes; called on any thread.
     """
@@ -64,7 +64,7 @@ class MessageServer:
         work: Work,
         *,
         transport: str,
-        batching: str = "rotation",
+        policy: Turns | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
     ):
@@ -77,7 +77,7 @@ class MessageServer:
         self._address, self._token = address, token
         self.changing = threading.Lock()
         self._domains: dict[str, _Domain] = {}
-        self._policy = POLICIES[batching]()
+        self._policy = policy or Turns()
         self.passes = Passes(self._policy, lambda: len(self._domains) > 1)
         self.preparations = Preparations(work, self.passes)
         self._thread = threading.Thread(target=self._run_passes, name="link passes", daemon=True)

@@ -113,7 +113,13 @@ def test_many_messages_over_three_lanes(server) -> None:
         assert link.counters == LinkCounters(messages=3 * 60)
 
 
-def test_two_domains_at_once_get_their_own_answers(server) -> None:
+def test_two_domains_at_once_get_their_own_answers(server, toys) -> None:
+    exchange_side_by_side(server)
+    with toys.servers({"cohorts": True}) as [merging]:
+        exchange_side_by_side(merging)
+
+
+def exchange_side_by_side(server: toy.ToyServer) -> None:
     with client(server, domain="a") as one, client(server, domain="b") as other:
         numbered = [(one, 0), (other, 100)]
         for number in range(10):
@@ -296,14 +302,17 @@ def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
             exchange(link, 1)
 
 
-def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(toys) -> None:
+@pytest.mark.parametrize("cohorts", [False, True])
+def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(
+    toys, cohorts
+) -> None:
     def joined() -> bool:
         return server.report()[0] == ["d0", "doomed"]
 
     def forgotten() -> bool:
         return server.report()[0] == ["d0"] and server.report()[1] < 1 << 16
 
-    with toys.servers({}) as [server], client(server) as link:
+    with toys.servers({"cohorts": cohorts}) as [server], client(server) as link:
         doomed = toy.ToyClient(toys, server)
         try:
             until(joined)

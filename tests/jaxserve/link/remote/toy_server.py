@@ -179,6 +179,7 @@ def serve(options: dict) -> None:
 
     import numpy as np
 
+    from jaxserve.link.remote.cohorts import Cohorts
     from jaxserve.link.remote.server import MessageServer
     from jaxserve.link.session.channel import Deadlines
     from jaxserve.link.session.hello import make_hello
@@ -235,7 +236,7 @@ def serve(options: dict) -> None:
         "secret",
         Toy(),
         transport="pull",
-        batching=options.get("batching", "rotation"),
+        policy=Cohorts(16) if options.get("cohorts") else None,
         deadlines=Deadlines(**DEADLINES),
     )
     folder = Path(options["folder"])

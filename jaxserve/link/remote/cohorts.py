@@ -1,0 +1,201 @@
+"""Cohorts of lanes that an expert pool runs together, with a price on waiting.
+
+Lanes that were served together return together, so independent attention workers stay in step while
+all is calm. A straggler would break that for good unless the others wait for it, or it for them.
+See `docs/decisions/expert-pools-batch-by-cohort.md`.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+
+from jaxserve.link.remote.batching import NEVER, Decision, Turns, Waiting, batches
+
+FIRST_ITERATION = 0.05
+"""Seconds that an iteration of a lane is taken to last before one was seen."""
+
+
+class _Lane:
+    """A lane that has been served, and when its next message is expected: a moving mean after the
+    answer. The first layers have their own, since they follow the sampler or fill the lane's
+    pipeline."""
+
+    def __init__(self) -> None:
+        self.layer = self._last = -1
+        self.answered = self.due = 0.0
+        self._means = [0.0] * 4
+
+    def arrives(self, layer: int, now: float) -> None:
+        """Learns from a message how long the lane takes, and after which layer its step ends. A
+        stall moves the mean little: the pool would wait for the lane in the next steps, too."""
+        if self.answered:
+            self._last = self.layer if layer <= self.layer else self._last
+            at, seconds = min(layer, 3), now - self.answered
+            mean = self._means[at] or seconds
+            weight = 0.2 if seconds < 1.5 * mean else 0.02
+            self._means[at] = mean + weight * (min(seconds, 8 * mean) - mean)
+
+    def leaves(self, layer: int, now: float) -> None:
+        """Expects the next message; `now` is when the answer was computed."""
+        self.layer, self.answered = layer, now
+        self.due = now + 1.02 * self._means[min(0 if layer == self._last else layer + 1, 3)]
+
+
+class _Cohort:
+    """Lanes that are to run together. Those of its last pass are *in step*; all others wait at
+    their layer until the cohort comes by."""
+
+    def __init__(self) -> None:
+        self.layer, self.ran, self.began, self.look = -1, 0.0, 0.0, 0.0
+        """Layer and time of the last pass; when it last passed the first layer; when the price is
+        to be looked at again."""
+        self.in_step: set[Hashable] = set()
+        self.missing: set[Hashable] = set()
+        """Lanes in step whose next message has not arrived."""
+        self.waiting: dict[int, dict[Hashable, Waiting]] = {}
+        """Messages by layer and lane."""
+
+    @property
+    def position(self) -> int:
+        """Next layer to run: the first behind the last one at which a lane in step waits. Lanes
+        whose step ends earlier, having no drafts, say, wait at layer 0 for the others."""
+        here = [at for at, own in self.waiting.items() if not self.in_step.isdisjoint(own)]
+        return min(here or self.waiting, key=lambda at: (at <= self.layer, at))
+
+
+class Cohorts(Turns):
+    """Runs cohorts layer by layer, with a price on waiting.
+
+    A cohort's layer runs when the messages of all its lanes in step are there, or when waiting
+    costs more than going on: messages present × further wait > messages missing × price. Lanes that
+    were left behind wait for their cohort's next iteration.
+
+    Args:
+      most: most messages of a batch.
+      price: what a lane that is left behind costs, in iterations. Lower values favour throughput;
+        with infinite ones cohorts run in lockstep.
+      longest: iterations after which a message is served without its cohort, and a lane that is
+        overdue is no longer expected.
+    """
+
+    def __init__(self, most: int, price: float = 1 / 3, longest: float = 1.3):
+        super().__init__(most)
+        self._price, self._longest = price, longest
+        self._lanes: dict[Hashable, _Lane] = {}
+        self._cohorts: dict[Hashable, _Cohort] = {}
+        self._ready: deque[list[Waiting]] = deque()
+        """Batches of a cohort whose layer runs, which needs several if shapes differ."""
+        self.iteration = FIRST_ITERATION
+        """Moving mean of the seconds that a cohort takes for all layers."""
+        self.left_behind = 0
+        """Messages that came after their cohort had gone on."""
+
+    def put(self, message: Waiting, now: float) -> None:
+        """See `Turns`."""
+        message.arrived, key = now, message.key
+        if key in self._waiting:
+            self._remove(self._waiting[key])
+        cohort = self._cohorts.setdefault(message.cohort, _Cohort())
+        self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
+        self._lanes.setdefault(key, _Lane()).arrives(message.layer, now)
+        cohort.missing.discard(key)
+
+    def take(self, now: float, *, idle: bool) -> Decision:
+        """See `Turns`. A cohort that lacks messages runs only once the pool is idle."""
+        at = NEVER
+        if not self._ready and self._waiting:
+            chosen, at = self._choose(now, idle)
+            self._ready.extend(batches(chosen, self.most))
+        if not self._ready:
+            return Decision(at=at)
+        batch = self._ready.popleft()
+        self.served(batch, now)
+        return Decision(batch)
+
+    def served(self, batch: Iterable[Waiting], now: float) -> None:
+        """See `Turns`."""
+        for message in batch:
+            if message.key in self._lanes:
+                self._lanes[message.key].leaves(message.layer, now)
+
+    def forget(self, domain: Hashable) -> None:
+        """See `Turns`."""
+        for message in [one for one in self._waiting.values() if one.domain == domain]:
+            self._remove(message)
+        gone = {key for key in self._lanes if key[0] == domain}  # type: ignore[index]
+        for cohort in self._cohorts.values():
+            cohort.in_step -= gone
+            cohort.missing -= gone
+        for key in gone:
+            del self._lanes[key]
+        rest = ([one for one in batch if one.domain != domain] for batch in self._ready)
+        self._ready = deque(filter(None, rest))
+
+    def _remove(self, message: Waiting) -> None:
+        del self._waiting[message.key]
+        waiting = self._cohorts[message.cohort].waiting
+        del waiting[message.layer][message.key]
+        if not waiting[message.layer]:
+            del waiting[message.layer]
+
+    def _choose(self, now: float, idle: bool) -> tuple[list[Waiting], float]:
+        """Returns the messages to run, or none and when to look again."""
+        oldest = next(iter(self._waiting.values()))
+        overdue = oldest.arrived + self._longest * self.iteration
+        if idle and now > overdue:
+            return self._alone(oldest), now
+        looks = {
+            cohort: self._look(cohort, now) if idle else NEVER if cohort.missing else now
+            for cohort in self._cohorts.values()
+            if cohort.waiting
+        }
+        if due := [cohort for cohort, at in looks.items() if at <= now]:
+            return self._run(min(due, key=lambda cohort: cohort.ran), now), now
+        return [], max(now, min(overdue, *looks.values()))
+
+    def _run(self, cohort: _Cohort, now: float) -> list[Waiting]:
+        """Takes the messages of the cohort's next layer; lanes without one are left behind."""
+        layer = cohort.position
+        batch = list(cohort.waiting[layer].values())
+        for message in batch:
+            self._remove(message)
+        if layer <= cohort.layer:
+            # A pause between requests is no iteration.
+            lasted = min(now - cohort.began, 2 * self.iteration)
+            self.iteration += 0.3 * (lasted - self.iteration)
+        if layer <= cohort.layer or not cohort.began:
+            cohort.began = now
+        keys: set[Hashable] = {message.key for message in batch}
+        self.left_behind += len(cohort.in_step - keys)
+        cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
+        cohort.in_step, cohort.missing = keys, set(keys)
+        return batch
+
+    def _alone(self, oldest: Waiting) -> list[Waiting]:
+        """Takes the message that waited longest."""
+        self._cohorts[oldest.cohort].in_step.discard(oldest.key)
+        self._remove(oldest)
+        return [oldest]
+
+    def _look(self, cohort: _Cohort, now: float) -> float:
+        """Returns when to look again at a cohort while the pool is idle; now if it is to run."""
+        if cohort.missing and now < cohort.look:
+            return cohort.look
+        dues = {key: self._lanes[key].due for key in cohort.missing}
+        gone = {key for key, due in dues.items() if now - due > self._longest * self.iteration}
+        cohort.missing -= gone
+        cohort.in_step -= gone
+        # A lane that is overdue is assumed to take as long again.
+        waits = sorted(max(dues[key] - now, now - dues[key]) for key in cohort.missing)
+        present, cost, left = len(cohort.waiting[cohort.position]), self._price * self.iteration, 0
+        while left < len(waits):
+            # Leave the last ones behind if waiting for them costs more than they are worth.
+            left += 1
+            kept = waits[-left - 1] if left < len(waits) else 0.0
+            if (present + len(waits) - left) * (waits[-1] - kept) > left * cost:
+                del waits[-left:]
+                left = 0
+        if not waits:
+            return now
+        step = self.iteration / 2048
+        cohort.look = now + min(max(waits[-1], step), 16 * step)
+        return cohort.look

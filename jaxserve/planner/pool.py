@@ -1,0 +1,146 @@
+"""An expert pool that serves independent attention workers, in simulated time.
+
+A policy of `link/remote/batching.py` or `cohorts.py` decides, as in the message server. A worker
+attends to one lane at a time, in the order of answers. It may straggle, or do nothing for a while.
+Run by `bench domains`.
+"""
+
+import heapq
+from collections.abc import Hashable
+
+import msgspec
+import numpy as np
+
+from jaxserve.link.remote.batching import Turns, Waiting
+
+
+class ExpertPool(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment. Times are in seconds.
+
+    Attributes:
+      workers, lanes, layers: attention workers; lanes of each; layers of the model.
+      rows: sequences of a lane.
+      fixed, row: time of a pass, in which the weights are read, and of a row in it.
+      link: from one role to the other.
+      attend: time of a layer's attention, of a sequence in it, and of 1,000 tokens of context.
+      head: sampling and embedding, before layer 0.
+      context, spread: median and sigma of the lognormal contexts, in tokens.
+      jitter: sigma of the lognormal noise of attention.
+      slow, slow_part, slow_seconds: a straggler's factor, the part of the time in which a worker is
+        one, and for how long.
+      dead: begin and end of a time in which worker 0 does nothing.
+    """
+
+    workers: int
+    fixed: float
+    row: float
+    lanes: int = 3
+    layers: int = 61
+    rows: int = 128
+    link: float = 100e-6
+    attend: tuple[float, float, float] = (40e-6, 0.4e-6, 0.2e-6)
+    head: float = 1e-3
+    context: float = 3250.0
+    spread: float = 0.7
+    jitter: float = 0.03
+    slow: float = 1.0
+    slow_part: float = 0.01
+    slow_seconds: float = 0.1
+    dead: tuple[float, float] = (0.0, 0.0)
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a simulation, without worker 0 where that dies."""
+
+    tokens: float
+    """Tokens a second and worker."""
+    p50: float
+    """Seconds of an iteration."""
+    p99: float
+    longest: float
+
+
+class _Workers:
+    """Attention workers. A router that knows loads has dealt the longest contexts first."""
+
+    def __init__(self, pool: ExpertPool, random: np.random.Generator):
+        self._pool, self._random = pool, random
+        drawn = pool.context * np.exp(
+            pool.spread * random.standard_normal(pool.workers * pool.lanes * pool.rows)
+        )
+        dealt = np.sort(np.minimum(drawn, 32_000.0))[::-1].reshape(pool.rows, -1)
+        dealt[1::2] = dealt[1::2, ::-1].copy()
+        whole, row, context = pool.attend
+        seconds = whole + row * pool.rows + context * dealt.sum(axis=0) / 1000
+        self._seconds = seconds.reshape(pool.workers, pool.lanes).tolist()
+        self._free = [0.0] * pool.workers
+        self._slow = [(0.0, 0.0)] * pool.workers
+
+    def attend(self, message: Waiting, at: float) -> float:
+        """Returns when a message has left that its worker can begin at `at`."""
+        pool, random, worker = self._pool, self._random, int(message.domain)  # type: ignore[call-overload]
+        begin, (first, last) = max(at, self._free[worker]), self._slow[worker]
+        seconds = self._seconds[worker][message.lane] + (0 if message.layer else pool.head)
+        seconds *= float(np.exp(pool.jitter * random.standard_normal()))
+        if pool.slow > 1:
+            while last < begin:
+                pause = pool.slow_seconds * (1 - pool.slow_part) / pool.slow_part
+                first = last + random.exponential(pause)
+                last = first + pool.slow_seconds
+            self._slow[worker] = first, last
+            seconds *= pool.slow if first <= begin else 1.0
+        if not worker and pool.dead[0] <= begin < pool.dead[1]:
+            begin = pool.dead[1]
+        self._free[worker] = begin + seconds
+        return begin + seconds
+
+
+def simulate_pool(
+    pool: ExpertPool, policy: Turns, *, seed: int = 0, iterations: int = 100, warm_up: int = 20
+) -> Served:
+    """Simulates until the lanes have gone through all layers `iterations` times on the mean."""
+    random = np.random.default_rng(seed)
+    workers, arrivals = _Workers(pool, random), list[tuple[float, int, Waiting]]()
+    lanes = [(worker, lane) for worker in range(pool.workers) for lane in range(pool.lanes)]
+    sent, ended, started = 0, 0, 0.0
+    batch: list[Waiting] = []
+    now = end = 0.0
+    begun, counted = dict[Hashable, float](), list[float]()
+
+    def send(message: Waiting, at: float) -> None:
+        nonlocal sent
+        sent += 1
+        heapq.heappush(arrivals, (workers.attend(message, at) + pool.link, sent, message))
+
+    for worker, lane in lanes:
+        send(Waiting(worker, lane, 0, None, lane), 0.0)
+    while ended < len(lanes) * (iterations + warm_up):
+        now = max(now, min(end, arrivals[0][0] if arrivals else end))
+        while arrivals and arrivals[0][0] <= now:
+            policy.put(heapq.heappop(arrivals)[2], now)
+        if batch and end <= now:
+            policy.served(batch, now)
+            for message in batch:
+                message.layer = (message.layer + 1) % pool.layers
+                send(message, now + pool.link)
+                if not message.layer:
+                    ended += 1
+                    if started and (message.domain or not pool.dead[1]):
+                        counted.append(now - begun.get(message.key, 0.0))
+                    begun[message.key] = now
+            batch = []
+            if not started and ended >= len(lanes) * warm_up:
+                started = now
+        if not batch:
+            decision = policy.take(now, idle=True)
+            batch, end = list(decision.batch), decision.at
+            if batch:
+                seconds = pool.fixed + pool.row * pool.rows * len(batch)
+                end = now + seconds * float(np.exp(0.01 * random.standard_normal()))
+    whole = pool.workers - bool(pool.dead[1])
+    return Served(
+        tokens=len(counted) * pool.rows / (now - started) / whole,
+        p50=float(np.percentile(counted, 50)),
+        p99=float(np.percentile(counted, 99)),
+        longest=max(counted),
+    )

@@ -1,0 +1,147 @@
+"""Cohorts wait for their lanes, and for none of them too long, in a time of their own."""
+
+import heapq
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.link.remote.batching import POLICIES, Waiting
+from jaxserve.link.remote.cohorts import FIRST_ITERATION, Cohorts
+from tests.jaxserve.link.remote.test_batching import message, taken
+
+
+def in_step(policy, domains="abcd", layers=12, beat=0.001):
+    """Puts the domains through layers together, each back after a beat; returns the time."""
+    now = 0.0
+    for name in domains:
+        policy.put(message(name), now)
+    for layer in range(layers):
+        decision = policy.take(now, idle=True)
+        policy.served(decision.batch, now)
+        now += beat
+        for one in decision.batch:
+            policy.put(message(one.domain, layer + 1), now)
+    assert len(decision.batch) == len(domains)
+    return now
+
+
+def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_worth():
+    policy = Cohorts(most=8, price=1.0)
+    now = in_step(policy)
+    whole = policy.take(now, idle=True)
+    policy.served(whole.batch, now)
+    for name in "abc":
+        policy.put(message(name, 13), now + 0.001)
+    waits = policy.take(now + 0.001, idle=True)
+    assert not waits.batch
+    # Three wait for one: they go on once they had to wait another third of an iteration.
+    now += 0.001
+    while not (decision := policy.take(now, idle=True)).batch:
+        assert decision.at > now
+        now = decision.at
+    assert [one.domain for one in decision.batch] == ["a", "b", "c"]
+    assert 0.9 * FIRST_ITERATION / 3 < now - 0.013 < 1.1 * FIRST_ITERATION / 3
+    # The straggler waits at its layer for the next iteration, and longer than 1.3 for nobody.
+    policy.put(message("d", 13), now)
+    policy.served(decision.batch, now)
+    for name in "abc":
+        policy.put(message(name, 14), now + 0.001)
+    assert taken(policy, now + 0.001) == "abc"
+    assert taken(policy, now + 0.99 * 1.3 * policy.iteration) == ""
+    assert taken(policy, now + 1.01 * 1.3 * policy.iteration) == "d"
+
+
+def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0():
+    policy = Cohorts(most=8)
+    now = in_step(policy, layers=4)
+    policy.forget("d")
+    policy.put(message("n"), now)
+    assert taken(policy, now) == "abc"
+    for name in "abc":
+        policy.put(message(name, 0), now)
+    assert taken(policy, now) == "nabc"
+
+
+def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():
+    policy = Cohorts(most=8)
+    now = in_step(policy, layers=4)
+    assert taken(policy, now) == "abcd"
+    for name, layer in zip("abcd", (0, 0, 5, 5), strict=True):
+        policy.put(message(name, layer), now)
+    assert taken(policy, now) == "cd"
+    for name in "cd":
+        policy.put(message(name, 0), now)
+    assert taken(policy, now) == "abcd"
+
+
+KINDS = st.sampled_from(["slow", "lost", "idle", "shape"])
+EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 3), st.integers(0, 150)), max_size=12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([*POLICIES.values(), lambda: Cohorts(8)]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    EVENTS,
+)
+def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, events):
+    """Lanes of 5 layers, some slow, lost, idle or of another shape from a moment on."""
+    policy, layers, now, end = make(), 5, 0.0, 0.0
+    arrivals, running, order, waiting = [], [], 0, {}
+    lost, served = set(), 0
+    happens = {at * 1e-3: (kind, domain) for kind, domain, at in events}
+    slow, idle, shape = {}, set(), {}
+
+    def send(domain, lane, layer, at):
+        nonlocal order
+        order += 1
+        heapq.heappush(arrivals, (at, order, domain, lane, layer))
+
+    for number in range(domains * lanes):
+        send(number % domains, number // domains, 0, 0.0)
+    for _ in range(4000):
+        decision = None
+        if not running:
+            decision = policy.take(now, idle=True)
+            running = list(decision.batch)
+        if running and decision is not None:
+            end = now + 4e-4 + 1e-4 * len(running)
+            assert len({(one.layer, one.shape) for one in running}) == 1
+            assert len({one.domain for one in running}) == len(running) <= policy.most
+            for one in running:
+                assert one.domain not in lost
+                assert waiting.pop(one.key) is one  # once
+                limit = 1.3 * max(getattr(policy, "iteration", 1.0), FIRST_ITERATION)
+                assert now - one.arrived <= limit + 0.05
+        following = end if running else decision.at
+        now = max(now, min(following, arrivals[0][0] if arrivals else following))
+        if now > 0.4:
+            break
+        for at in [at for at in happens if at <= now]:
+            kind, domain = happens.pop(at)
+            slow[domain] = 20e-3 if kind == "slow" else slow.get(domain, 0.0)
+            shape[domain] = kind == "shape"
+            if kind == "idle":
+                idle.add(domain)
+            if kind == "lost":
+                lost.add(domain)
+                policy.forget(domain)
+                waiting = {key: one for key, one in waiting.items() if one.domain != domain}
+                running = [one for one in running if one.domain != domain]
+        if running and end <= now:
+            policy.served(running, now)
+            for one in running:
+                served += 1
+                layer = (one.layer + 1) % layers
+                if layer or one.domain not in idle:
+                    send(one.domain, one.lane, layer, now + 1e-3 + slow.get(one.domain, 0.0))
+            running = []
+        while arrivals and arrivals[0][0] <= now:
+            _, _, domain, lane, layer = heapq.heappop(arrivals)
+            if domain not in lost:
+                one = Waiting(domain, lane, layer, shape.get(domain), lane)
+                waiting[one.key] = one
+                policy.put(one, now)
+    alive = set(range(domains)) - lost - idle
+    assert served > 50 or not alive
