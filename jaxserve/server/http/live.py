@@ -56,30 +56,23 @@ class LiveRequest(msgspec.Struct, kw_only=True):
 
 
 class MeasuredSteps(msgspec.Struct, kw_only=True):
-    """A sample: a window of whole steps.
+    """A sample, a window of whole steps (`PipelineView`), with its stages as bars sorted by start.
 
     Only completions are measured; the start of a stage is inferred from the times of its input, its
     submesh and the host. The clocks of several machines are assumed to agree.
     """
 
     at: float
-    """Seconds of the epoch."""
+    """Seconds of the epoch at the window's end."""
     window_seconds: float
     steps: int
-    """Steps in the window, over all lanes."""
     busy: dict[AnyStage, float]
-    """The share of the window in which each stage ran: attend of the attention mesh, ffn of the ffn
-    mesh, the others of the link; in colocated mode step, which is everything."""
     bubble: float | None
-    """1 − the busier side's share; null where a side's times are missing."""
     timeline: list[Bar]
-    """Sorted by start."""
     timeline_cut: bool
-    """Whether the timeline has only the first stages of the window."""
     transfers: dict[AnyStage, Transfers]
-    """Number and total seconds of the messages measured since the start."""
     missing: str
-    """Names the times that are missing; empty: the sample is complete."""
+    """Names the times that are missing, but no host; empty: the sample is complete."""
 
 
 class Pipeline(msgspec.Struct, kw_only=True):

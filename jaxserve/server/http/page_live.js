@@ -222,7 +222,7 @@ function showWorkers(now) {
     const then = old.ffn_workers.find((one) => one.name === worker.name) ?? worker, passes = worker.passes - then.passes;
     const busy = now.measured?.busy.ffn, work = passes > 0
       ? `${whole((worker.rows - then.rows) / passes)} rows a pass, ${whole(passes / (now.time - old.time))} passes/s${busy === undefined ? "" : `, ${percent(busy)} busy`}`
-      : `${worker.passes} passes, none lately`;
+      : `${worker.passes} passes`;
     rows.push(["ffn", worker.name, "ready", "–", "–", "–", work]);
   }
   fillTable($("fleet"), rows);

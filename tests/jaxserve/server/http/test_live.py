@@ -405,7 +405,7 @@ def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
         ["prefill", "b:1", "ready", "0", "0", "", "1 held, 0 tokens handed over"],
         ["attention", "a:1", "ready", "3", "0", "", ""],
         ["attention", "c:1", "suspect: silent", "0", "0", "", ""],
-        ["ffn", "e:1", "ready", "–", "–", "–", "7 passes, none lately"],
+        ["ffn", "e:1", "ready", "–", "–", "–", "7 passes"],
     ]
     assert page.locator("#kv > .small").all_inner_texts() == ["a:1", "20 %", "c:1", "40 %"]
     rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, passes=9, rows=100)])
