@@ -141,7 +141,7 @@ class Cohorts(Turns):
         """Returns the messages to run, or none and when to look again."""
         oldest = next(iter(self._waiting.values()))
         overdue = oldest.arrived + self._longest * self.iteration
-        if idle and now > overdue:
+        if idle and now >= overdue:
             return self._alone(oldest), now
         looks = {
             cohort: self._look(cohort, now) if idle else NEVER if cohort.missing else now

@@ -105,6 +105,7 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
         if not running:
             decision = policy.take(now, idle=True)
             running = list(decision.batch)
+            assert running or decision.at > now
         if running and decision is not None:
             end = now + 4e-4 + 1e-4 * len(running)
             assert len({(one.layer, one.shape) for one in running}) == 1
