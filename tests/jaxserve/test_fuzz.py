@@ -368,10 +368,3 @@ def test_the_answers_are_those_of_the_engine_alone(seed, fuzz):
     draw = draws.read(GIVEN) if GIVEN else draws.draw(seed)
     print(f"FUZZ_SEED={seed} FUZZ_DRAW='{draw.text()}'")
     assert fuzz.run(draw) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("model", "seed"), [("deepseek_v32", 3), ("glm_moe_dsa", 19)])
-def test_an_indexer_chooses_the_same_rows_in_every_engine(model, seed, fuzz):
-    draw = msgspec.structs.replace(draws.draw(seed), model=model)
-    assert fuzz.run(draw) == []
