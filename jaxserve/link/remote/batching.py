@@ -47,7 +47,7 @@ class Waiting:
 
 
 class Decision[Message: Waiting](NamedTuple):
-    """What to do next."""
+    """Decision of a policy."""
 
     batch: Sequence[Message] = ()
     """Messages to run now; none: wait."""
