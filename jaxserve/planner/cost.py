@@ -47,7 +47,7 @@ def _attention_flops(group: AttentionLayers, context: int) -> float:
     if group.has_state:
         return group.core_flops
     core = 4.0 * group.spec.q_heads * group.key_dim * group.attended(context)
-    return core + group.index_flops * group.seen(context)
+    return core + group.index_flops * group.scored(context)
 
 
 def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> float:

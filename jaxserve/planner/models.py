@@ -51,11 +51,40 @@ class Lightning(
     """Always 0: a state has no window."""
 
 
+class Compressed(
+    msgspec.Struct, frozen=True, kw_only=True, tag="compressed", forbid_unknown_fields=True
+):
+    """Attention to the rows of the last tokens and to rows that stand for several tokens each
+    (DeepSeek-V4 §2.3). A row is key and value at once. The engine cannot run it."""
+
+    q_heads: Count
+    q_latent: Count
+    """Width of the low-rank query."""
+    head_dim: Count
+    """Width of a row."""
+    out_groups: Count
+    """Groups of heads, each with a low-rank output of its own."""
+    out_latent: Count
+    """Width of a group's low-rank output."""
+    window: Count
+    """Tokens whose own rows a token attends to, itself included."""
+    every: Width = 0
+    """Tokens that a compressed row stands for; 0: there are none."""
+    indexer: Indexer | None = None
+    """Chooses the compressed rows that a token attends to, each of which is made of the tokens of
+    the row before, too. None: it attends to all."""
+
+    @property
+    def kv_heads(self) -> int:
+        """All query heads share the one row."""
+        return 1
+
+
 class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal attention layers."""
 
     layers: Count
-    spec: Attention | Lightning
+    spec: Attention | Lightning | Compressed
     cache_bytes: float = 0.0
     """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
     int8_products: bool = False
@@ -74,7 +103,12 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def indexer(self) -> Indexer | None:
         """Chooses the tokens that attention reads; None: it reads all that a token sees."""
-        return self.latent.indexer if self.latent else None
+        return self.spec.indexer if isinstance(self.spec, MLA | Compressed) else None
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a cached row serves as key and value at once."""
+        return isinstance(self.spec, MLA | Compressed)
 
     @property
     def key_dim(self) -> int:
@@ -91,26 +125,45 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def head_width(self) -> int:
         """Numbers computed for one head and token (`roles/activations.py`)."""
         spec = self.spec
-        return 3 * spec.head_dim if isinstance(spec, Lightning) else head_width(spec)
+        if isinstance(spec, Lightning | Compressed):
+            return 3 * spec.head_dim
+        return head_width(spec)
 
     def seen(self, context: int) -> int:
-        """Cached tokens that a token attends to; a state counts as one."""
+        """Cached rows that a token sees: those of its window's tokens, and compressed ones; a state
+        counts as one."""
         if self.has_state:
             return 1
+        if isinstance(self.spec, Compressed):
+            return min(context, self.spec.window) + self.scored(context)
         return min(context, self.spec.window) if self.spec.window else context
 
+    def scored(self, context: int) -> int:
+        """Cached rows among which an indexer chooses, or compressed rows without an indexer."""
+        if isinstance(self.spec, Compressed):
+            return context // self.spec.every if self.spec.every else 0
+        return self.seen(context)
+
+    @property
+    def rows_a_token(self) -> float:
+        """Cached rows that a token adds to a long sequence: none to a state or to windows alone
+        where others are compressed."""
+        if isinstance(self.spec, Compressed):
+            return 1 / self.spec.every if self.spec.every else 0.0
+        return 0.0 if self.has_state else 1.0
+
     def attended(self, context: int) -> int:
-        """Cached tokens that a token attends to behind an indexer, which scores all it sees."""
-        seen = self.seen(context)
-        return min(seen, self.indexer.top_k) if self.indexer else seen
+        """Cached rows that a token attends to, after an indexer's choice."""
+        seen, scored = self.seen(context), self.scored(context)
+        return seen - scored + min(scored, self.indexer.top_k) if self.indexer else seen
 
     def cached_numbers(self, context: int) -> int:
         """Numbers of keys and values, or of states, that one token reads in one layer."""
         spec = self.spec
         if isinstance(spec, Lightning):
             return spec.q_heads * spec.head_dim**2
-        arrays = 1 if self.latent else 2
-        index = self.indexer.head_dim * self.seen(context) if self.indexer else 0
+        arrays = 1 if self.one_row else 2
+        index = self.indexer.head_dim * self.scored(context) if self.indexer else 0
         return arrays * spec.kv_heads * self.key_dim * self.attended(context) + index
 
     def row_bytes(self, formats: Formats, tp: int) -> float:
@@ -121,7 +174,8 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return size * spec.q_heads * spec.head_dim**2 / tp
         scale = SCALE if scaled(formats.cache) and not self.cache_bytes else 0
         if not isinstance(spec, MLA):
-            return 2 * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
+            arrays = 1 if self.one_row else 2
+            return arrays * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
         fixed = formats.rope == "auto" or self.cache_bytes
         rotated = size if fixed else number_bytes(formats.rope)
         return spec.kv_latent * size + spec.rope_dim * rotated + scale
@@ -176,6 +230,15 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             case MFA() as spec:
                 split = (spec.latent + d_model) * spec.q_heads * spec.head_dim
                 return split, d_model * (spec.latent + 2 * spec.kv_heads * spec.head_dim)
+            case Compressed() as spec:
+                heads, maps = spec.q_heads * spec.head_dim, 2 * (2 if spec.indexer else 1)
+                out = (heads + d_model * spec.out_groups) * spec.out_latent
+                whole = d_model * (spec.q_latent + spec.head_dim)
+                whole += maps * d_model * spec.head_dim if spec.every else 0
+                if index := spec.indexer:
+                    whole += index.heads * (index.head_dim * spec.q_latent + d_model)
+                    whole += maps * d_model * index.head_dim
+                return spec.q_latent * heads + out, whole
             case GQA() as spec:
                 return 2 * d_model * (spec.q_heads + spec.kv_heads) * spec.head_dim, 0
             case spec:  # q, k, v, gate and output

@@ -23,7 +23,7 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel
+from jaxserve.planner.models import Compressed, CostModel
 from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stages import Calculator
 
@@ -188,7 +188,12 @@ class Rooflines:
             read = np.minimum(rows.length, window + rows.tokens - 1)
             pairs = np.minimum(pairs, rows.tokens * window)
         scored, sparse = (rows.sums(rows.length), rows.sums(pairs)), False
-        if group.indexer:
+        if isinstance(group.spec, Compressed) and group.spec.every:
+            others = rows.length // group.spec.every
+            scored = rows.sums(others), rows.sums(rows.tokens * others)
+            others = np.minimum(others, group.indexer.top_k) if group.indexer else others
+            read, pairs = read + others, pairs + rows.tokens * others
+        elif group.indexer:
             sparse = bool((rows.length > group.indexer.top_k).any())
             pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
             read = pairs if sparse else read  # every token's rows are copied by themselves

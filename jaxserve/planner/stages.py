@@ -107,14 +107,14 @@ class Calculator(NamedTuple):
           rows: tokens of a sequence in the step, drafts included; its cache is read once.
           stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
         """
-        seen, attended, tokens = (
-            group.seen(self.context),
+        scored, attended, tokens = (
+            group.scored(self.context),
             group.attended(self.context),
             batch * rows,
         )
         read = batch * (2 if group.has_state else attended)  # states are also written
         pairs = tokens * attended * tile_padding(group, hardware, tp, rows)
-        load = Attending(tokens, read, pairs, scored=(batch * seen, tokens * seen))
+        load = Attending(tokens, read, pairs, scored=(batch * scored, tokens * scored))
         return StageTime(*self.attended(group, hardware, tp, load, stage))
 
     def attended(
@@ -455,14 +455,23 @@ class Calculator(NamedTuple):
 
     def sequence_bytes(self, tp: int) -> float:
         """Bytes of cache that one sequence takes on a device of its DP group."""
-        groups, seen = self.model.attention, self.context
-        return sum(g.layers * self.cache_row(g, tp) * g.seen(seen) for g in groups)
+        formats, context = self.formats, self.context
+        return sum(
+            group.layers
+            * (
+                group.row_bytes(formats, tp) * group.seen(context)
+                + group.index_row_bytes(formats) * group.scored(context)
+            )
+            for group in self.model.attention
+        )
 
     @property
     def handed_over(self) -> float:
         """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
-        paged = (group for group in self.model.attention if not group.has_state)
-        return sum(group.layers * self.cache_row(group, 1) for group in paged)
+        return sum(
+            group.layers * self.cache_row(group, 1) * group.rows_a_token
+            for group in self.model.attention
+        )
 
     def attention_weights(self, tp: int) -> float:
         """Bytes of weights on an attention device."""

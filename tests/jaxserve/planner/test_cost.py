@@ -74,3 +74,11 @@ def test_an_indexer_reads_all_keys_and_attention_the_chosen_rows():
     cost = token_cost(load_model("deepseek-v3.2"), 131072)
     assert cost.cache_bytes == 61 * (2048 * 576 + 131072 * 128)
     assert cost.attention_flops == 61 * (4 * 128 * 576 * 2048 + 2 * 64 * 128 * 131072)
+
+
+def test_compressed_attention_reads_its_window_and_rows_of_several_tokens():
+    cost, context = token_cost(load_model("deepseek-v4-flash"), 131072), 131072
+    rows = 43 * 128 + 21 * 512 + 20 * context // 128
+    assert cost.cache_bytes == rows * 512 + 21 * context // 4 * 128
+    assert cost.attention_flops == 4 * 64 * 512 * rows + 21 * 2 * 64 * 128 * context // 4
+    assert cost.attention_flops == pytest.approx(16.1e9, rel=0.01)
