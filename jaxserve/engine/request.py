@@ -81,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       logprobs: report each token's log-probability, and those of the 0 to 20 likeliest tokens,
         before temperature, penalties, biases and masks. None: report nothing.
       prompt_logprobs: the same for the prompt's tokens, which are then all computed.
+      logprob_token_ids: tokens reported in place of the likeliest; `logprobs` is their number.
       skip_special_tokens: special tokens have no text; False spells them out. The tokenizer's
         business, like `stop`.
       include_stop: the text ends with the stop string rather than before it; also the tokenizer's.
@@ -108,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop: bool = False
     grammar: Any = None
@@ -121,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Accepts one string, or a list, in place of a tuple."""
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for field in ("stop", "stop_token_ids"):
+        for field in ("stop", "stop_token_ids", "logprob_token_ids"):
             value = getattr(self, field)
             if isinstance(value, list):
                 msgspec.structs.force_setattr(self, field, tuple(value))
@@ -132,16 +134,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("temperature", self.temperature, 0.0, 2.0, "[0, 2] (0 is greedy)")
         _check_integer("top_k", self.top_k, 0, MAX_INT32, note=" (0 keeps all tokens)")
         _check_number("top_p", self.top_p, 0.0, 1.0, "(0, 1]", above_low=True)
-        _check_float32("top_p", self.top_p)
         _check_number("min_p", self.min_p, 0.0, 1.0, "[0, 1]")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, MAX_UINT32)
         _check_size("stop", self.stop, tuple, "a list", MAX_STOP_STRINGS)
         for index, string in enumerate(self.stop):
             _check_stop_string(f"stop[{index}]", string)
-        _check_size("stop_token_ids", self.stop_token_ids, tuple, "a list", MAX_STOP_TOKEN_IDS)
-        for index, token_id in enumerate(self.stop_token_ids):
-            _check_integer(f"stop_token_ids[{index}]", token_id, 0, MAX_INT32)
+        limits = {"stop_token_ids": MAX_STOP_TOKEN_IDS, "logprob_token_ids": MAX_LOGPROBS}
+        for field, entries in limits.items():
+            ids = _check_size(field, getattr(self, field), tuple, "a list", entries)
+            for index, token_id in enumerate(ids):
+                _check_integer(f"{field}[{index}]", token_id, 0, MAX_INT32)
         for field in ("ignore_eos", "skip_special_tokens", "include_stop", "speculative"):
             if not isinstance(value := getattr(self, field), bool):
                 raise InvalidRequestError(field, f"{value!r} is not a bool")
@@ -150,7 +153,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_number(field, getattr(self, field), -2.0, 2.0, "[-2, 2]")
         penalty = self.repetition_penalty
         _check_number("repetition_penalty", penalty, 0.0, 10.0, "(0, 10]", above_low=True)
-        _check_float32("repetition_penalty", penalty)
         _check_logit_bias(self.logit_bias)
         for field in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, field)) is not None:
@@ -273,10 +275,7 @@ def _check_number(
     inside = low <= value <= high and not (above_low and value == low)
     if math.isnan(value) or not inside:
         raise InvalidRequestError(field, f"{value} is not in {interval}")
-
-
-def _check_float32(field: str, value: float) -> None:
-    if value < MIN_FLOAT32:
+    if above_low and value < MIN_FLOAT32:
         raise InvalidRequestError(field, f"{value} is below {MIN_FLOAT32:.4g}, 0 in float32")
 
 
@@ -404,11 +403,10 @@ class RequestChecks:
             deadline=deadline,
         )
         self.limits.check(request)
-        for token_id in params.logit_bias:
-            if token_id >= self._vocab:
-                raise InvalidRequestError(
-                    "logit_bias", f"token id {token_id} is not in [0, {self._vocab - 1}]"
-                )
+        for field in ("logit_bias", "logprob_token_ids"):
+            if (largest := max(getattr(params, field), default=0)) >= self._vocab:
+                wrong = f"token id {largest} is not in [0, {self._vocab - 1}]"
+                raise InvalidRequestError(field, wrong)
         if params.grammar is not None:
             self._begin_grammar(params.grammar, request.emitted)
         return request

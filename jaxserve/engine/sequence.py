@@ -255,7 +255,8 @@ class Sequence:
         logprobs = params.logprobs if samples else None
         if rules is None and logprobs is None and not targets:
             return None
-        return RowOptions(row, rules, logprobs, targets, params.prompt_logprobs or 0)
+        ids = [] if logprobs is None else list(params.logprob_token_ids)
+        return RowOptions(row, rules, logprobs, targets, params.prompt_logprobs or 0, ids)
 
 
 def token_array(*parts: list[int]) -> array[int]:

@@ -174,14 +174,21 @@ def _bits(words: Int[Array, "slots words"], vocab: int) -> Bool[Array, "slots vo
 
 
 def log_probabilities(
-    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], top: int
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int[Array, " rows"],
+    top: int,
+    wanted: Int[Array, "rows wanted"] | None = None,
 ) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
-    """Log-probabilities of the given tokens, and the `top` likeliest tokens with theirs. A row's
-    depend on no other row, to the bit."""
+    """Log-probabilities of the given tokens, and the `top` likeliest tokens with theirs; in the
+    places where `wanted` is not negative, that token instead. A row's depend on no other row, to
+    the bit."""
     blocks = in_blocks(logits)
     largest = _largest(blocks)[:, None]
     total = _total(jnp.exp(blocks - largest[:, :, None]))[:, None]
     best, ids = top_of_blocks(blocks, top)
+    if wanted is not None:
+        ids = jnp.where(wanted[:, :top] >= 0, wanted[:, :top], ids)
+        best = jnp.take_along_axis(logits, ids, axis=1).astype(jnp.float32)
     own = jnp.take_along_axis(logits, token_ids[:, None], axis=1).astype(jnp.float32)
     return (own - largest - jnp.log(total))[:, 0], ids, best - largest - jnp.log(total)
 

@@ -25,6 +25,7 @@ from jaxserve.model.sampler import (
 from jaxserve.roles.compilation import Get
 from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
+from jaxserve.roles.step_arrays import UNWANTED
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
 
@@ -110,15 +111,17 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
 
 def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
     """(logits, sampled, wanted) → log-probabilities of the sampled tokens, `[groups, slots, …]`; in
-    steps with drafts `[groups, slots, 1 + drafts, …]`. Slots that are not wanted get zeros."""
+    steps with drafts `[groups, slots, 1 + drafts, …]`. `wanted` is `step_arrays.wanted_array`; its
+    other slots get zeros."""
     groups, slots, drafts = programs.groups, programs.slots, bucket.drafts
     shape = (groups, slots, 1 + drafts) if drafts else (groups, slots)
 
     def body(logits: Array, sampled: Array, wanted: Array) -> Array:
         token_ids = sampled[jax.lax.axis_index("dp")]
         every = all_columns(logits, programs.config.vocab)
-        chosen = jnp.repeat(wanted[0] > 0, 1 + drafts) & (token_ids.reshape(-1) >= 0)
-        packed = _packed_rows(every, token_ids.reshape(-1), chosen)
+        ids = jnp.repeat(wanted[0], 1 + drafts, axis=0)
+        chosen = (ids[:, 0] > UNWANTED) & (token_ids.reshape(-1) >= 0)
+        packed = _packed_rows(every, token_ids.reshape(-1), ids, chosen)
         return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 
     return Program(
@@ -128,7 +131,7 @@ def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
         (
             programs.logits_shape(groups * slots * (1 + drafts)),
             programs.shape(*shape, spec=REPLICATED),
-            programs.shape(groups, slots),
+            programs.shape(groups, slots, MAX_LOGPROBS),
         ),
         REPLICATED,
     )
@@ -168,12 +171,14 @@ def counts_shape(programs: TokenPrograms) -> jax.ShapeDtypeStruct:
 
 
 def _packed(
-    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int[Array, " rows"],
+    wanted: Int[Array, "rows wanted"] | None = None,
 ) -> Int[Array, "rows width"]:
-    """Packs for each row the token's log-probability, the likeliest tokens, and their
-    log-probabilities; floats as bits."""
+    """Packs for each row the token's log-probability, the likeliest tokens or those `wanted`, and
+    their log-probabilities; floats as bits."""
     top = min(MAX_LOGPROBS, logits.shape[1])
-    logs, ids, best = log_probabilities(logits, token_ids, top)
+    logs, ids, best = log_probabilities(logits, token_ids, top, wanted)
 
     def bits(values: Array) -> Array:
         return jax.lax.bitcast_convert_type(values, jnp.int32)
@@ -182,7 +187,10 @@ def _packed(
 
 
 def _packed_rows(
-    logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], chosen: Bool[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int[Array, " rows"],
+    wanted: Int[Array, "rows wanted"],
+    chosen: Bool[Array, " rows"],
 ) -> Int[Array, "rows width"]:
     """Does `_packed`, on CPUs for the chosen rows alone; there the others get zeros."""
 
@@ -190,13 +198,13 @@ def _packed_rows(
         def cut(array: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
 
-        own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0))
+        own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0), cut(wanted))
         return replace_rows(packed, start, mine, own)
 
     width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
     packed: Array = jax.lax.platform_dependent(
         cpu=lambda: over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32)),
-        default=lambda: _packed(logits, jnp.maximum(token_ids, 0)),
+        default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),
     )
     return packed
 

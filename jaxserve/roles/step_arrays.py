@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.roles.layout import FROM_DEVICE, MAX_BIASES, BatchLayout, RulesLayout
+from jaxserve.roles.layout import FROM_DEVICE, MAX_BIASES, MAX_LOGPROBS, BatchLayout, RulesLayout
 from jaxserve.roles.step_plan import SlotRules, StepPlan
 
 
@@ -196,9 +196,16 @@ def targets_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
     return targets
 
 
+UNWANTED = -2
+"""Fills a row of `wanted_array` that asks for nothing."""
+
+
 def wanted_array(plan: StepPlan, groups: int, slots: int) -> np.ndarray:
-    """Returns 1 for the slots whose sampled tokens' log-probabilities are wanted, else 0; int32
-    `[groups, slots]`."""
-    wanted = np.zeros(groups * slots, np.int32)
-    wanted[[options.row for options in plan.options if options.logprobs is not None]] = 1
-    return wanted.reshape(groups, slots)
+    """Returns the tokens whose log-probabilities slots want beside their sampled token's, int32
+    `[groups, slots, MAX_LOGPROBS]`; -1 stands for a likely one."""
+    wanted = np.full((groups * slots, MAX_LOGPROBS), UNWANTED, np.int32)
+    for options in plan.options:
+        if options.logprobs is not None:
+            wanted[options.row] = -1
+            wanted[options.row, : len(options.logprob_ids)] = options.logprob_ids
+    return wanted.reshape(groups, slots, MAX_LOGPROBS)

@@ -78,6 +78,8 @@ class RowOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that follow those of the step, if their log-probabilities are wanted."""
     target_logprobs: int = 0
     """Alternatives to report beside the log-probabilities of the targets."""
+    logprob_ids: list[int] = []
+    """Tokens to report in place of the likeliest alternatives."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

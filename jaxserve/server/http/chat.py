@@ -307,7 +307,8 @@ class _Answer:
 
     def _logprobs(self, output: GenerationOutput) -> ChatLogprobs:
         ids = bool(self._request.return_tokens_as_token_ids)
-        return chat_logprobs(self._tokenizer, output.logprobs, ids=ids)
+        own = self._request.logprob_token_ids is not None
+        return chat_logprobs(self._tokenizer, output.logprobs, ids=ids, own=own)
 
     def _prompt_ids(self, sources: Sequence[Source]) -> Any:
         return sources[0].job.token_ids if self._request.return_token_ids else UNSET

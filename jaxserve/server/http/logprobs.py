@@ -80,9 +80,10 @@ def concatenated(first: CompletionLogprobs, second: CompletionLogprobs) -> Compl
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, found: Sequence[TokenLogprobs], *, ids: bool = False
+    tokenizer: Tokenizer, found: Sequence[TokenLogprobs], *, ids: bool = False, own: bool = False
 ) -> ChatLogprobs:
-    """The log-probabilities of an answer's tokens, named by their `ids` or texts."""
+    """The log-probabilities of an answer's tokens, named by their `ids` or texts; `own`: each is
+    among its rivals."""
     content, name = [], _id_of if ids else _text
     for one in found:
         rivals = [
@@ -91,7 +92,9 @@ def chat_logprobs(
                 logprob=_number(logprob),
                 bytes=list(tokenizer.token_bytes(token_id)),
             )
-            for token_id, logprob in one.top
+            for token_id, logprob in (
+                {one.token_id: one.logprob, **dict(one.top)}.items() if own else one.top
+            )
         ]
         content.append(
             ChatLogprob(

@@ -227,6 +227,10 @@ class GenerationFields(SamplingFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: TopLogprobs | None = None
     """Not in the chunks of a streamed chat."""
+    logprob_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOP_LOGPROBS)] | None
+    ) = None
+    """Tokens whose log-probabilities are told in place of the likeliest ones'; needs logprobs."""
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
 

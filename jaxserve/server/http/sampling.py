@@ -48,6 +48,10 @@ def sampling_params(
     given |= {"include_stop": fields.include_stop_str_in_output}
     given |= {"stop": fields.stop, "stop_token_ids": fields.stop_token_ids, **more}
     given["cache_salt"] = prefix_salt(tenant, fields.cache_salt or "")
+    if ids := fields.logprob_token_ids:
+        if given.get("logprobs") is None:
+            raise InvalidRequestError("logprob_token_ids", "needs logprobs")
+        given |= {"logprobs": len(ids), "logprob_token_ids": ids}
     if given["max_tokens"] is None:
         given["max_tokens"] = max_tokens
     params = SamplingParams(**{k: value for k, value in given.items() if value is not None})

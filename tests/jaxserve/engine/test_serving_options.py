@@ -55,6 +55,7 @@ OPTIONS = [
     {"grammar": Residues},
     {"grammar": Residues, "repetition_penalty": 1.4, "min_tokens": 2, "logprobs": 1},
     {"prompt_logprobs": 4, "logprobs": 3},
+    {"logprob_token_ids": (5, VOCAB - 1), "logprobs": 2},
 ]
 
 
@@ -71,7 +72,8 @@ def log_softmax(logits):
 
 
 def expected(model, prompt, params):
-    """Tokens, their raw log-probabilities, and the prompt's, from the definitions."""
+    """Tokens, raw log-probabilities of the vocabulary at each, and those of the prompt's tokens,
+    from the definitions."""
     tokens, logs = list(prompt), []
     stops, grammar = set(params.stop_token_ids), params.grammar
     while len(tokens) < len(prompt) + params.max_tokens:
@@ -96,7 +98,7 @@ def expected(model, prompt, params):
         if token in stops:
             break
         tokens.append(token)
-        logs.append(log_softmax(raw)[token])
+        logs.append(log_softmax(raw))
         if grammar is not None:
             grammar.accept(token)
             if grammar.finished:
@@ -132,9 +134,16 @@ def check(outputs, wanted):
         assert bool(reported) == (params.logprobs is not None), case
         if reported:
             assert [item.token_id for item in reported] == tokens
-            np.testing.assert_allclose([item.logprob for item in reported], logs, atol=2e-4)
+            own = [row[token] for row, token in zip(logs, tokens, strict=True)]
+            np.testing.assert_allclose([item.logprob for item in reported], own, atol=2e-4)
             for item in reported:
-                check_top(item, params.logprobs)
+                if not params.logprob_token_ids:
+                    check_top(item, params.logprobs)
+            for item, row in zip(reported, logs, strict=True):
+                for token, log in item.top:
+                    np.testing.assert_allclose(log, row[token], atol=2e-4)
+            if ids := params.logprob_token_ids:
+                assert {tuple(token for token, _ in item.top) for item in reported} == {ids}
         prompts = [o.prompt_logprobs for o in news if o.prompt_logprobs is not None]
         assert len(prompts) == (params.prompt_logprobs is not None), case
         for first, *rest in prompts:
@@ -225,7 +234,8 @@ class TestEmittedElsewhere:
             assert found[name].finish_reason == ("stop" if stops else "length"), name
             if params.logprobs is not None:
                 reported = [i for news in collector.outputs(name) for i in news.logprobs]
-                np.testing.assert_allclose([item.logprob for item in reported], logs, atol=2e-4)
+                own = [row[token] for row, token in zip(logs, tokens, strict=True)]
+                np.testing.assert_allclose([item.logprob for item in reported], own, atol=2e-4)
 
     @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 9, "frequency_penalty": 1.0}])
     def test_drawn_with_a_seed(self, engine, options):

@@ -423,6 +423,10 @@ def test_log_probabilities():
     np.testing.assert_allclose(np.exp(logs), [0.2, 0.8], rtol=1e-5)
     assert np.asarray(ids)[0].tolist() == [0, 2]
     np.testing.assert_allclose(np.exp(best)[0], [0.5, 0.3], rtol=1e-5)
+    wanted = jnp.asarray([[1, 0], [1, -1]], jnp.int32)
+    _, ids, best = log_probabilities(jnp.asarray(logits), wanted[:, 0], 2, wanted)
+    np.testing.assert_allclose(np.exp(best), [[0.2, 0.5], [0.1, 0.1]], rtol=1e-5)
+    assert np.asarray(ids)[0].tolist() == [1, 0]
 
 
 class TestDividedColumns:

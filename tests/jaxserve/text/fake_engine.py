@@ -22,10 +22,12 @@ from jaxserve.roles.expert_view import ExpertView
 EOS = 1
 
 
-def logprobs(token_ids: list[int], top: int) -> list[TokenLogprobs]:
-    """A token's is minus a hundredth of its id; its rivals are the ids before it."""
+def logprobs(token_ids: list[int], top: int, wanted: tuple[int, ...] = ()) -> list[TokenLogprobs]:
+    """A token's is minus a hundredth of its id; its rivals are those wanted, or the ids before."""
     return [
-        TokenLogprobs(i, -i / 100, tuple((i - n, (n - i) / 100) for n in range(min(top, i + 1))))
+        TokenLogprobs(
+            i, -i / 100, tuple((n, -n / 100) for n in wanted or range(i, max(-1, i - top), -1))
+        )
         for i in token_ids
     ]
 
@@ -266,7 +268,9 @@ class FakeEngine:
         params, first = request.params, request.sent == len(token_ids)
         return TokenOutput(
             request_id=request_id,
-            logprobs=[] if params.logprobs is None else logprobs(token_ids, params.logprobs),
+            logprobs=[]
+            if params.logprobs is None
+            else logprobs(token_ids, params.logprobs, params.logprob_token_ids),
             prompt_logprobs=(
                 [None, *logprobs(request.prompt[1:], params.prompt_logprobs)]
                 if first and params.prompt_logprobs is not None
