@@ -10,6 +10,7 @@
 #   make matrix   the whole product of layouts: hours, not part of `make test`
 #   make vllm     vLLM's own endpoint tests against our server: downloads its source package
 #   make bench    measure the pipeline                             (BENCH="pipeline --json F")
+#   make release  wheel and images of a tag `vX.Y.Z`, into dist/     (BASE=python:3.12-slim@sha256:...)
 #   make lock     newest versions that pyproject.toml allows, with hashes, into requirements/
 #   make clean    remove the environment, the caches and the build products
 
@@ -55,7 +56,12 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --requirement requirements/build.txt
 OWN := $(PIP) install --no-deps --no-build-isolation --editable .
 
-.PHONY: help serve prepare test nightly golden check format fuzz matrix vllm bench lock clean
+# Images are built with it; EXTRAS are the platforms of which each has one.
+DOCKER ?= docker
+EXTRAS ?= cpu cuda tpu
+BASE ?=
+
+.PHONY: help serve prepare test nightly golden check format fuzz matrix vllm bench release lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -148,6 +154,17 @@ lock: | $(BIN)/python
 
 bench: $(VENV)/.installed-serve
 	$(CPU) $(BIN)/python -m jaxserve.bench $(BENCH)
+
+release: $(VENV)/.installed-serve
+	rm -rf dist
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m jaxserve.launch --target image --config demo --write dist/image
+	@[ -n "$(BASE)" ] || { echo 'dist/ has the wheel; images need BASE=python:3.12-slim@sha256:DIGEST' >&2; exit 1; }
+	version=$$(basename dist/jaxserve-*.whl | cut -d- -f2); for extra in $(EXTRAS); do \
+	  $(DOCKER) build --tag "jaxserve:$${version/+/-}-$$extra" --build-arg BASE="$(BASE)" \
+	    --build-arg EXTRA="$$extra" --build-arg JAXSERVE_VERSION="$$version" \
+	    --file dist/image/Dockerfile .; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

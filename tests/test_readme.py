@@ -20,7 +20,12 @@ PAGES = [name for name in PAGES if (ROOT / name).is_file()]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
 READMES = {
     name: (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", *(f"{room}/README.md" for room in ROOMS), *PAGES)
+    for name in (
+        "README.md",
+        "examples/README.md",
+        *(f"{room}/README.md" for room in ROOMS),
+        *PAGES,
+    )
 }
 CODE = re.compile(r"```.*?```", re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+(?:[\w.-]+\.[a-z]+)?|[\w.-]+\.toml|LICENSE|Makefile")
