@@ -71,7 +71,7 @@ def test_a_path_is_a_model_too(tmp_path):
 def test_unknown_models_list_the_known():
     with pytest.raises(ConfigError, match=r"'step-3' is not known; did you mean 'step3'\? Known: "):
         load_model("step-3")
-    with pytest.raises(ConfigError, match=r"Known: deepseek-v3, deepseek-v3.2, ernie-4.5"):
+    with pytest.raises(ConfigError, match=r"Known: deepseek-v3, deepseek-v3.2, deepseek-v4-flash"):
         load_model("abacus")
 
 
