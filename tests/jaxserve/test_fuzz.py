@@ -368,3 +368,8 @@ def test_the_answers_are_those_of_the_engine_alone(seed, fuzz):
     draw = draws.read(GIVEN) if GIVEN else draws.draw(seed)
     print(f"FUZZ_SEED={seed} FUZZ_DRAW='{draw.text()}'")
     assert fuzz.run(draw) == []
+
+
+@pytest.mark.nightly
+def test_an_indexer_chooses_the_same_rows_in_every_engine(fuzz):
+    assert fuzz.run(msgspec.structs.replace(draws.draw(3), model="deepseek_v32")) == []
