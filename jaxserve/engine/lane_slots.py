@@ -120,6 +120,14 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
             window=window,
         )
 
+    def bucket(self, tokens: int, pages: int, drafts: int = 0) -> Bucket:
+        """Returns the smallest bucket for these tokens a DP group and pages a sequence."""
+        return Bucket(
+            next(size for size in self.token_buckets if size >= tokens and size > drafts),
+            next(size for size in self.page_buckets if size >= pages),
+            drafts,
+        )
+
     @property
     def scratch(self) -> int:
         """First pages of a DP group, which belong to no sequence."""
@@ -299,7 +307,6 @@ class LaneSlots:
         number: int,
         decode: np.ndarray,
         chunks: dict[int, int],
-        buckets: "Buckets",
         drafts: np.ndarray | None = None,
     ) -> tuple[StepPlan, StepInFlight]:
         """Makes the lane's next step and counts it as issued.
@@ -308,7 +315,6 @@ class LaneSlots:
           number: number of the step.
           decode: rows that decode a token, ascending.
           chunks: row → tokens to prefill.
-          buckets: the sizes that steps may have.
           drafts: drafts of every row of the lane; None feeds none and proposes none afterwards.
         """
         proposes = drafts is not None
@@ -348,7 +354,7 @@ class LaneSlots:
         plan = StepPlan(
             self.lane,
             number,
-            buckets.smallest(bucket_tokens, pages, 0 if own is None else buckets.drafts),
+            self._sizes.bucket(bucket_tokens, pages, 0 if own is None else self._sizes.drafts),
             columns=words(np.stack([rows, counts, reach - slack, sample_counts])),
             tokens=words(token_ids),
             new_sequences=[
@@ -539,20 +545,3 @@ class LaneSlots:
         """Returns the cached tokens of each row of a complete step that the host knows."""
         known = self.length[step.rows] - self.pending[step.rows]
         return np.where(step.samples, known - 1, np.minimum(step.kv_lengths, known))
-
-
-class Buckets(NamedTuple):
-    """Sizes that steps may have, each ascending."""
-
-    tokens: list[int]
-    pages: list[int]
-    drafts: int = 0
-    """Most drafts in a row."""
-
-    def smallest(self, tokens: int, pages: int, drafts: int = 0) -> Bucket:
-        """Returns the smallest bucket for these tokens a DP group and pages a sequence."""
-        return Bucket(
-            next(size for size in self.tokens if size >= tokens and size > drafts),
-            next(size for size in self.pages if size >= pages),
-            drafts,
-        )

@@ -41,7 +41,7 @@ import numpy as np
 from jaxserve.engine.admission import AdmissionQueue, Fetches
 from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
 from jaxserve.engine.interface import DraftCounts
-from jaxserve.engine.lane_slots import Buckets, LaneSlots, SchedulerSizes, StepInFlight
+from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
@@ -60,7 +60,6 @@ class Scheduler:
     def __init__(self, sizes: SchedulerSizes):
         lanes, drafts, page_size = sizes.lanes, sizes.drafts, sizes.page_size
         self.page_size, self.max_waiting = page_size, sizes.max_waiting
-        self._buckets = Buckets(sorted(sizes.token_buckets), sorted(sizes.page_buckets), drafts)
         self.limits = RequestLimits(
             max_length=sizes.max_length, pages=sizes.pages - sizes.scratch, page_size=page_size
         )
@@ -179,7 +178,7 @@ class Scheduler:
         decode = np.flatnonzero(decoding)
         if not len(decode) and not chunks:
             return None
-        plan, step = slots.issue(self._steps_issued, decode, chunks, self._buckets, drafts)
+        plan, step = slots.issue(self._steps_issued, decode, chunks, drafts)
         self._steps_issued += 1
         self._in_flight[lane].append(step)
         return plan
