@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
+import msgspec
 
 from jaxserve.checkpoint.int8_products import listed
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Cluster, Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import Identity
@@ -142,12 +143,11 @@ def _end_of_the_control_plane(
     processes, role = arguments.processes, arguments.role
     here = identity(arguments.process_id, processes, listed(deployment), role)
     if arguments.is_leader:
-        control = arguments.control_address
         leader = Leader(
             here,
-            address=arguments.control_bind or control,
+            address=arguments.control_bind or arguments.control_address,
             token=arguments.token,
-            cluster=deployment.cluster,
+            cluster=leader_deadlines(deployment),
             roles=[share.role for share in process_shares(deployment, processes, role)],
             on_failure=lambda failure: on_failure(failure, leader),
             on_drain=lambda reason: on_drain(reason, leader),
@@ -161,6 +161,14 @@ def _end_of_the_control_plane(
         on_failure=lambda failure: on_failure(failure, follower),
     )
     return follower
+
+
+def leader_deadlines(deployment: Deployment) -> Cluster:
+    """Returns the deadlines by which a leader judges its followers. Over `pull` a step may also
+    wait for an ffn worker that begins anew, as long as the deployment allows."""
+    cluster, pull = deployment.cluster, deployment.topology.crosses_runtimes
+    longest = cluster.step_seconds + (deployment.link.absent_seconds if pull else 0)
+    return msgspec.structs.replace(cluster, step_seconds=longest)
 
 
 def leave(peers: Peers) -> NoReturn:

@@ -302,7 +302,5 @@ class MessageClient:
 
     def _silence_allowed(self, peer: Peer) -> float:
         """Returns the silence allowed to a peer: less for the one in use if another stands by."""
-        others = itertools.filterfalse(lambda other: other is peer, self.peers)
-        if any(other.state is PeerState.UP for other in others):
-            return self._deadlines.suspect
-        return self._deadlines.down
+        standby = any(one is not peer and one.state is PeerState.UP for one in self.peers)
+        return self._deadlines.suspect if standby else self._deadlines.down
