@@ -1,10 +1,7 @@
 """`jaxserve serve --config F`: a deployment on the network, until a signal ends it.
 
 `--model DIR`, or `DIR` alone, serves a bare model folder, or replaces the model of the deployment
-file; without both the demo is served. `--check` only says how large the model is and what every
-device would hold, and compares the tensors that the headers of its weight files name with those
-that it has; it needs config.json alone, and none of the devices. It exits 0 if that fits, 1 if not,
-2 if tensors are missing or others.
+file; without both the demo is served. `--check` runs `jaxserve check` with the other options.
 
 The life of the process: bind the port (health says NOT_SERVING), load and compile, print one line
 that starts with `ready` (with `--log-format json`: an object with that message), serve; on SIGTERM
@@ -15,6 +12,7 @@ second one.
 """
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,19 +33,15 @@ from jaxserve.logs import configure
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal or a failure; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    options = _parse(given)
+    options = parse(parser(), given)
+    if options.check:  # A program of its own, of which a process that serves holds nothing.
+        return int(pkgutil.resolve_name("jaxserve.check:main")(given))
     configure(options.log_format)
     try:
         process = from_arguments(options)
         alone = process.processes == process.host_processes == 1
-        sizing = Sizing(elsewhere=options.check) if alone and not process.role else None
+        sizing = Sizing() if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
-        if options.check:
-            from jaxserve.commands.checking import check, describe_slice
-
-            code = check(deployment, sizing)
-            print(describe_slice(deployment), end="")
-            return code
         if sizing is not None:
             sizing.log()
         ports.use(deployment.cluster.ports)
@@ -115,12 +109,12 @@ def _ready_to_start(
     return with_tested_links(deployment, given)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+def parser(command: str = "serve", description: str = "Serve a model.") -> argparse.ArgumentParser:
+    """The options of the command, or of another with the same options."""
     made = argparse.ArgumentParser(
-        prog="jaxserve serve",
-        usage="jaxserve serve [MODEL] [--config FILE] [--set KEY=VALUE] [--port N] [options]",
-        description="Serve a model.",
+        prog=f"jaxserve {command}",
+        usage=f"jaxserve {command} [MODEL] [--config FILE] [--set KEY=VALUE] [--port N] [options]",
+        description=description,
     )
     made.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
     add_deployment_arguments(made)
@@ -129,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--check",
         action="store_true",
-        help="print parameters and bytes a device, and whether they fit, and exit",
+        help="run `jaxserve check` with these options instead",
     )
     made.add_argument(
         "--timeline",
@@ -158,8 +152,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser()
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the arguments; a model that is named twice ends the program, and without a model and a
+    configuration the demo is meant."""
     options = made.parse_args(arguments)
     if options.folder is not None and options.model is not None:
         made.error(f"MODEL {options.folder} and --model {options.model}: two models")
@@ -168,7 +163,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = [f"server.{key}={value}" for key, value in own.items() if value is not None]
     options.set = [*options.set, *given]
     if options.config is None and options.model is None:
-        print("jaxserve: no model is named: serving the demo (--config demo)", file=sys.stderr)
+        print("jaxserve: no model is named: --config demo is taken", file=sys.stderr)
         options.config = "demo"
     return options
 

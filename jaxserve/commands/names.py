@@ -2,6 +2,7 @@
 
 COMMANDS = {
     "serve": ("jaxserve.serve", "serve a model, or a part of a deployment"),
+    "check": ("jaxserve.check", "what every device would hold, and whether it fits"),
     "generate": ("jaxserve.generate", "complete one prompt, here or on a server"),
     "plan": ("jaxserve.plan", "layouts, cost and speed before anything is rented"),
     "bench": ("jaxserve.bench.__main__", "measure"),

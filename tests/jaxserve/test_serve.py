@@ -243,11 +243,16 @@ def test_wrong_settings(folder, capsys, monkeypatch):
 
 
 def test_a_model_its_address_and_neither(folder, capsys: pytest.CaptureFixture[str]) -> None:
-    options = serve._parse([str(folder), "--port", "8001", "--host", "::1", "--set", "lanes=2"])
+    options = serve.parse(
+        serve.parser(), [str(folder), "--port", "8001", "--host", "::1", "--set", "lanes=2"]
+    )
     assert (options.config, options.model) == (None, str(folder))
     assert options.set == ["lanes=2", "server.host=::1", "server.http_port=8001"]
-    assert (serve._parse([]).config, serve._parse([]).set) == ("demo", [])
-    assert "serving the demo" in capsys.readouterr().err
+    assert (serve.parse(serve.parser(), []).config, serve.parse(serve.parser(), []).set) == (
+        "demo",
+        [],
+    )
+    assert "--config demo is taken" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         serve.main(["one", "--model", "two"])
     assert capsys.readouterr().err.endswith("MODEL one and --model two: two models\n")

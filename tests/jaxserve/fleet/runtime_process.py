@@ -45,7 +45,7 @@ def begin_moves(experts: RemoteExperts) -> None:
 
 
 def main() -> int:
-    options = serve._parse(sys.argv[1:])
+    options = serve.parse(serve.parser(), sys.argv[1:])
     if options.role == "ffn":
         return serve.main(sys.argv[1:])
     deployment = read_deployment(options.config, options.model, options.set)

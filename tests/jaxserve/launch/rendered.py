@@ -53,8 +53,9 @@ def process_of(container: Any, **variables: str) -> tuple[Any, ProcessArguments]
         name = variable["name"]
         environment[name] = variable.get("value", variables.get(name, SECRET.get(name, "")))
     known = environment | variables
-    parsed = serve._parse(
-        [re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], each) for each in arguments]
+    parsed = serve.parse(
+        serve.parser(),
+        [re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], each) for each in arguments],
     )
     return parsed, from_arguments(parsed, environment)
 

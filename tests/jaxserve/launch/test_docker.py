@@ -76,7 +76,7 @@ def services(files: dict[str, str]) -> dict[str, Any]:
 def test_one_container_has_the_devices_of_the_host(tmp_path: Path) -> None:
     files = files_of(GPUS)
     ((name, service),) = services(files).items()
-    options = serve._parse(service["command"])
+    options = serve.parse(serve.parser(), service["command"])
     assert (name, options.role, options.insecure_bind) == ("jaxserve", "", False)
     assert "--host-processes=8" in service["command"]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
@@ -97,7 +97,9 @@ def test_a_fleet_divides_the_gpus(tmp_path: Path) -> None:
     assert read.fleet.prefill == ["prefill-0:9100"]
     assert read.fleet.domains == ["domain-0:9100", "domain-1:9100"]
     assert read.link.addresses == ["ffn-0:9000"]
-    given = {name: serve._parse(service["command"]) for name, service in made.items()}
+    given = {
+        name: serve.parse(serve.parser(), service["command"]) for name, service in made.items()
+    }
     domains = {"domain-0": "attention", "domain-1": "attention"}
     roles = {"router": "router", "prefill-0": "prefill", "ffn-0": "ffn"} | domains
     assert {name: options.role for name, options in given.items()} == roles

@@ -40,7 +40,7 @@ def run(files: dict[str, str], folder: Path, *more: str) -> list[list[str]]:
 def served(call: list[str]) -> Any:
     """What `serve` makes of a step's command line."""
     start = call.index("jaxserve.serve") + 1
-    return serve._parse(call[start:])
+    return serve.parse(serve.parser(), call[start:])
 
 
 def test_a_runtime_is_one_step(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def started(unit: str, instance: str = "") -> Any:
     (line,) = (line for line in unit.splitlines() if line.startswith("ExecStart="))
     words = shlex.split(line.removeprefix("ExecStart=").replace("%i", instance))
     assert words[:4] == ["/opt/jaxserve/bin/python", "-u", "-m", "jaxserve.serve"]
-    return serve._parse(words[4:])
+    return serve.parse(serve.parser(), words[4:])
 
 
 def test_a_fleet_is_a_unit_a_role(tmp_path: Path) -> None:
