@@ -71,13 +71,6 @@ def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Faces) ->
     assert rig.engine.prompts == [[5, 6]]
 
 
-def test_a_stop_string(rig: Faces) -> None:
-    events = list(rig.stream(text="hi", stop=["two", "x"]))
-    assert "".join(event.delta.text for event in events) == "one "
-    assert events[-1].finish.stop_string == "two"
-    assert rig.engine.wait_until_idle()
-
-
 def test_an_empty_completion(rig: Faces) -> None:
     rig.engine.script = []
     rig.engine.pace = 0.2  # so that the prompt's message has not waited for it
@@ -107,29 +100,15 @@ def test_the_prompt_is_told_before_a_late_first_token(rig: Faces) -> None:
 # ----------------------------------------------------------- log-probabilities and grammars
 
 
-def logprobs(ids: list[int], top: int) -> list[pb.TokenLogprobs]:
-    """Log-probabilities that the fake engine makes up."""
-    return [
-        pb.TokenLogprobs(
-            token_id=i,
-            logprob=-i / 100,
-            top=[pb.Logprob(token_id=i - n, logprob=(n - i) / 100) for n in range(top)],
-        )
-        for i in ids
-    ]
-
-
-def test_log_probabilities(rig: Faces) -> None:
-    ids = ids_of("one")
+def test_log_probabilities_of_a_stream(rig: Faces) -> None:
+    """They are those of the whole answer, which `golden/server/grpc_answers.txt` has."""
     fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
     answer = rig.generate(**fields)
-    assert list(answer.logprobs) == logprobs(ids, 2)
-    assert answer.prompt_logprobs[0] == pb.TokenLogprobs(token_id=0)
-    assert list(answer.prompt_logprobs[1:]) == logprobs(ids_of("hi"), 1)
-    events = list(rig.stream(**fields))
-    assert [one for event in events for one in event.delta.logprobs] == logprobs(ids, 2)
-    scores = [one for event in events for one in event.delta.prompt_logprobs]
-    assert scores == list(answer.prompt_logprobs)
+    assert (len(answer.logprobs), len(answer.prompt_logprobs)) == (3, 3)
+    deltas = [event.delta for event in rig.stream(**fields)]
+    assert [one for delta in deltas for one in delta.logprobs] == list(answer.logprobs)
+    prompt = [one for delta in deltas for one in delta.prompt_logprobs]
+    assert prompt == list(answer.prompt_logprobs)
 
 
 def test_model_info(rig: Faces) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Server
-from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.errors import ConfigError
 from jaxserve.server import access as access_module
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access, ApiKeys
@@ -306,23 +306,6 @@ def test_errors_are_opaque(faces: Faces, caplog: pytest.LogCaptureFixture) -> No
     assert (code, message) == ("INTERNAL", "internal error; request a2")
     assert caplog.text.count("KeyError: 'a secret path'") == 2
     faces.engine.refusal = None
-    assert faces.untouched()
-
-
-# ---------------------------------------------- bounded queues, slow readers dropped
-
-
-def test_queues_are_bounded(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
-    faces.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
-    response = faces.post()
-    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
-    error = response.json()["error"]
-    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-    assert faces.grpc_error()[0] == "RESOURCE_EXHAUSTED"
-    faces.engine.refusal = None
-    with monkeypatch.context() as patched:
-        patched.setattr(faces._http._service, "max_active", 0)
-        assert faces.post().status_code == 429
     assert faces.untouched()
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 
-from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
+from jaxserve.engine import interface
+from jaxserve.engine.interface import DomainLoad, EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
 from jaxserve.server.shedding import Shedding, shedding, waiting_in
+from tests import golden
 from tests.jaxserve.server.faces import Faces
 from tests.jaxserve.text.fake_engine import FakeEngine
 
@@ -128,30 +130,9 @@ def test_none_is_refused_without_a_limit():
     assert front.status == "ready"
 
 
-@pytest.mark.parametrize(
-    ("load", "waiting"),
-    [
-        (EngineLoad(), 0),
-        # Not looked at yet, and slots are free.
-        (EngineLoad(waiting=5, running=1, slots=8, domains=[DomainLoad(running=1)]), 0),
-        (EngineLoad(waiting=5, running=6, slots=8, domains=[DomainLoad(running=6)]), 3),
-        # Slots are free, but no pages.
-        (EngineLoad(waiting=5, running=1, slots=8, domains=[DomainLoad(waiting=2)]), 5),
-        (
-            EngineLoad(
-                waiting=2,
-                slots=8,
-                workers=[
-                    WorkerLoad(name="a:1", role="prefill", status="ready", waiting=7),
-                    WorkerLoad(name="b:1", role="domain", status="ready", waiting=2),
-                ],
-            ),
-            9,
-        ),
-    ],
-)
-def test_what_waits(load, waiting):
-    assert waiting_in(load) == waiting
+def test_what_waits():
+    """`golden/server/waiting.txt` lists loads."""
+    golden.check_values("server/waiting.txt", waiting_in, vars(interface))
 
 
 def crowded(engine: FakeEngine) -> Shedding:
@@ -171,7 +152,9 @@ def test_over_both_faces():
         answer = faces.post(stream=True)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
         estimate = "the wait for a first token is estimated at 20.0 s"
-        assert estimate in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+        assert estimate in error["message"]
         status, message = faces.grpc_error()
         assert status == "RESOURCE_EXHAUSTED"
         assert estimate in message

@@ -1,7 +1,7 @@
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxserve import errors
-from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.errors import OverloadedError
 from jaxserve.server import front_end, status
 from jaxserve.server.status import status_error
 from tests import golden
@@ -15,20 +15,10 @@ def test_statuses() -> None:
     golden.check_each("server/statuses.txt", said)
 
 
-def detail_of(error: Exception) -> status_pb2.Status:
-    ((key, value),) = status_error(error, "r1").rich_status().trailing_metadata
-    assert key == "grpc-status-details-bin"
-    return status_pb2.Status.FromString(value)
-
-
-def test_the_field_is_a_detail() -> None:
-    request = error_details_pb2.BadRequest()
-    assert detail_of(InvalidRequestError("seed", "too big")).details[0].Unpack(request)
-    (violation,) = request.field_violations
-    assert (violation.field, violation.description) == ("seed", "too big")
-
-
 def test_the_delay_is_a_detail() -> None:
+    error = status_error(OverloadedError("full", retry_after_s=2.5), "r1")
+    ((key, value),) = error.rich_status().trailing_metadata
+    assert key == "grpc-status-details-bin"
     retry = error_details_pb2.RetryInfo()
-    assert detail_of(OverloadedError("full", retry_after_s=2.5)).details[0].Unpack(retry)
+    assert status_pb2.Status.FromString(value).details[0].Unpack(retry)
     assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (2, 500_000_000)

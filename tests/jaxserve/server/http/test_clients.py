@@ -23,39 +23,6 @@ def test_completions(sdk: openai.OpenAI) -> None:
     assert [model.owned_by for model in sdk.models.list()] == ["jaxserve"]
 
 
-def test_streamed_completions(sdk: openai.OpenAI) -> None:
-    stream = sdk.completions.create(
-        model="fake", prompt="hi", stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "one two three"
-    assert chunks[-1].usage.completion_tokens == 13
-
-
-def test_chats(sdk: openai.OpenAI) -> None:
-    chat = sdk.chat.completions.create(model="fake", messages=MESSAGES, n=2, stop=["three"])
-    assert [choice.message.content for choice in chat.choices] == ["one two "] * 2
-    assert chat.choices[0].message.role == "assistant"
-
-
-def test_streamed_chats(sdk: openai.OpenAI) -> None:
-    with sdk.chat.completions.stream(model="fake", messages=MESSAGES) as stream:
-        for _ in stream:
-            pass
-        chat = stream.get_final_completion()
-    assert chat.choices[0].message.content == "one two three"
-    assert chat.choices[0].finish_reason == "stop"
-
-
-def test_closing_a_stream_returns_the_pages(sdk: openai.OpenAI, rig: HttpRig) -> None:
-    rig.engine.allowed = 3
-    stream = sdk.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
-    next(iter(stream))
-    assert rig.engine.running == 1
-    stream.close()
-    assert rig.engine.wait_until_idle()
-
-
 class Answer(pydantic.BaseModel):
     a: int
 

@@ -98,14 +98,6 @@ class TestLogprobs:
         for key in whole:
             assert [x for chunk in chunks for x in chunk["logprobs"][key]] == whole[key]
 
-    def test_a_stop_string_cuts_them_with_the_tokens(self, rig: HttpRig) -> None:
-        rig.engine.chunk = 13
-        choice = rig.complete(logprobs=0, stop=[" t"], return_token_ids=True).json()["choices"][0]
-        assert choice["text"] == "one"
-        assert choice["token_ids"] == ids_of("one t")
-        assert choice["logprobs"]["tokens"] == list("one t")
-        assert choice["logprobs"]["top_logprobs"][:2] == [{"o": -0.80}, {"n": -0.79}]
-
 
 def test_cached_tokens(rig: HttpRig) -> None:
     rig.engine.cached_tokens = 2

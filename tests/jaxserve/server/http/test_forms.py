@@ -76,40 +76,6 @@ def test_a_call_in_the_form_of_every_family(make_rig: Make, written: str, choice
     assert LETTERS.decode(answer["token_ids"]) == written
 
 
-OPEN = {
-    "type": "object",
-    "properties": {"b": {"$ref": "#/$defs/B"}},
-    "required": ["b"],
-    "$defs": {"B": {"type": "object", "properties": {"x": {"type": "integer"}}}},
-}
-
-
-@pytest.mark.parametrize("strict", [True, False, None])
-def test_strict_closes_objects(rig: HttpRig, wide: HttpRig, strict: bool | None) -> None:
-    """The model wants a property more, inside and outside; white space is what a comma allows."""
-    wide.engine.script = ids_of('{"b":{"x": 1,  "y": null}, \n"c": null}')
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN, "strict": strict}}
-    answer = wide.chat(response_format=form).json()["choices"][0]["message"]["content"]
-    own = {"structured_outputs": {"json": OPEN, "disable_additional_properties": strict}}
-    if strict:
-        assert json.loads(answer) == {"b": {"x": 1}}
-        assert wide.chat(**own).json()["choices"][0]["message"]["content"] == answer
-    else:
-        assert json.loads(answer) == {"b": {"x": 1, "y": None}, "c": None}
-    wide.engine.script = ids_of(
-        '<tool_call>\n{"name": "f", "arguments": '
-        '{"b":{\n"x": 1,  "y": null}, \n"c": null}}\n</tool_call>'
-    )
-    function = {"name": "f", "parameters": OPEN, "strict": strict}
-    chat = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    (call,) = wide.chat(**chat).json()["choices"][0]["message"]["tool_calls"]
-    closed, left_open = '{"b":{"x": 1}}', '{"b":{"x": 1, "y": null}, "c": null}'
-    assert call["function"]["arguments"] == (closed if strict else left_open)
-    body = {"input": "hi", "tools": [{"type": "function", **function}], "tool_choice": "required"}
-    (item,) = wide.client.post("/v1/responses", json=body).json()["output"]
-    assert item["arguments"] == (closed if strict else left_open)
-
-
 def test_a_name_that_the_model_cannot_write(make_rig: Make) -> None:
     rig = make_rig(template=TEMPLATE.replace("<tool_call>", "<|CALL_START|>"), max_length=2000)
     tools = [{"type": "function", "function": {"name": "a\nb"}}]

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from jaxserve.errors import ConfigError, DrainingError
+from jaxserve.errors import ConfigError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
@@ -111,13 +111,6 @@ def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkey
     assert rig.engine.wait_until_idle()
     rig.engine.allowed = None
     until(lambda: rig.complete().status_code == 200)
-
-
-def test_a_draining_engine_is_unavailable(rig: HttpRig) -> None:
-    rig.engine.refusal = DrainingError("the engine drains")
-    response = rig.complete()
-    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-    assert response.json()["error"]["message"] == "the engine drains"
 
 
 def test_draining_finishes_what_runs_and_refuses_the_rest(rig: HttpRig) -> None:
