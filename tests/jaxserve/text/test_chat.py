@@ -14,6 +14,7 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 HI = [{"role": "user", "content": "Hi"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": letter} for letter in "ab"]}]
 
 
 def write(folder: Path, name: str, content: Any) -> None:
@@ -84,11 +85,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- messages
 
 
-def test_the_generation_prompt_may_be_left_out() -> None:
-    template = ChatTemplate({"default": PLAIN})
-    assert template.render(HI, add_generation_prompt=False) == "user:Hi;"
-
-
 def test_wrong_messages_and_tools_are_named() -> None:
     """`golden/text/wrong_messages.txt` lists them."""
 
@@ -103,26 +99,16 @@ def test_errors_name_the_field_as_the_caller_does() -> None:
         ChatTemplate({"default": PLAIN}).render([{}], field="messages[3]")
 
 
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-READS_PARTS = (
-    "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
-)
+def test_rendered() -> None:
+    """`golden/text/rendered.txt` lists templates and messages, and options.
 
+    A template that knows no parts of contents gets their text, one a line.
+    """
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (PLAIN, "user:a\nb;assistant:"),
-        (READS_PARTS, "[a][b]"),
-        (READS_PARTS.replace("m.content", "m['content']"), "[a][b]"),
-        ("{{ 'b' in messages[0].content }}", "True"),
-    ],
-)
-def test_contents_in_parts(source: str, expected: str) -> None:
-    """A template that knows no parts gets their text, one a line."""
-    assert (
-        ChatTemplate({"default": source}).render([{"role": "user", "content": PARTS}]) == expected
-    )
+    def call(source: str, messages: list[Any], **options: Any) -> str:
+        return ChatTemplate({"default": source}).render(messages, **options)
+
+    golden.check_values("text/rendered.txt", call, globals())
 
 
 def test_the_templates_refusal_and_failure() -> None:

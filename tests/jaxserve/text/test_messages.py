@@ -25,39 +25,21 @@ def calls(body: str) -> str:
 
 
 COPIES = calls("{{ f.arguments if f.arguments is string else f.arguments | tojson }}")
-ENCODES = calls("{{ f.arguments | tojson }}")
 ITERATES = calls("{% for k, v in f.arguments | items %}<{{ k }}={{ v }}>{% endfor %}")
 JOINS = calls("{{ 'json ' + f.arguments }}")
-READS = calls("{% set a = f.arguments | from_json %}{{ a.keys() | list | join }}{{ a | tojson }}")
-CONTAINS = "{% for m in messages %}{% if '</think>' in m.content %}{% endif %}{% endfor %}" + COPIES
-NULL_ALONE = (
-    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
-    "{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
-    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
-)
-WRITTEN = '{"city":"Łódź", "n": 2.0}'
-ENCODED = '{"city": "Łódź", "n": 2.0}'
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (COPIES, f"<user>Now?<assistant>clock {WRITTEN}"),
-        (ENCODES, f"<user>Now?<assistant>clock {ENCODED}"),
-        (ITERATES, "<user>Now?<assistant>clock <city=Łódź><n=2.0>"),
-        (JOINS, f"<user>Now?<assistant>clock json {WRITTEN}"),
-        (READS, f"<user>Now?<assistant>clock cityn{ENCODED}"),
-        (CONTAINS, f"<user>Now?<assistant>clock {WRITTEN}"),
-        (NULL_ALONE, f"<user>Now?clock {WRITTEN}"),
-    ],
-    ids=["copies", "encodes", "iterates", "joins", "reads", "contains", "null alone"],
-)
-def test_a_call_without_content(source: str, expected: str) -> None:
-    template = ChatTemplate({"default": source})
-    assert template.render([QUESTION, CALL]) == expected
-    assert template.render([QUESTION, {**CALL, "content": ""}]) == expected
+def test_a_call_without_content() -> None:
+    """`golden/text/call_forms.txt` lists templates, each with what it makes of a call."""
     without = {key: value for key, value in CALL.items() if key != "content"}
-    assert template.render([QUESTION, without]) == expected
+
+    def rendered(source: str) -> str:
+        template = ChatTemplate({"default": source})
+        each = (CALL, {**CALL, "content": ""}, without)
+        (text,) = {template.render([QUESTION, message]) for message in each}
+        return text
+
+    golden.check_values("text/call_forms.txt", rendered, globals())
 
 
 def test_arguments_that_are_objects_already() -> None:

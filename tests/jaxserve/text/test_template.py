@@ -80,15 +80,7 @@ def test_the_text_of_every_family() -> None:
 
 # ---------------------------------------------------------------------------- differences
 
-VALUES: dict[str, Any] = {
-    "s": " a,b,,c \n",
-    "t": "X<think>y</think>z",
-    "n": None,
-    "d": {"b": 1, "a": {"c": [1, 2.0]}, "items": 3},
-    "l": [3, 1, 2],
-    "f": 1.0,
-    "g": 2.5,
-}
+VALUES = yaml.safe_load(golden.text("text/values.yaml"))
 
 
 @golden.table("text/alike.yaml")

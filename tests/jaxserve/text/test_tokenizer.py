@@ -10,6 +10,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.text.tiktoken_files import TiktokenVocabulary
 from jaxserve.text.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 from jaxserve.text.vocabulary import TokenizersVocabulary
+from tests import golden
 from tests.jaxserve.text import ranks
 
 CORPUS = ["def add(a, b):\n    return a + b\n", "größer 你好 🙂 naïve café", "the quick brown fox"]
@@ -74,25 +75,11 @@ def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **configs: objec
 # ------------------------------------------------------------------------------- Tokenizer
 
 
-EVERYWHERE = {
-    "config": {"bos_token_id": 0, "eos_token_id": 7},
-    "generation_config": {"eos_token_id": [5, 7], "pad_token_id": 9},
-    "tokenizer_config": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "no"},
-}
-
-
-@pytest.mark.parametrize(
-    ("configs", "bos", "eos", "pad"),
-    [
-        ({}, None, set(), None),
-        ({"config": {"text_config": {"eos_token_id": 3}}}, None, {3}, None),
-        (EVERYWHERE, 0, {1, 5, 7}, 9),
-    ],
-)
+@golden.table("text/special_ids.yaml")
 def test_special_ids_come_from_every_configuration(tmp_path, configs, bos, eos, pad) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), **configs))
     found = tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.pad_token_id
-    assert found == (bos, eos, pad)
+    assert found == (bos, set(eos), pad)
     assert tokenizer.vocab_size == 300
 
 
