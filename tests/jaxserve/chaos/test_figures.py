@@ -3,6 +3,7 @@
 from jaxserve.bench.report import missed
 from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, silence, undisturbed
 from jaxserve.chaos.load import Record, how_it_failed
+from tests import golden
 
 
 def event(at=10.0, until=14.0, kind="kill", role="domain", **changed):
@@ -140,17 +141,7 @@ def test_limits():
         left="held=1",
         late=["domain 0 after kill"],
     )
-    assert missed(parts(bad)) == [
-        "kill domain: noticed, longest",
-        "kill domain: longest wait for a token, longest",
-        "kill domain: hung",
-        "all: wrong",
-        "all: hung",
-        "all: failed, with a reason",
-        "all: lost without a word",
-        "all: processes that did not come back",
-        "all: kinds of state left at the end",
-    ]
+    golden.check("chaos/missed.txt", "\n".join(missed(parts(bad))) + "\n")
 
 
 def test_limits_of_processes_that_die_together():
@@ -178,11 +169,4 @@ def test_a_short_pause_need_not_be_noticed():
 
 
 def test_what_clients_make_of_errors():
-    assert how_it_failed("ValueError: status 429: b'…'") == "refused"
-    assert how_it_failed("ValueError: the server says {'message': 'lost 4 workers'}") == "failed"
-    assert how_it_failed("EOFError: the answer ended in the middle") == "cut"
-    assert how_it_failed("ConnectionRefusedError: [Errno 111]") == "absent"
-    assert how_it_failed("gRPC UNAVAILABLE: failed to connect to all addresses") == "absent"
-    assert how_it_failed("gRPC UNAVAILABLE: Socket closed") == "cut"
-    assert how_it_failed("gRPC UNAVAILABLE: the router is starting") == "refused"
-    assert how_it_failed("gRPC INTERNAL: invalid logits") == "failed"
+    golden.check_values("chaos/errors.txt", how_it_failed, {})

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.chaos import hostile
 from jaxserve.server.grpc import GrpcServer
+from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig
 
 
@@ -49,17 +50,6 @@ def test_what_a_process_holds() -> None:
     assert hostile.Held.of(2**22 + 1) == hostile.Held()
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "expected"),
-    [
-        ("http schemas", 200, False),
-        ("http schemas", 400, False),
-        ("http schemas", 500, True),
-        ("http schemas", hostile.HANG_UP, True),
-        ("http bodies", hostile.HANG_UP, False),
-        ("grpc bodies", "INVALID_ARGUMENT", False),
-        ("grpc bodies", "UNKNOWN", True),
-    ],
-)
-def test_what_is_wrong(kind: str, status: int | str, expected: bool) -> None:
-    assert hostile.wrong(kind, status) is expected
+def test_what_is_wrong() -> None:
+    """`golden/chaos/statuses.txt` lists kinds of requests with the status of their answers."""
+    golden.check_values("chaos/statuses.txt", hostile.wrong, vars(hostile))

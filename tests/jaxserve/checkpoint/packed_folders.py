@@ -4,7 +4,9 @@ descriptions."""
 from typing import Any
 
 import numpy as np
+import yaml
 
+from tests import golden
 from tests.jaxserve.checkpoint.opened import changed, edit_config
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyQwen3
@@ -112,29 +114,10 @@ def without_index(parts, matrix):
 
 def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None):
     """The section that LLM Compressor writes."""
-    group = {
-        "input_activations": inputs,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": {
-            "actorder": None,
-            "block_structure": None,
-            "dynamic": False,
-            "observer": "minmax",
-            "observer_kwargs": {},
-            "symmetric": True,
-            **weights,
-        },
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        "global_compression_ratio": 1.5,
-    }
+    section = yaml.safe_load(golden.text("checkpoint/compressed_section.yaml"))
+    group = section["config_groups"]["group_0"]
+    group |= {"input_activations": inputs, "weights": group["weights"] | weights}
+    return section | {"format": format}
 
 
 DYNAMIC = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"}

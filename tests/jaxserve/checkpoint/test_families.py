@@ -50,24 +50,7 @@ def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("deepseek-v3", 671.0),
-        ("kimi-k2", 1026.4),
-        ("qwen3-235b-a22b", 235.1),
-        ("qwen3-30b-a3b", 30.5),
-        ("qwen3-32b", 32.8),
-        ("step3", 316.3),
-        ("deepseek-v3.2", 671.9),
-        ("glm-5", 743.9),
-        ("glm-4.5-air", 106.9),
-        ("minimax-m2", 228.7),
-        ("step-3.5-flash", 197.0),
-        ("gpt-oss-20b", 20.9),
-        ("gpt-oss-120b", 116.8),
-    ],
-)
+@golden.table("checkpoint/released.yaml")
 def test_released(name: str, billions: float):
     """Parameters as published, without those of prediction modules."""
     config, names = read_config(CONFIGS / "models" / name)

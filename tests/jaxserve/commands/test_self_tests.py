@@ -36,16 +36,7 @@ def test_a_failure_a_crash_and_a_hang_fall_back_with_one_warning(
     assert [said in one.message for one in caplog.records] == [True] * (said is not None)
 
 
-@pytest.mark.parametrize(
-    ("platform", "overrides", "tested"),
-    [
-        ("cuda", SIZES | {"link.transport": "device_put"}, ["exchange"]),
-        ("cuda", SIZES | {"ffn.exchange": "gather"}, []),
-        ("tpu", SIZES, []),
-        ("tpu", {"link.transport": "device_put"}, ["transport"]),
-        ("cpu", SIZES | {"link.transport": "device_put"}, []),
-    ],
-)
+@golden.table("commands/tested_links.yaml")
 def test_what_is_tested_where(monkeypatch, platform, overrides, tested):
     monkeypatch.setattr(self_tests, "choose_platform", lambda: platform)
     found = self_tests._doubtful(load_deployment("demo", overrides))

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import msgspec
+import pytest
 
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.auto import page_tokens
@@ -13,11 +14,6 @@ from jaxserve.model.row_width import row_bytes
 from tests.jaxserve.config.test_topology import ROOT, compared
 from tests.jaxserve.model.attention.test_kv_cache import GROUPED
 from tests.jaxserve.planner.making import calculator
-
-KNOW_A_CACHE_FORMAT = 1
-"""Files that compare `cache.format` with a format's name; only ever falls."""
-KNOW_A_WEIGHT_FORMAT = 4
-"""Files that compare weights, or stored matrices, with a format's name; only ever falls."""
 
 
 def test_what_each_use_offers():
@@ -42,12 +38,19 @@ def test_a_format_of_the_cache_is_one_entry(monkeypatch):
     assert len({one.cache_row(one.model.attention[0], 1) for one in rows}) == 1
 
 
-def test_a_format_of_the_cache_is_no_edit_in_files_that_ask():
-    subjects, names = ("cache", "format", "cache_format"), set(choices("cache"))
-    assert compared('a.cache.format == "int8"\nx.cache == "auto"', subjects, names) == [1]
+KNOWN = {"cache": ("cache format cache_format", 1), "stored": ("weights stored wanted", 4)}
+"""By use: words for a format, and files that compare one with a name; their number only falls."""
+
+
+@pytest.mark.parametrize("use", KNOWN)
+def test_a_format_is_no_edit_in_files_that_ask(use):
+    subjects, known = KNOWN[use]
+    given = tuple(subjects.split()), set(choices(use))
+    word = subjects.split()[0]
+    assert compared(f'a.{word} == "int8"\nx.{word} == "auto"\nx.other == "fp8"', *given) == [1]
     files = (ROOT / "jaxserve").rglob("*.py")
-    found = [str(path) for path in files if compared(path.read_text(), subjects, names)]
-    assert len(found) <= KNOW_A_CACHE_FORMAT, found
+    found = [str(path) for path in files if compared(path.read_text(), *given)]
+    assert len(found) <= known, found
 
 
 def test_a_format_of_weights_is_one_entry(monkeypatch):
@@ -67,11 +70,3 @@ def test_a_format_of_weights_is_one_entry(monkeypatch):
     assert kept == ["fp8_block", "int8", "toy"]
     one, other = (calculator(weights=name) for name in ("toy", "int8"))
     assert one.attention_weights(1) == other.attention_weights(1)
-
-
-def test_a_format_of_weights_is_no_edit_in_files_that_ask():
-    subjects, names = ("weights", "stored", "wanted"), set(choices("stored"))
-    assert compared('a.weights == "int8"\nx.stored == "plain"', subjects, names) == [1]
-    files = (ROOT / "jaxserve").rglob("*.py")
-    found = [str(path) for path in files if compared(path.read_text(), subjects, names)]
-    assert len(found) <= KNOW_A_WEIGHT_FORMAT, found

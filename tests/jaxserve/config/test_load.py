@@ -1,4 +1,4 @@
-import re
+import ast
 from pathlib import Path
 
 import msgspec
@@ -79,23 +79,6 @@ def test_known_keys_are_dotted():
     keys = known_keys()
     assert {"model", "lanes", "attention.dp", "cluster.step_seconds"} <= set(keys)
     assert "attention" not in keys
-
-
-OUT_OF_RANGE = """
-lanes=0 lanes=5 lanes=1.5 lanes=two lanes=true lanes=null mode=both dtype=float16
-attention.dp=0 attention.tp=-1 ffn.ep=0 ffn.tp=65537 cache.page_size=0 cache.pages=0
-link.dispatch=fp4 link.combine=fp8 link.route=pigeon link.transport=push
-scheduler.slots=0 scheduler.max_length=1 scheduler.token_buckets=[0] scheduler.token_buckets=3
-scheduler.max_waiting=0 server.grpc_port=65536 server.http_port=-2 server.admin_port=65536
-server.request_seconds=0 server.drain_seconds=0
-cluster.step_seconds=0 cluster.step_seconds=.nan cluster.step_seconds=.inf
-"""
-
-
-@pytest.mark.parametrize("setting", OUT_OF_RANGE.split())
-def test_values_out_of_range_are_named(setting):
-    with pytest.raises(ConfigError, match=re.escape(f"$.{setting.partition('=')[0]}")):
-        load_deployment(HERE, [setting])
 
 
 @pytest.mark.parametrize(
@@ -249,35 +232,14 @@ class TestFleet:
             read(text % "static")
 
 
-FILES = [
-    "",
-    "- a",
-    "just words",
-    "model: [",
-    "model: x\x00",
-    b"model: \xff\xfe",
-    "model: 3",
-    "model:",
-    "model: x\nattention:",
-    "model: x\nattention: 3",
-    "model: x\n1: 2",
-    "model: x\nattention: {1: 2}",
-    "model: x\ncache: {page: 3}",
-    "model: x\nscheduler:\n  slots: 2\nlanes: 1\nscheduler:\n  max_length: 9",
-    "model: x\nscheduler: {slots: 2,\n slots: 3}",
-]
-
-
 class TestMistakes:
     """`golden/config` has what is said of each, and lists those in overrides and in texts."""
 
     def test_in_files(self, write, tmp_path):
-        told = []
-        for content in FILES:
-            with pytest.raises(ConfigError) as error:
-                load_deployment(write(content))
-            told.append(f"{content}\n    {error.value}\n".replace(str(tmp_path), "FOLDER"))
-        golden.check("config/files.txt", "\n".join(told).replace("\0", "␀"))
+        def read(content: str) -> None:
+            load_deployment(write(ast.literal_eval(content)))
+
+        golden.check_refused("config/files.txt", ConfigError, read, tmp_path)
 
     def test_in_overrides(self):
         def read(line: str) -> None:

@@ -22,23 +22,7 @@ from tests.jaxserve.launch.schemas import needs_schemas, problems
 V6E = "--config step3-v6e --hardware v6e --target gke-lws"
 FLEET = "--config step3-prefill --target kubernetes"
 PULL = "--config demo-fleet-afd --target kubernetes"
-EVERY = [
-    V6E,
-    FLEET,
-    PULL,
-    "--config demo --target kubernetes --without-keys --models-claim=",
-    "--config qwen3-32b --hardware v6e --target gke-lws --cache-claim shared",
-    "--config step3-v7x --hardware v7x --target gke-lws",
-    "--config qwen3-235b-a22b --hardware h100 --target kubernetes "
-    "--set server.tls_certificate=c.pem --set server.tls_key=k.pem",
-    "--config step3-v6e --hardware v6e --target gke-jobset",
-    "--config step3-v6e --hardware v6e --target gke-jobset --slices 2 --models-bucket weights",
-    "--config step3-v7x --hardware v7x --target gke-jobset --without-keys",
-    "--config step3-prefill --target kubernetes --namespace serving --service-account reader "
-    "--image-pull-secret registry --env NCCL_SOCKET_IFNAME=eth0 --node-selector pool=gpus "
-    "--rdma rdma/hca=8 --pod-annotation k8s.v1.cni.cncf.io/networks=a,b --cache-bucket gs://b/c",
-    "--config step3-v6e --hardware v6e --target gke-jobset --namespace serving --privileged",
-]
+EVERY = golden.text("launch/kubernetes.txt").splitlines()
 
 
 @needs_schemas

@@ -14,21 +14,13 @@ from tests import golden
 from tests.jaxserve.launch.schemas import sbom_problems
 
 BASE = f"python:3.12-slim@sha256:{'0a' * 32}"
-LOCKS = {
-    "serve.txt": "# made\n--only-binary :all:\n"
-    "H11==0.16.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
-    "colour==1 ; sys_platform == 'win32' \\\n    --hash=sha256:cc\n"
-    "msgspec==0.1 \\\n    --hash=sha256:dd\n",
-    "tpu.txt": "-r serve.txt\n"
-    "libtpu==0.0.50.1 ; sys_platform == 'linux' \\\n    --hash=sha256:ee\n",
-}
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock of three packages, beside an installed h11."""
-    for name, text in LOCKS.items():
-        (tmp_path / name).write_text(text)
+    for name in ("serve.txt", "tpu.txt"):
+        (tmp_path / name).write_text(golden.text(f"launch/lock-{name}"))
     monkeypatch.setattr(packages, "FOLDERS", (tmp_path / "none", tmp_path))
 
 

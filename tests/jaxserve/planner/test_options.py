@@ -20,12 +20,12 @@ from jaxserve.planner.options import (
     stall,
     tokens,
 )
+from tests import golden
 
 
-def test_times_and_contexts():
-    texts = ("50ms", "50", "0.05s", " 16.6 ms ", "200us")
-    assert [seconds(text) for text in texts] == pytest.approx([0.05, 0.05, 0.05, 0.0166, 2e-4])
-    assert [tokens(text) for text in ("8192", "8K", "32k")] == [8192, 8192, 32768]
+def test_texts():
+    """`golden/planner/options.txt` lists them."""
+    golden.check_values("planner/options.txt", lambda value: value, globals())
 
 
 WRONG = [
@@ -52,10 +52,6 @@ def test_any_text_is_a_quantity_or_an_error(text):
             assert read(text)
 
 
-def test_prices():
-    assert [price(text) for text in ("H100=1.9", "h20=1")] == [("h100", 1.9), ("h20", 1.0)]
-
-
 def test_assumptions():
     assert assumptions([]) == Assumptions()
     assert assumptions(["paper"]) == PAPER
@@ -74,18 +70,10 @@ def test_jitter_of_all_stages_and_of_one():
     assert jitter(none) == Jitter()
     given = [spread("0.05"), spread("combine=0.3")]
     found = jitter(argparse.Namespace(jitter=given, stall=stall("0.001:1ms:1.5")))
-    assert found.spread == {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
-    assert (found.stall_probability, found.stall_seconds) == (0.001, 1e-3)
-    assert found.stall_exponent == 1.5
-    assert stall("0.001:1ms") == (0.001, 1e-3, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "most", "shares"),
-    [("0.9", 3, (0.9, 0.9, 0.9)), ("0.9,0.5", 2, (0.9, 0.5)), ("1, 0", 1, (1.0, 0.0))],
-)
-def test_acceptance(text: str, most: int, shares: tuple[float, ...]):
-    assert acceptance(text, most).shares == shares
+    spreads = {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
+    assert found == Jitter(
+        spread=spreads, stall_probability=0.001, stall_seconds=1e-3, stall_exponent=1.5
+    )
 
 
 @pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])

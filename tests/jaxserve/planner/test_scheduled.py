@@ -27,15 +27,7 @@ def test_kernels_between_a_start_and_its_end():
 
 def test_rows_of_a_ragged_exchange():
     """What it reads and writes of its buffers are rows that are there: half of 8 go and come."""
-    lines = [
-        "ENTRY %main {",
-        "  %x = u8[8,16]{1,0} parameter(0)",
-        "  %start = ((u8[8,16]{1,0}), u8[8,16]{1,0}) ragged-all-to-all-start(%x)",
-        "  %beside = f32[16]{0} fusion(%x), kind=kLoop",
-        "  %done = u8[8,16]{1,0} ragged-all-to-all-done(%start)",
-        "}",
-    ]
-    program = "\n" + "\n".join(lines)
+    program = golden.text("planner/ragged.hlo")
     (found,) = windows(instructions(program), 4, ragged=4)
     assert found == Beside("ragged-all-to-all", 4 * 16, 2 * 4 * 16, 1, 64 + 128)
 

@@ -201,14 +201,8 @@ def test_a_rendering_for_a_preflight_runs_it_with_the_options_of_serve(
 
 
 def test_a_failed_check_does_not_stop_the_others(tmp_path, capsys):
-    words = [
-        "--config",
-        "demo",
-        "--set",
-        "attention.memory_gb=0.001",
-        "--only",
-        "memory,ports,clock",
-    ]
+    words = ["--config", "demo", "--set", "attention.memory_gb=0.001"]
+    words += ["--only", "memory,ports,clock"]
     assert main([*words, "--json", str(tmp_path / "found.json")]) == 1
     said = capsys.readouterr().out
     assert "passed   ports" in said
