@@ -27,6 +27,7 @@ from jaxserve.mesh import (
     role_groups,
     sharded_zeros,
 )
+from tests import golden
 
 
 def deployment(**layout):
@@ -95,14 +96,7 @@ def test_abstract_ones_have_the_same_axes_and_need_no_devices(mode):
 
 
 def test_too_few_devices_with_the_arithmetic():
-    message = "layout attention.dp 3 x attention.tp 2 + ffn.ep 2 x ffn.tp 2 = 10 devices, but there"
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)} are 8"):
-        submeshes(attention_dp=3, attention_tp=2, ffn_ep=2, ffn_tp=2)
-    message = "layout attention.dp 9 x attention.tp 1 = 9 devices, but there are 8"
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        submeshes(mode="colocated", attention_dp=9)
-    with pytest.raises(ConfigError, match="= 3 devices, but there are 2"):
-        submeshes(jax.devices()[4:6], ffn_ep=2)
+    golden.check_arguments("roles/too_few_devices.txt", ConfigError, submeshes, globals())
     meshes = submeshes(jax.devices()[4:6])
     assert (ids(meshes.attention), ids(meshes.ffn)) == ([[4]], [[5]])
 

@@ -173,39 +173,3 @@ def test_cancel_a_waiting_request():
     assert scheduler.cancel("a") == scheduler.cancel("nobody") == []
     assert scheduler.plan(0).groups == [[row(0, [2], 1, [0])]]
     assert scheduler.cancel("b", "stop") == [news("b", [], "stop")], "the text ends there"
-
-
-@pytest.mark.parametrize("in_flight", [0, 1, 2])
-@pytest.mark.parametrize("prompt", [[1], [1] * 10], ids=["decoding", "in its prompt"])
-def test_cancel_frees_once_nothing_is_in_flight(prompt, in_flight):
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", prompt))
-    scheduler.complete(scheduler.plan(0), sampled({0: 11}))
-    steps = [scheduler.plan(0) for _ in range(in_flight)]
-    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
-    assert scheduler.plan(0) is None
-    for plan in steps:
-        assert scheduler.has_work
-        assert in_pool(scheduler) != [0]
-        assert scheduler.complete(plan, sampled({0: 12})) == []
-    assert in_pool(scheduler) == [0]
-    assert not scheduler.has_work
-
-
-def test_cancel_the_preempted_before_they_land():
-    scheduler, landing = three_lanes_short_of_a_page()
-    assert scheduler.plan(0) is None
-    assert scheduler.waiting_ids() == ["c"]
-    assert scheduler.cancel("c") == [news("c", [], "cancelled")]
-    assert scheduler.waiting_ids() == []
-    scheduler.check_integrity()
-    assert scheduler.complete(landing, sampled({0: 31})) == []
-    assert scheduler.plan(0) == step(9, 1, 8, [row(0, [14], 5, [0, 3, 2])])
-
-
-def test_the_preempted_may_end_when_they_land():
-    scheduler, landing = three_lanes_short_of_a_page()
-    assert scheduler.plan(0) is None
-    assert scheduler.complete(landing, sampled({0: 0})) == [news("c", [], "stop", 0)]
-    assert scheduler.waiting_ids() == []
-    scheduler.check_integrity()

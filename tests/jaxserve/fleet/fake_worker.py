@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import EngineFailedError, OverloadedError
+from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerPort
@@ -54,7 +54,6 @@ class FakeWorkerEngine:
     pace: float = 0.002
     fetch: Callable[[PagesSource, list[int]], str | None] = lambda source, tokens: None
     """Why pages do not come."""
-    most: int = 10**6
     gate: threading.Event = field(default_factory=threading.Event)
     """Tokens come while it is set."""
     stuck: bool = False
@@ -117,8 +116,6 @@ class FakeWorkerEngine:
     ) -> str:
         assert request_id is not None
         assert params.seed is not None, "a worker cannot draw a seed that others know"
-        if len(self.running) >= self.most:
-            raise OverloadedError(f"{len(self.running)} run already")
         with self._lock:
             self.submits.append((prompt, list(emitted), source))
             tokens = [*prompt, *emitted]

@@ -425,13 +425,6 @@ TestFleet.settings = settings(
 
 
 class TestChoices:
-    def test_the_prefill_worker_with_the_least_to_do(self):
-        world = World.of("p0", "p1", "d0")
-        for n, length in enumerate((1000, 300, 300, 300, 300, 300), start=1):
-            world.submit(f"r{n}", length)
-        # the fifth sees 900 tokens against 1000, the last one 1200
-        assert [action.worker for action in world.sent] == ["p0", *["p1"] * 4, "p0"]
-
     def test_a_domain_with_a_free_slot_then_with_room(self):
         world = World.without_prefill()
         world.join("d0", slots=1)

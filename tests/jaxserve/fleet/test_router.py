@@ -263,18 +263,6 @@ def test_lost_pages_are_made_again():
         fleet.until_idle()
 
 
-def test_a_killed_prefill_worker_s_prompts_go_elsewhere():
-    with rig(2, 1) as fleet:
-        for worker in fleet.prefills:
-            worker.engine.gate.clear()
-        fleet.submit_all(range(6), 5)
-        until(lambda: all(worker.engine.prompts for worker in fleet.prefills))
-        fleet.prefills[0].kill()
-        fleet.prefills[1].engine.gate.set()
-        fleet.check(range(6), 5)
-        fleet.until_idle()
-
-
 def test_a_worker_that_comes_back_is_used():
     with rig(0, 1, fleet__absent_seconds=15) as fleet:
         address = fleet.domains[0].address
@@ -318,17 +306,6 @@ def test_a_router_that_starts_while_no_prefill_worker_is_there(on_failure, patie
             assert results.tokens["a"] == expected(LONG, 5, 3)
         finally:
             late.close()
-
-
-def test_nobody_comes():
-    with rig(0, 1, fleet__absent_seconds=0.3) as fleet:
-        fleet.domains[0].kill()
-        until(lambda: fleet.router.status == "starting")
-        fleet.submit(LONG, 5, "a")
-        fleet.results.until(lambda: "a" in fleet.results.last)
-        last = fleet.results.last["a"]
-        assert (last.finish_reason, last.unavailable) == ("error", True)
-        assert last.error == "no domain worker was there for 0 s (fleet.absent_seconds)"
 
 
 @pytest.mark.parametrize("place", ["waiting", "prefill", "held", "domain"])
@@ -462,14 +439,6 @@ def test_held_pages_are_renewed():
         until(lambda: len(fleet.prefills[0].engine.renewed) >= 2)
         domain.gate.set()
         fleet.results.until(lambda: len(fleet.results.last) == 5)
-
-
-def test_what_a_worker_refuses_waits_for_another():
-    full = FakeWorker("domain", FakeWorkerEngine(most=0))
-    with contextlib.closing(Rig([], [full, FakeWorker("domain")])) as fleet:
-        fleet.submit_all(range(4), 3)
-        fleet.check(range(4), 3)
-        assert not full.engine.submits
 
 
 def test_requests_are_checked_before_they_leave():
