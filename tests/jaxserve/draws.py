@@ -35,22 +35,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Number formats that round the same values in every layout without tensor parallelism. Combine in
 INT8 does not: each rank of experts rounds its own part of a sum."""
 
-LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"mode": "colocated"},
-    {"mode": "colocated", "attention.dp": 2},
-    {"mode": "afd"},
-    {"mode": "afd", "attention.dp": 2},
-    {"mode": "afd", "ffn.ep": 2},
-    {"mode": "afd", "attention.dp": 3, "ffn.ep": 2},
-)
-SPLIT: tuple[dict[str, Any], ...] = (
-    {"mode": "colocated", "attention.tp": 2},
-    {"mode": "colocated", "attention.dp": 2, "attention.tp": 2},
-    {"mode": "afd", "ffn.tp": 2},
-    {"mode": "afd", "attention.tp": 2, "ffn.ep": 2},
-    {"mode": "afd", "attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2},
-)
-"""Layouts with tensor parallelism, which adds the terms of a sum in another order."""
+LAYOUTS: list[dict[str, Any]]
+SPLIT: list[dict[str, Any]]
+LAYOUTS, SPLIT = yaml.safe_load(golden.text("engine/draw_layouts.yaml")).values()
+"""Layouts without and with tensor parallelism, which adds the terms of a sum in another order."""
 
 CHEAP = 10
 """Seeds below this draw one of `PLANS`, so that `make test` compiles few programs."""

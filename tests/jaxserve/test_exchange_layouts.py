@@ -12,10 +12,12 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.traffic import exchange_of
+from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve import exchange_process, layouts
 from tests.jaxserve.exchange_process import OUTPUT_TOKENS, PROMPTS
@@ -26,36 +28,15 @@ pytestmark = pytest.mark.unoptimised
 
 SECONDS = 400
 
-SPLIT = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "lanes": 2}
-FOUR_BY_TWO = {**layouts.COLOCATED, "attention.dp": 4, "attention.tp": 2}
-INSTANCES = {"attention.dp": 4, "ffn.instances": 2}
-WHOLE = {"ffn.shared": "whole"}
-
-EIGHT: dict[str, dict[str, Any]] = {
-    "colocated EP 8": {**layouts.COLOCATED, "attention.dp": 8},
-    "colocated EP 4 x TP 2": FOUR_BY_TWO,
-    "colocated EP 4 x TP 2, whole": FOUR_BY_TWO | WHOLE,
-    "2A, EP 3 x TP 2": SPLIT,
-    "2A, EP 3 x TP 2, whole": SPLIT | WHOLE,
-    "4A, EP 4, two instances": INSTANCES
-    | {"attention.dp": 2, "attention.tp": 2, "ffn.ep": 4, "lanes": 2},
-    "4A, EP 2 x TP 2, two instances, whole": INSTANCES | WHOLE | {"ffn.ep": 2, "ffn.tp": 2},
-    "4A, EP 4, two instances, replicas": INSTANCES | {"ffn.ep": 4, "ffn.redundant_slots": 2},
-    "4A, EP 2, two instances, ppermute": INSTANCES | {"ffn.ep": 2, "link.transport": "ppermute"},
-}
+TABLES = yaml.safe_load(golden.text("roles/exchange_layouts.yaml"))
+EIGHT: dict[str, dict[str, Any]] = TABLES["eight"]
 """Layouts of up to eight devices."""
+MORE: dict[str, dict[str, Any]] = TABLES["more"]
+"""Layouts of more."""
 
 BY_DEFAULT = {("2A, EP 3 x TP 2, whole", "gather"), ("4A, EP 4, two instances", "alltoall")}
 """Instances and whole shared experts, each with one exchange. `test_sixteen_ranks` is colocated and
 has ranks without experts."""
-
-MORE: dict[str, dict[str, Any]] = {
-    "colocated EP 16": {**layouts.COLOCATED, "attention.dp": 16},
-    "1A, EP 16": {"ffn.ep": 16},
-    "1A, EP 8": {"ffn.ep": 8, "lanes": 3},
-    "2A, EP 8 x TP 2": {"attention.dp": 2, "ffn.ep": 8, "ffn.tp": 2},
-}
-"""Layouts of more."""
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ routed experts move, and with prediction modules.
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from jaxserve.engine.request import SamplingParams
+from tests import golden
 from tests.jaxserve import layouts, test_families_layouts
 from tests.jaxserve.moving import move_at_random
 from tests.reference.catalogue import CATALOGUE
@@ -28,29 +30,9 @@ SIZES = TinyStep3(
 )
 """A shared expert that takes two slots."""
 
-GATHER, ALLTOALL = {"ffn.exchange": "gather"}, {"ffn.exchange": "alltoall"}
-SPARE = {"ffn.redundant_slots": 1}
-MODULE = {"speculative.method": "mtp", "speculative.automatic": False}
-MOVING: dict[str, dict[str, Any]] = {
-    "4 + 2, gather": GATHER
-    | SPARE
-    | {"attention.dp": 2, "ffn.ep": 6, "ffn.shared": "ranks:2", "lanes": 2},
-    "(2 + 1) x 2, alltoall": ALLTOALL
-    | SPARE
-    | {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared": "ranks:1"}
-    | {"link.transport": "ppermute"},
-    "colocated, 3 + 1": layouts.COLOCATED
-    | ALLTOALL
-    | SPARE
-    | {"attention.dp": 4, "ffn.shared": "ranks:1", "lanes": 2},
-    "a module, 3 + 3": MODULE
-    | SPARE
-    | {"ffn.ep": 6, "ffn.shared": "ranks:3", "speculative.drafts": 2},
-    "colocated, a module, 6 + 2": layouts.COLOCATED
-    | GATHER
-    | MODULE
-    | {"attention.dp": 8, "ffn.shared": "ranks:2", "speculative.drafts": 1},
-}
+TABLES = yaml.safe_load(golden.text("roles/shared_ranks.yaml"))
+MOVING: dict[str, dict[str, Any]] = TABLES["moving"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = TABLES["families"]
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +66,6 @@ def check_moves(engine, expected):
     assert {len(ranks) for ranks in balancer.view().loads.values()} == {sizes.ranks}
     assert balancer.view().moves > RECONFIGURATIONS
     assert engine.compilations_after_ready == 0
-
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "two shared experts, 4 + 2": (
-        "deepseek_v3_all_moe",
-        {"attention.dp": 2, "ffn.ep": 6, "ffn.shared": "ranks:2", "ffn.exchange": "alltoall"},
-    ),
-    "an expert a rank, 6 + 1": (  # EP 7 in place of EP 288: 6 experts, then the shared one
-        "kimi_k2",
-        {"ffn.ep": 7, "ffn.shared": "ranks:1", "ffn.exchange": "alltoall", "lanes": 2},
-    ),
-    "8-bit blocks, 2 + 1": (
-        "deepseek_v3_fp8",
-        {"ffn.ep": 3, "ffn.shared": "ranks:1", "ffn.exchange": "gather"},
-    ),
-}
 
 
 @pytest.mark.matrix

@@ -7,7 +7,6 @@ from jax.sharding import PartitionSpec
 from jaxserve.checkpoint.random_leaves import random_leaves
 from jaxserve.model.module import (
     Formats,
-    QuantWeight,
     Template,
     Weight,
     linear,
@@ -18,6 +17,7 @@ from jaxserve.model.module import (
     zeros,
 )
 from pallas_kernels import input_major
+from tests import golden
 
 
 class Block(nnx.Module):
@@ -106,33 +106,15 @@ class TestMatrix:
         quantised = made("int8", experts=3, expert_d_ff=4, d_model=6)[...]
         assert (quantised.values.shape, quantised.scales.shape) == ((3, 4, 6), (3, 4, 1))
 
-    @pytest.mark.parametrize(
-        ("shards", "block", "scales"),
-        [
-            ({}, (128, 128), (3, 2)),  # the last row of blocks has 44 rows
-            # Each device has 96 columns: blocks of 128 are cut in pieces of 32.
-            ({"d_ff": 2}, (128, 32), (3, 6)),
-            ({"d_ff": 3}, (128, 64), (3, 3)),
-            ({"d_model": 2}, (2, 128), (150, 2)),
-            ({"other": 8}, (128, 128), (3, 2)),
-        ],
-    )
+    @golden.table("model/blocks_of_shards.yaml")
     def test_no_block_lies_on_two_devices(self, shards, block, scales):
         quantised = made("fp8_block", shards=shards, d_model=300, d_ff=192)[...]
-        assert (quantised.block, quantised.scales.shape) == (block, scales)
+        assert [[*quantised.block], [*quantised.scales.shape]] == [block, scales]
         for size, part, axis in zip(block, ("d_model", "d_ff"), (300, 192), strict=True):
             assert 128 % size == 0
             assert shards.get(part, 1) == 1 or axis // shards[part] % size == 0
 
-    @pytest.mark.parametrize(
-        ("parts", "block"),
-        [
-            ((256, 128, 128), 128),
-            ((136, 64, 64), 8),  # the second begins at 136, the third at 200
-            ((48, 16), 16),  # where the last one ends does not matter
-            ((48, 17), 16),
-        ],
-    )
+    @golden.table("model/blocks_of_parts.yaml")
     def test_no_block_has_rows_of_two_maps(self, parts, block):
         quantised = made("fp8_block", parts, rows=sum(parts), d_model=128)[...]
         assert quantised.block == (block, 128)
@@ -185,13 +167,6 @@ class TestQuantisedTemplate:
             "up.values": ((64, 128), ("tp", None)),
             "up.scales": up,
         }
-
-    def test_merge(self):
-        template = Template(lambda rngs: Quantised("fp8_block", rngs))
-        module = template.merge(random_leaves(template, 0))
-        assert isinstance(module.up, QuantWeight)
-        assert module.up[...].block == (32, 128)
-        assert module.up[...].values.dtype == jnp.float8_e4m3fn
 
     def test_a_devices_slices(self):
         """The block is the same on every device."""

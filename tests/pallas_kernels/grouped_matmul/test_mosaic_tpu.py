@@ -13,6 +13,7 @@ from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tiles import TPU, TpuTiles
 from pallas_kernels.quantize import QuantArray, quantize_weight
 from pallas_kernels.target import Target, use_target
+from tests import golden
 from tests.pallas_kernels.grouped_matmul.suite import GroupedMatmulSuite
 from tests.pallas_kernels.nightly import nightly
 from tests.pallas_kernels.tpu_races import check_wait, no_race  # noqa: F401
@@ -149,18 +150,7 @@ class TestNarrowRows:
         expected = np.asarray(run(rows), np.float32)
         assert (np.abs(found - expected).max(axis=1) <= 2e-2 * np.abs(expected).max(axis=1)).all()
 
-    @pytest.mark.parametrize(
-        ("rows", "weights", "device_kind", "row_format", "used"),
-        [
-            (jnp.int8, jnp.int8, "TPU v6 lite", None, True),
-            (jnp.int8, jnp.int8, "TPU v6 lite", "float", False),
-            (jnp.int8, jnp.float8_e4m3fn, "TPU7x", None, False),
-            (jnp.float8_e4m3fn, jnp.int8, "TPU7x", None, False),
-            (jnp.float8_e4m3fn, jnp.uint8, "TPU7x", None, True),
-            (jnp.float8_e4m3fn, jnp.float8_e4m3fn, "TPU v6 lite", None, False),
-            (jnp.int8, jnp.int4, "TPU v6 lite", None, False),
-        ],
-    )
+    @golden.table("pallas_kernels/narrow_rows.yaml")
     def test_where_they_are_used(self, monkeypatch, rows, weights, device_kind, row_format, used):
         """In the weights' own 8 bits, on devices that multiply these, unless floats are asked
         for."""

@@ -1,4 +1,4 @@
-"""`quantize_weight` and `dequantize_weight` against literal expectations and a NumPy definition."""
+"""`quantize_weight` and `dequantize_weight` against a NumPy definition."""
 
 import dataclasses
 
@@ -21,6 +21,7 @@ from pallas_kernels.quantize import (
     sliceable,
 )
 from pallas_kernels.target import Target, use_target
+from tests import golden
 from tests.pallas_kernels.quantize.definition import quantize_numpy
 
 compiled_quantize_weight = jax.jit(quantize_weight, static_argnums=(1, 2))
@@ -63,41 +64,13 @@ def finite_weights(draw, shape, dtype):
 class TestWeights:
     """Weights: the same as NumPy's, bit for bit, since both multiply by the same reciprocals."""
 
-    def test_literal_channels(self):
-        w = jnp.asarray([[254.0, -2.0], [0.0, 0.0], [1.27, -0.01]])
-        quantised = quantize_weight(w, "int8")
-        assert quantised.block == (1, 0)
-        assert quantised.dtype == jnp.int8
-        np.testing.assert_array_equal(quantised.values, [[127, -1], [0, 0], [127, -1]])
-        np.testing.assert_allclose(quantised.scales, [[2.0], [1.0], [0.01]], rtol=1e-6)
-        assert quantised.scales[1, 0] == 1.0
-
-    def test_literal_blocks(self):
-        w = jnp.asarray([[448.0, 1, 896], [0, 0, 2], [0, 0, -44.8]])
-        quantised = quantize_weight(w, "fp8_block", (2, 2))
-        assert quantised.dtype == jnp.float8_e4m3fn
-        np.testing.assert_array_equal(
-            quantised.values.astype(jnp.float32), [[448, 1, 448], [0, 0, 1], [0, 0, -448]]
-        )
-        np.testing.assert_allclose(quantised.scales, [[1, 2], [1, 0.1]], rtol=1e-6)
-
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    @pytest.mark.parametrize(
-        ("format", "block", "shape"),
-        [
-            ("fp8", None, (5, 7)),
-            ("int8", None, (2, 5, 7)),
-            ("fp8", (0, 0), (3, 5, 7)),
-            ("fp8_block", (4, 4), (8, 12)),
-            ("fp8_block", (4, 4), (2, 9, 6)),
-            ("fp8_block", (4, 2), (2, 3, 6, 5)),
-            ("int8", (4, 0), (9, 3)),
-        ],
-    )
+    @golden.table("pallas_kernels/weight_formats.yaml")
     @settings(max_examples=30)
     @given(data=st.data())
     def test_any_finite_weights(self, format, block, shape, dtype, data):
-        w = finite_weights(data.draw, shape, dtype)
+        block = block and tuple(block)
+        w = finite_weights(data.draw, tuple(shape), dtype)
         got = compiled_quantize_weight(jnp.asarray(w), format, block)
         used = {"fp8": (1, 0), "int8": (1, 0)}[format] if block is None else block
         values, scales = scales_and_values_numpy(w, format, used)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from pallas_kernels.rotate_and_write import norm_and_write
 from pallas_kernels.target import use_target
+from tests import golden
 from tests.pallas_kernels.norm_quantize.suite import norm_numpy
 from tests.pallas_kernels.quantize.definition import LARGEST
 from tests.pallas_kernels.rotate_and_write.suite import (
@@ -109,16 +109,7 @@ class NormAndWriteSuite:
         with use_target(self.target):
             return jax.jit(function)(*case.arguments)
 
-    @pytest.mark.parametrize(
-        ("cache", "sizes", "stored"),
-        [
-            ("bfloat16", {"interleaved": False}, True),
-            ("int8", {"split": True, "q_latent": 384}, True),
-            ("int8", {"q_latent": 0}, False),
-            ("fp8", {}, False),
-            ("fp8", {"split": True, "q_latent": 0}, True),
-        ],
-    )
+    @golden.table("pallas_kernels/latents_written.yaml")
     def test_against_numpy(self, cache, sizes, stored):
         case = make_case(cache, **sizes)
         found = self.run(case, stored=stored)

@@ -295,16 +295,7 @@ def test_any_placement_gives_the_same(kind, mesh, redundant):
     np.testing.assert_allclose(load[:, 0], np.multiply(there, each), atol=max(1, each))
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh", "ranks"),
-    [
-        ("gather", "AFD 4 x 2", 1),
-        ("gather", "colocated 8 x 1", 3),
-        ("alltoall", "AFD 8 x 1", 3),
-        ("alltoall", "AFD 4 x 2", 2),
-        ("alltoall", "colocated 4 x 2", 1),
-    ],
-)
+@golden.table("model/shared_ranks.yaml")
 def test_shared_experts_on_ranks_of_their_own(kind, mesh, ranks):
     """Whatever the placement of the others, of which these ranks count no tokens."""
     one, draw = layer(kind, mesh, 1, ranks), random.Random(3)
