@@ -6,9 +6,6 @@ What takes more than the eight simulated devices of a test runs in `exchange_pro
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,9 +15,9 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.traffic import exchange_of
 from tests import golden
-from tests.conftest import REPOSITORY
 from tests.jaxserve import exchange_process, layouts
 from tests.jaxserve.exchange_process import OUTPUT_TOKENS, PROMPTS
+from tests.jaxserve.fleet.launched import output_of
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
@@ -78,16 +75,8 @@ def test_up_to_eight_devices(name, kind, model, expected):
 def run(model, cases: list[dict[str, Any]], folder) -> list[list[list[int]]]:
     """The tokens of every case, from a process with as many devices as the largest needs."""
     written = folder / "written.json"
-    command = [sys.executable, "-m", "tests.jaxserve.exchange_process", str(model)]
-    done = subprocess.run(
-        [*command, json.dumps(cases), str(written)],
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "18"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    arguments = ["-m", "tests.jaxserve.exchange_process", str(model), json.dumps(cases)]
+    output_of(*arguments, str(written), timeout=SECONDS, JAX_NUM_CPU_DEVICES="18")
     return json.loads(written.read_text())
 
 

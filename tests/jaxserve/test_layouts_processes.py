@@ -5,14 +5,12 @@ control plane, and both transports between processes.
 """
 
 import json
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
+from tests.jaxserve.fleet.launched import output_of
 from tests.jaxserve.layouts import Case, check
 
 pytestmark = pytest.mark.unoptimised
@@ -33,14 +31,11 @@ class Written(NamedTuple):
 
 def run(model, overrides, processes, folder, *arguments):
     written = folder / "written.json"
-    command = [sys.executable, "-m", "jaxserve.launch.local"]
-    command += ["--processes", str(processes), "--module", "tests.jaxserve.layout_process"]
+    command = ["-m", "jaxserve.launch.local", "--processes", str(processes)]
+    command += ["--module", "tests.jaxserve.layout_process"]
     command += ["--model", str(model), "--overrides", json.dumps(overrides)]
     command += ["--written", str(written), *arguments]
-    result = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    output_of(*command, timeout=SECONDS)
     return Written(**json.loads(written.read_text()))
 
 

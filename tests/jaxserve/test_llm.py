@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ from jaxserve.errors import (
 from jaxserve.llm import LLM, RequestOutput
 from tests import golden
 from tests.conftest import REPOSITORY
+from tests.jaxserve.fleet.launched import output_of
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import ids_of, write_letters
 
@@ -29,7 +27,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """What `LLM` builds instead of a real engine."""
     engine = FakeEngine(ids_of("one two three"))
     monkeypatch.setattr("jaxserve.fleet.devices.initialise", lambda *_: None)
-    monkeypatch.setattr("jaxserve.fleet.assembly.open_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("jaxserve.fleet.here.open_engine", lambda *_, **__: engine)
     yield engine
     engine.close()
 
@@ -293,16 +291,8 @@ TWO_MODELS = golden.text("engine/two_models.txt")
 @pytest.mark.unoptimised
 def test_a_closed_model_is_freed_and_one_that_was_not_closed_ends_cleanly(tiny_model: Path) -> None:
     """Also where a daemon thread is opening another when the interpreter ends."""
-    ran = subprocess.run(
-        [sys.executable, "-c", TWO_MODELS, str(tiny_model)],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    opened, closed = map(int, ran.stdout.split()[-2:])
+    environment = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    said = output_of("-c", TWO_MODELS, str(tiny_model), timeout=240, **environment)
+    opened, closed = map(int, said.split()[-2:])
     assert opened > 2_000_000
     assert closed < 20_000

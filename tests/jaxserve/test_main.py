@@ -1,4 +1,3 @@
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from jaxserve.commands.names import COMMANDS
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import ConfigError
+from tests.jaxserve.fleet.launched import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,14 +88,7 @@ def test_the_wheel_works_without_the_repository(tmp_path):
     names = {str(path.relative_to(installed)) for path in installed.rglob("*")}
     assert {"jaxserve/configs/demo.yaml", "jaxserve/configs/demo/model.safetensors"} <= names
     assert not any(name.startswith(("tests", "configs", "launch")) for name in names)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "JAX_PLATFORMS": "cpu"}
+    environment = {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     generate = ["-m", "jaxserve", "generate", "--config", "demo", "--prompt", "def fibonacci(n):"]
-    run = subprocess.run(
-        [sys.executable, *generate, "--max-tokens", "4", "--temperature", "0"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode, run.stdout.strip() != "") == (0, True), run.stderr
+    generate += ["--max-tokens", "4", "--temperature", "0"]
+    assert output_of(*generate, cwd=tmp_path, timeout=300, **environment).strip()

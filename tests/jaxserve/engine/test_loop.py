@@ -55,17 +55,6 @@ def result(token: int = 7) -> StepResult:
 
 
 class TestOrder:
-    def test_one_step_ahead_of_what_was_read(self):
-        loop, _ = make_loop(request("a"), lanes=1)
-        (first,) = loop.next([0]).steps
-        assert loop.enqueued(0) == first
-        assert len(loop.next([0]).steps) == 1
-        loop.enqueued(0)
-        assert loop.next([0]) == Await(first)
-        (output,) = loop.complete(0, first.plan, result())
-        assert (output.request_id, output.token_ids) == ("a", [7])
-        assert [step.plan.number for step in loop.next([0]).steps] == [2]
-
     def test_a_lane_that_is_inside_a_step_goes_on_without_a_new_plan(self):
         loop, _ = make_loop(request("a"), request("b"), groups=1)
         assert [step.lane for step in loop.next([0, 1]).steps] == [0, 1]

@@ -90,22 +90,6 @@ def test_an_ended_id_may_come_again_while_its_step_is_in_flight():
     assert scheduler.complete(third, sampled({1: 13})) == [news("a", [13])]
 
 
-@pytest.mark.parametrize(
-    ("fields", "outputs"),
-    [
-        ({"max_tokens": 1}, [news("a", [], "stop", 0)]),
-        ({"ignore_eos": True}, [news("a", [0]), news("a", [0]), news("a", [0], "length")]),
-        ({"min_tokens": 2}, [news("a", [0]), news("a", [0]), news("a", [], "stop", 0)]),
-    ],
-)
-def test_end_ids_that_do_not_count_are_tokens(fields, outputs):
-    scheduler = make_scheduler(make_request("a", [5], **{"max_tokens": 3, **fields}))
-    received = []
-    while scheduler.has_work:
-        received += scheduler.complete(scheduler.plan(0), sampled({0: 0}))
-    assert received == outputs
-
-
 # Several sequences share a step.
 
 

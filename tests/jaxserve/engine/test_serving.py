@@ -11,8 +11,7 @@ import pytest
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.assembly import open_engine
 from tests.jaxserve import layouts
-from tests.jaxserve.layouts import Collector, Output, ask
-from tests.reference.step3_numpy import Step3Numpy
+from tests.jaxserve.layouts import Collector, ask
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 VOCAB = layouts.SIZES.vocab_size
@@ -22,35 +21,6 @@ VOCAB = layouts.SIZES.vocab_size
 def engine(request):
     with layouts.serving(request.getfixturevalue(f"{request.param}_runtime")) as engine:
         yield engine
-
-
-class TestEnds:
-    """The first eight greedy tokens of one prompt, by NumPy."""
-
-    PROMPT = layouts.PROMPTS[3][:10]
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def expected(tiny_model):
-        return Step3Numpy.from_folder(tiny_model).greedy(TestEnds.PROMPT, 8)
-
-    def run(self, engine, **params):
-        return ask(engine, self.PROMPT, SamplingParams(temperature=0, **params))
-
-    def test_length(self, engine, expected):
-        assert self.run(engine, max_tokens=8) == Output(expected, "length")
-
-    def test_stop_id(self, engine, expected):
-        place = expected.index(expected[4]) + 1
-        output = self.run(engine, max_tokens=8, stop_token_ids=(expected[4],))
-        assert output == Output(expected[:place], "stop")
-
-    def test_end_ids_of_the_model(self, afd_runtime, expected):
-        ends = frozenset({expected[2], expected[5]})
-        place = min(expected.index(token) for token in ends) + 1
-        with layouts.serving(afd_runtime, ends) as engine:
-            assert self.run(engine, max_tokens=8) == Output(expected[:place], "stop")
-            assert self.run(engine, max_tokens=8, ignore_eos=True) == Output(expected, "length")
 
 
 class TestSeeds:

@@ -1,5 +1,4 @@
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -24,15 +23,6 @@ def step(number, wait=lambda: None):
     return Finished(plan_of_rows(0, number, Bucket(8, 1), [[]], slots=2), array, None, array)
 
 
-@pytest.fixture
-def gate(reader):
-    """Holds the first step's result back until it is set."""
-    event = threading.Event()
-    reader.read(step(0, lambda: event.wait(20)))
-    yield event
-    event.set()
-
-
 def no_failure():
     return None
 
@@ -51,16 +41,6 @@ def test_in_the_order_of_the_steps(reader):
     assert not reader.ready()
 
 
-@pytest.mark.usefixtures("gate")
-def test_late(reader):
-    """The error names the key with the limit."""
-    started = time.monotonic()
-    late = r"did not arrive within 0\.2 s \(cluster\.step_seconds\)"
-    with pytest.raises(EngineFailedError, match=late):
-        reader.take(0.2, no_failure)
-    assert 0.2 <= time.monotonic() - started < 5
-
-
 def test_a_pause_of_the_process_is_not_the_steps_fault():
     """The clock jumps by a minute between two looks, as after a container was frozen."""
     ticks = [0.0]
@@ -75,15 +55,6 @@ def test_a_pause_of_the_process_is_not_the_steps_fault():
     plan, _ = reader.take(30, no_failure)
     assert plan.number == 0
     reader.close()
-
-
-@pytest.mark.usefixtures("gate")
-def test_a_failure_elsewhere_ends_the_wait(reader):
-    failure = EngineFailedError("process 1 is gone")
-    started = time.monotonic()
-    with pytest.raises(EngineFailedError, match="process 1 is gone"):
-        reader.take(60, lambda: failure)
-    assert time.monotonic() - started < 5
 
 
 def test_an_error_of_the_computation_and_the_next_step(reader):

@@ -72,19 +72,26 @@ def started(command: Sequence[str], environment: dict[str, str]) -> Iterator[Lau
             run.end(5.0)
 
 
-def python(code: str, **environment: str | None) -> Any:
-    """Returns what a fresh interpreter prints as JSON; None removes a variable."""
+def output_of(
+    *arguments: str, cwd: Path = REPOSITORY, timeout: float = 120, **environment: str | None
+) -> str:
+    """Returns what a fresh interpreter prints, which has to end well; None removes a variable."""
     changed = {**os.environ, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
+        [sys.executable, *arguments],
+        cwd=cwd,
         env={name: value for name, value in changed.items() if value is not None},
         capture_output=True,
         text=True,
-        timeout=120,
-        check=True,
+        timeout=timeout,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def python(code: str, **environment: str | None) -> Any:
+    """Returns what a program prints in its last line, as JSON."""
+    return json.loads(output_of("-c", code, **environment).splitlines()[-1])
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ def test_what_waits_at_a_domain_that_drains_goes_elsewhere():
         for engine in (one, other):
             engine.allowed = 1000
         fleet.check(range(12), 60)
+        assert len(fleet.prefills[0].engine.prefilled) == 12, "nothing is computed twice"
         assert fleet.router.load().replays == 0
         fleet.until_idle()
 

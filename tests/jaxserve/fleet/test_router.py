@@ -358,29 +358,6 @@ def test_a_router_that_is_gone_leaves_nothing():
         fleet.until_idle()
 
 
-def test_one_that_waits_at_a_domain_goes_to_another_that_has_a_slot():
-    with rig(1, 2, fleet__domain_waiting=8) as fleet:
-        busy, free = (worker.engine for worker in fleet.domains)
-        busy.slots, busy.allowed, free.allowed = 4, 3, 3
-        fleet.submit_all(range(8), 5)
-        until(lambda: len(busy.running) == len(free.running) == 4)
-        fleet.submit_all(range(8, 14), 5)
-        until(lambda: len(busy.running) + len(free.running) == 14)
-        waited = [prompt[-1] for prompt, _, _ in busy.submits[4:]]
-        until(lambda: len(fleet.prefills[0].engine.held) == len(waited) > 0)
-        free.allowed = 5
-        fleet.check(waited, 5)
-        assert len(busy.running) == 4, "which go nowhere"
-        moved = [prompt[-1] for prompt, _, _ in free.submits[4:]]
-        assert moved[-len(waited) :] == waited, "the first one first"
-        assert all(source is not None for _, _, source in free.submits)
-        assert len(fleet.prefills[0].engine.prefilled) == 14, "nothing is computed twice"
-        busy.allowed = 5
-        fleet.check(range(14), 5)
-        fleet.until_idle()
-        assert fleet.router.load().replays == 0
-
-
 def test_backpressure():
     """The domain runs four, one waits there; five prompts are held; further ones are refused. Of
     200 requests, each of which comes again until it is taken, every one ends, in order."""

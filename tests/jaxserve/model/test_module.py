@@ -62,12 +62,6 @@ class TestTemplate:
         for n, name in enumerate(template.names):
             np.testing.assert_array_equal(np.asarray(getattr(block, name)[...], np.float32), n)
 
-    def test_merge_takes_a_devices_slices(self):
-        """Inside `shard_map` every leaf is smaller than the template says."""
-        template = Template(Block)
-        leaves = [jnp.zeros((2,) * len(leaf.shape), leaf.dtype) for leaf in template.leaves]
-        assert template.merge(leaves).experts[...].shape == (2, 2, 2)
-
     def test_random_leaves(self):
         template = Template(Block)
         leaves = random_leaves(template, 0)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.attention import chunk_attention
 from pallas_kernels.target import Target, use_target
+from tests import golden
 
 SCALE, HEADS, DIM, V_DIM, TOKENS = 0.3, 2, 6, 4, 32
 
@@ -80,17 +80,7 @@ class ChunkSuite:
         np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-5)
         assert (output.dtype, lse.dtype) == (jnp.float32, jnp.float32)
 
-    @pytest.mark.parametrize(
-        ("lengths", "starts"),
-        [
-            ([1], [0]),
-            ([8], [3]),
-            ([7, 1, 9], [0, 50, 2]),
-            ([21], [5]),
-            ([3, 3, 3, 3, 3], [9, 0, 9, 0, 4]),
-        ],
-        ids=str,
-    )
+    @golden.table("pallas_kernels/chunks.yaml")
     def test_against_numpy(self, lengths, starts):
         """Sequences within a tile, over several, to their borders, and padding."""
         self.check(batch(np.random.default_rng(0), lengths, starts, 21))

@@ -1,12 +1,10 @@
 """A new transport is one file: configuration, links and `doctor` find it by its declaration."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests import golden
 from tests.conftest import REPOSITORY
+from tests.jaxserve.fleet.launched import output_of
 
 TOYS = {name: golden.text(f"link/{name}_transport.txt") for name in ("toy", "far")}
 USE = golden.text("link/use_of_toys.txt")
@@ -31,18 +29,6 @@ def test_a_transport_is_one_file(tmp_path):
         (folder / f"{name}.py").write_text(text)
     new = {path.name for path in tmp_path.rglob("*.py") if not path.is_symlink()}
     assert new == {"toy.py", "far.py"}
-    environment = os.environ | {
-        "PYTHONPATH": f"{tmp_path}:{REPOSITORY}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_PLATFORMS": "cpu",
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", USE],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.stdout == "served\n", ran.stderr
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    assert output_of("-c", USE, cwd=tmp_path, **environment) == "served\n"
