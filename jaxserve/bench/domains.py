@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.remote.batching import POLICIES
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.cohorts import Cohorts
+from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.session.hello import make_hello
 from jaxserve.planner.pool import ExpertPool, simulate_pool

@@ -159,9 +159,10 @@ class Link(Section, frozen=True):
     addresses: list[str] = []
     """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
     is there is used, the others stand by."""
-    batching: Literal["rotation", "merge"] = "rotation"
-    """Messages of several attention workers that an ffn worker of another runtime runs in one pass:
-    `rotation`: one; `merge`: those of a layer that wait."""
+    batching: Literal["rotation", "merge", "cohort"] = "rotation"
+    """Messages of several attention workers that an ffn worker of another runtime runs in one pass.
+    `rotation`: one; `merge`: those of a layer that wait; `cohort`: those of lanes that keep in
+    step, for which the worker waits as long as that pays."""
     absent_seconds: Seconds = 60.0
     """How long an attention worker waits with no ffn worker there before its requests fail."""
 

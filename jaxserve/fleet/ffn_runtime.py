@@ -26,7 +26,7 @@ from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
-from jaxserve.link.remote.batching import POLICIES
+from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.remote.work import MessageLanding
 from jaxserve.link.session.channel import listen

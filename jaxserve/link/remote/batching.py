@@ -9,12 +9,13 @@ overlap, so no domain takes more than its part of a pass.
 
 - `Turns` serves one message a pass. The domain that was served longest ago is next.
 - With `most` above 1 it adds the other domains' messages of that layer which wait at the time.
+- `Cohorts` (`cohorts.py`) waits for lanes that are expected, as long as that pays.
 - `Cohorts` (`cohorts.py`) also waits for messages that it expects, where that costs less than
   running without them.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 NEVER = float("inf")
@@ -115,13 +116,3 @@ def batches[Message: Waiting](messages: Iterable[Message], most: int) -> list[li
             made.append((group, batch := {}))
         batch[message.domain] = message
     return [list(batch.values()) for _, batch in made]
-
-
-MOST_MESSAGES = 16
-"""Most messages of a pass, on whose memory and programs it depends."""
-
-POLICIES: Mapping[str, Callable[[], Turns]] = {
-    "rotation": Turns,
-    "merge": lambda: Turns(MOST_MESSAGES),
-}
-"""Policies by `link.batching`."""

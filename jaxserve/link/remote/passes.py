@@ -8,17 +8,27 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxserve.link.remote.batching import Decision, Turns, Waiting
+from jaxserve.link.remote.cohorts import Cohorts
 
 AHEAD = 1
 """Passes in the devices' queues beside the running one: enough to keep the devices busy."""
 LONGEST_SECONDS = 1.0
 """Longest time without another look, whatever the policy says."""
+MOST_MESSAGES = 16
+"""Most messages of a pass, on whose memory and programs it depends."""
+
+POLICIES: Mapping[str, Callable[[], Turns]] = {
+    "rotation": Turns,
+    "merge": lambda: Turns(MOST_MESSAGES),
+    "cohort": lambda: Cohorts(MOST_MESSAGES),
+}
+"""Policies by `link.batching`."""
 
 
 class Passes:

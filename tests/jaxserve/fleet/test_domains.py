@@ -5,6 +5,7 @@ The runtimes live in one process here, each on devices of its own; `test_runtime
 apart.
 """
 
+import contextlib
 import functools
 import random
 import threading
@@ -65,17 +66,26 @@ def role_of(model, role, first, overrides):
     return runtime._replace(mesh=mesh), deployment, open_checkpoint(str(model), names[1])
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model):
+@contextlib.contextmanager
+def serving(model, **changes):
+    """An ffn worker; the changes are of `link`."""
     overrides = FFN | {"link.addresses": ["127.0.0.1:1"], "experts.window_seconds": 10_000}
-    server, _ = message_server(*role_of(tiny_model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
+    overrides |= {f"link.{key}": value for key, value in changes.items()}
+    server, _ = message_server(*role_of(model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
     server.address = server.start()
     yield server
     server.close()
 
 
-def open_domain(model, server, name) -> Domain:
-    first, overrides = DOMAINS[name]
+@pytest.fixture(scope="module")
+def server(tiny_model):
+    with serving(tiny_model) as server:
+        yield server
+
+
+def open_domain(model, server, name, first=None) -> Domain:
+    own_first, overrides = DOMAINS[name]
+    first = first or own_first
     overrides = FFN | overrides | {"link.addresses": [server.address]}
     role, deployment, source = role_of(model, "attention", first, overrides)
     cell, link = attention_cell(role, deployment, source, TOKEN)
@@ -148,6 +158,35 @@ def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected
         layouts.idle(domain.engine)
         assert domain.link.counters.failures == 0
         assert domain.engine.compilations_after_ready == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("batching", ["merge", "cohort"])
+def test_messages_that_share_a_pass_give_the_same_tokens(
+    batching, tiny_model, expected, monkeypatch
+):
+    """Also those of a domain whose neighbour leaves in the middle of its requests."""
+    passes = []
+    with serving(tiny_model, batching=batching) as server, contextlib.ExitStack() as stack:
+        run = server.work.run
+        monkeypatch.setattr(
+            server.work, "run", lambda *call: passes.append(len(call[3])) or run(*call)
+        )
+        used = [open_domain(tiny_model, server, "2 lanes, dp 2", first) for first in (3, 5)]
+        for domain in used:
+            stack.callback(domain.close)
+        for params in (GREEDY, SEEDED):
+            calls = [functools.partial(generate, domain.engine, params) for domain in used]
+            assert side_by_side(*calls) == [expected[params.temperature]] * 2
+        unheard = layouts.Collector()
+        for prompt in PROMPTS:
+            unheard.submit(used[1].engine, prompt, GREEDY)
+        unheard.wait_for_tokens("request 0", 1)
+        stays = functools.partial(generate, used[0].engine, GREEDY)
+        assert side_by_side(stays, used[1].link.close)[0] == expected[0]
+        assert {1, 2} <= set(passes)
+        assert used[0].link.counters.failures == 0
+        assert used[0].engine.compilations_after_ready == 0
 
 
 def test_domains_come_and_go_and_the_others_do_not_notice(domains, server, expected, tiny_model):

@@ -149,14 +149,14 @@ def test_the_estimate_holds_the_buffers_of_the_kernel(dtype, decode, monkeypatch
 @pytest.mark.usefixtures("no_body")
 @pytest.mark.parametrize("decode", [True, False])
 def test_places_are_cut_by_the_tiles_of_the_kernel(decode, monkeypatch):
-    find = mosaic_tpu._places
+    find = mosaic_tpu.item_places
     largest = []
 
     def noted(*arguments, **options):
         largest.append(options["largest"])
         return find(*arguments, **options)
 
-    monkeypatch.setattr(mosaic_tpu, "_places", noted)
+    monkeypatch.setattr(mosaic_tpu, "item_places", noted)
     for sizes, dtype in itertools.product(SHAPES_OF_ALL_KINDS, DTYPES):
         target = Target("mosaic_tpu", "TPU7x")
         queries, keys, values, *where = arguments(sizes, dtype, decode=decode)

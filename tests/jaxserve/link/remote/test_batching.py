@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxserve.link.remote.batching import POLICIES, Turns, Waiting
+from jaxserve.link.remote.batching import Turns, Waiting
 from jaxserve.link.remote.cohorts import Cohorts
+from jaxserve.link.remote.passes import POLICIES
 
 
 def message(domain, layer=0, lane=0, shape=None):

@@ -5,8 +5,9 @@ import heapq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.link.remote.batching import POLICIES, Waiting
+from jaxserve.link.remote.batching import Waiting
 from jaxserve.link.remote.cohorts import FIRST_ITERATION, Cohorts
+from jaxserve.link.remote.passes import POLICIES
 from tests.jaxserve.link.remote.test_batching import message, taken
 
 
