@@ -6,6 +6,7 @@ import subprocess
 from jaxserve.bench.report import missed
 from jaxserve.chaos.deployment import Process
 from jaxserve.chaos.resources import Census, Life, Sample, at_age, held, sample
+from tests import golden
 
 
 def one(age, memory=100.0, files=20, threads=10):
@@ -51,33 +52,17 @@ def test_samples_of_a_process_are_one_life():
 def test_a_survivor_may_not_grow():
     before = [life(1, one(30))]
     assert missed([held(before, [life(1, one(90, 114, 24, 18))], [])]) == []
-    assert missed([held(before, [life(1, one(90, 116, 25, 19))], [])]) == [
-        "held: domain 0, lived on: grown in both",
-        "held: domain 0, lived on: files (20)",
-        "held: domain 0, lived on: threads (10)",
-        "held: all of role domain: grown in both",
-        "held: all of role domain: files (20)",
-        "held: all of role domain: threads (10)",
-    ]
+    grown = missed([held(before, [life(1, one(90, 116, 25, 19))], [])])
+    golden.check("chaos/grown.txt", "\n".join(grown) + "\n")
 
 
-def test_a_leak_is_in_the_share_and_in_the_whole():
-    """The first: an ffn worker whose neighbours had ended."""
-    cases = {
-        "fewer share its pages": (Sample(30, 197, 335, 9, 9), Sample(90, 218, 335, 9, 9), 0.0),
-        "it touches what others have": (
-            Sample(30, 197, 335, 9, 9),
-            Sample(90, 198, 375, 9, 9),
-            1.0,
-        ),
-        "it keeps 25 MB": (Sample(30, 197, 335, 9, 9), Sample(90, 222, 360, 9, 9), 25.0),
-        "both, with fewer": (Sample(30, 197, 335, 9, 9), Sample(90, 243, 360, 9, 9), 25.0),
-        "less than a twentieth": (Sample(30, 197, 335, 9, 9), Sample(90, 216, 354, 9, 9), 19.0),
-    }
-    for name, (before, after, grown) in cases.items():
-        part = held([life(1, before)], [life(1, after)], [])
-        assert [m.value for m in part.measures if "both" in m.name] == [grown] * 2, name
-        assert bool(missed([part])) == (grown == 25.0), name
+@golden.table("chaos/leaks.yaml")
+def test_a_leak_is_in_the_share_and_in_the_whole(before, after, grown):
+    memories = zip((before, after), (30, 90), strict=True)
+    samples = [[life(1, Sample(age, *memory, 9, 9))] for memory, age in memories]
+    part = held(*samples, [])
+    assert [m.value for m in part.measures if "both" in m.name] == [grown] * 2
+    assert bool(missed([part])) == (grown == 25.0)
 
 
 def test_successors_are_compared_at_the_same_age():

@@ -132,7 +132,7 @@ def varied(line: str) -> tuple[ModelConfig, ModelConfig]:
 
 
 def test_wrong_entries_of_each_family():
-    """`golden/checkpoint/families.txt` lists them."""
+    """`golden/checkpoint/families.txt` lists them. None has a default: tools disagree."""
     golden.check_refused("checkpoint/families.txt", CheckpointError, varied)
 
 

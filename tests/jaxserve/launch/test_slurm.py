@@ -18,14 +18,8 @@ from tests.jaxserve.launch.tools import judge
 WHOLE = "--config qwen3-235b-a22b --hardware h100 --target slurm"
 FLEET = "--config step3-prefill --target slurm --without-keys"
 PULL = "--config demo-fleet-afd --hardware h100 --target slurm"
-STAND_INS = {
-    "srun": """#!/usr/bin/env bash
-printf -v line '%s\\x1f' "$JAXSERVE_CLUSTER_TOKEN" "$@"
-echo "$line"
-""",
-    "sinfo": "#!/usr/bin/env bash\ncat up 2>/dev/null || printf 'n%s\\n' 0 0 1 1 2\n",
-    "scontrol": "#!/usr/bin/env bash\nprintf 'n%s\\n' 0 1 2 3 4 5 6 7\n",
-}
+NAMES = ("srun", "sinfo", "scontrol")
+STAND_INS = {name: golden.text(f"launch/stand-in-{name}.txt") for name in NAMES}
 
 
 def run(files: dict[str, str], folder: Path, *more: str) -> list[list[str]]:

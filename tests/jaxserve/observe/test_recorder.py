@@ -11,7 +11,7 @@ from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
 from jaxserve.observe.spans import STAGES, AFDStage, Span
 from jaxserve.roles.layout import StepLoad
-from tests.jaxserve.waiting import until
+from tests.jaxserve.waiting import Clock, until
 
 MS = 1_000_000
 
@@ -31,16 +31,9 @@ class Donated:
         raise RuntimeError("Array has been deleted.")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.milliseconds = 0
-
-    def __call__(self) -> int:
-        return self.milliseconds * MS
-
-
 @pytest.fixture
 def clock() -> Clock:
+    """Shows nanoseconds."""
     return Clock()
 
 
@@ -52,11 +45,11 @@ def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
     late, early = Gate(), Gate()
     recorder.observe("attend", 0, 1, 7, late)
     recorder.observe(stage, lane, 1, 8, early)
-    clock.milliseconds = 5
+    clock.now = 5 * MS
     early.event.set()
     assert until(recorder.spans) == [Span(stage, lane, 1, 8, 0, 5 * MS, 3, 0)]
     assert not recorder.flush(0.01)
-    clock.milliseconds = 9
+    clock.now = 9 * MS
     late.event.set()
     assert recorder.flush(30)
     assert (recorder.spans()[1].step, recorder.spans()[1].end_ns) == (7, 9 * MS)
@@ -67,7 +60,7 @@ def test_what_the_step_had_to_do_and_when_enqueueing_began(clock: Clock) -> None
     recorder = Recorder(clock=clock)
     ready, load = Gate(), StepLoad(16, 4, 3, 9, 60, 100)
     ready.event.set()
-    clock.milliseconds = 5
+    clock.now = 5 * MS
     recorder.observe("attend", 0, 1, 7, ready, load, 2 * MS)
     (span,) = merge([recorder.ended()])
     assert span == Span("attend", 0, 1, 7, 2 * MS, 5 * MS, 0, 2 * MS, load)
@@ -78,9 +71,9 @@ def test_an_end_that_another_thread_has_seen_before(clock: Clock) -> None:
     first, second = Gate(), Gate()
     for step, gate in enumerate((first, second)):
         recorder.observe("attend", 0, 1, step, gate)
-    clock.milliseconds = 5
+    clock.now = 5 * MS
     recorder.seen(0, first)
-    clock.milliseconds = 7  # when this recorder's thread gets a core
+    clock.now = 7 * MS  # when this recorder's thread gets a core
     first.event.set()
     second.event.set()
     assert [span.end_ns for span in recorder.ended()] == [5 * MS, 7 * MS]
@@ -98,7 +91,7 @@ def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:
     assert recorder.flush(30)
     assert recorder.dropped == 2
     for step in range(4, 10):
-        clock.milliseconds = step
+        clock.now = step * MS
         recorder.observe("attend", 0, 0, step, gate)
         assert recorder.flush(30)
     assert [span.step for span in recorder.spans()] == [6, 7, 8, 9]

@@ -1,5 +1,7 @@
 """The exposition after known requests, and of engines with known loads."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,24 +16,17 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.text.output import GenerationOutput
 from tests import golden
 from tests.jaxserve.text.fake_engine import FakeEngine
+from tests.jaxserve.waiting import Clock
 
-
-class Clock:
-    """A clock that goes when told, and a calendar."""
-
-    date, now = 1_700_000_000.0, 100.0
-
-    def time(self) -> float:
-        return self.date
-
-    def monotonic(self) -> float:
-        return self.now
+DATE = 1_700_000_000.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock, and a calendar that shows DATE at first."""
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    times = SimpleNamespace(monotonic=clock, time=lambda: DATE + clock())
+    monkeypatch.setattr(module, "time", times)
     return clock
 
 
@@ -107,7 +102,7 @@ def test_a_request_without_a_token(clock: Clock) -> None:
 
 
 VIEW = PipelineView(
-    measured_at=Clock.date - 10,
+    measured_at=DATE - 10,
     busy={"attend": 0.75, "dispatch": 0.125, "ffn": 0.5},
     bubble=0.25,
     transfers={"dispatch": Transfers(4, 0.5)},
@@ -131,7 +126,7 @@ def test_an_engine(clock: Clock) -> None:
 
 
 def test_what_was_measured_long_ago_is_not_now(clock: Clock) -> None:
-    clock.date += 51
+    clock.now += 51
     found = watching()
     assert not [name for name in found if name.startswith(("stage_", "bubble_"))]
     assert found["transfer_seconds_count direction=dispatch"] == 4  # a counter

@@ -1,10 +1,6 @@
-from pathlib import Path
-
-import pytest
 import tokenizers
 from tokenizers import models, processors
 
-from jaxserve.errors import CheckpointError
 from jaxserve.text.vocabulary import TokenizersVocabulary
 from tests import golden
 from tests.jaxserve.text.letters import raw_letters
@@ -43,10 +39,3 @@ def test_what_comes_before_a_prompt(
         single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     assert TokenizersVocabulary(raw).prefix(0, add_bos) == expected
-
-
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"^tokenizer\.json is truncated or no tokenizer: "):
-        TokenizersVocabulary.from_file(path)

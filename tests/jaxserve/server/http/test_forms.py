@@ -8,7 +8,7 @@ import yaml
 
 from jaxserve.text.calls import CALL_FORMATS
 from tests import golden
-from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make, events
+from tests.jaxserve.server.http.rig import TEMPLATE, HttpRig, Make
 from tests.jaxserve.text.conversations import tool
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
@@ -17,15 +17,6 @@ TOOLS = [
     for name, key in (("add", "a"), ("bid", "b"))
 ]
 CHAIN = "\n".join([*(f'r{n}: "x" | r{n + 1}' for n in range(900)), 'r900: "y"'])
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-def test_a_schema(rig: HttpRig) -> None:
-    rig.engine.script = ids_of('Sure! {"a": 17} and more')
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    chunks = events(rig.chat(response_format=form, stream=True))
-    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-    assert json.loads(text)["a"] == 17
 
 
 def test_every_choice_has_a_grammar_of_its_own(rig: HttpRig) -> None:
