@@ -20,8 +20,8 @@ from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.assembly import DEFAULTS, open_engine, open_follower
 from jaxserve.fleet.following import Following
 from jaxserve.fleet.leader import Leader
+from jaxserve.roles import expert_slots
 from jaxserve.roles.expert_balancer import ExpertBalancer
-from jaxserve.roles.expert_slots import ExpertReader
 from jaxserve.roles.step_programs import Wire
 from tests.jaxserve import layouts
 
@@ -109,13 +109,13 @@ def forget_the_order() -> None:
 
 def read_nothing_once() -> None:
     """The first expert of the checkpoint cannot be read here."""
-    read = ExpertReader.read
+    replaced = patch.object(expert_slots, "read_experts")
 
     def fails(*arguments: object) -> None:
-        ExpertReader.read = read  # type: ignore[method-assign]
+        replaced.stop()
         raise OSError("no such expert")
 
-    ExpertReader.read = fails  # type: ignore[method-assign,assignment]
+    replaced.start().side_effect = fails
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.link.session.channel import Channel, dial
 from tests.jaxserve.fleet.ends import SHORT, TOKEN, Ends, boundary, identity, pair
+from tests.jaxserve.waiting import until
 
 WAIT = 10.0
 
@@ -156,8 +157,8 @@ def two_hosts() -> Iterator[tuple[Ends, Leader, list[Follower]]]:
 
 def test_a_host_gets_a_boundary_once_and_all_there_have_it_in_order() -> None:
     with two_hosts() as (_, leader, followers):
-        sources = [len(end._broadcaster._below) for end in (leader, *followers)]
-        assert sources == [2, 0, 2, 0, 0]
+        ends = leader, *followers
+        until(lambda: [len(end._broadcaster._below) for end in ends] == [2, 0, 2, 0, 0])
         check_order(leader, followers)
 
 
