@@ -8,7 +8,6 @@ early or shared where they should not be cannot hide. The expected tokens come f
 oracle that knows nothing of pages or steps.
 """
 
-import dataclasses
 import zlib
 from collections import deque
 from random import Random
@@ -20,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.stepper import PREFILL_PARAMS
@@ -52,28 +52,6 @@ def expected_output(request: Request, max_length: int) -> tuple[list[int], str, 
         tokens.append(token)
 
 
-@dataclasses.dataclass
-class Limits:
-    """The arguments of a Scheduler."""
-
-    groups: int
-    lanes: int
-    slots: int
-    pages: int
-    page_size: int
-    max_length: int
-    token_budget: int
-    token_buckets: list[int]
-    page_buckets: list[int]
-    prefill_tokens: int
-    prefix_cache: bool
-    side_by_side: bool
-    max_waiting: int = 1000
-    drafts: int = 0
-    ring_pages: int = 0
-    window: int = 0
-
-
 class AnythingGoes:
     """A grammar whose mask says how many tokens it knows."""
 
@@ -92,7 +70,7 @@ class AnythingGoes:
 class Device:
     """Runs steps: one memory for all lanes, which run in any order against each other."""
 
-    def __init__(self, limits: Limits, requests: dict[str, Request]):
+    def __init__(self, limits: SchedulerSizes, requests: dict[str, Request]):
         self.requests = requests
         self.page_size = limits.page_size
         self.slots, self.window = limits.slots, limits.window
@@ -240,7 +218,7 @@ def _guesses(seed: int, tokens: list[int]) -> list[int]:
     return guesses
 
 
-def least_ring_pages(limits: Limits) -> int:
+def least_ring_pages(limits: SchedulerSizes) -> int:
     """As many as a deployment has (`kv_cache.ring_pages`), with rings for holds."""
     rings = limits.slots * limits.lanes * (1 + limits.prefix_cache)
     ring = -(-(limits.window + limits.drafts) // limits.page_size) + 3
@@ -270,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         longest = -(-max_length // page_size)
         drafts = data.draw(self.drafts, "drafts")
         token_budget = slots * (1 + drafts) + data.draw(st.integers(0, 5), "budget beyond slots")
-        self.limits = Limits(
+        limits = SchedulerSizes(
             groups=data.draw(st.integers(1, 3), "groups"),
             lanes=data.draw(st.integers(1, 4), "lanes"),
             slots=slots,
@@ -285,13 +263,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=data.draw(st.booleans(), "prefix cache"),
             side_by_side=data.draw(st.booleans(), "side by side"),
             drafts=drafts,
+            max_waiting=1000,
         )
-        self.limits.window = data.draw(st.sampled_from([0, 1, 3, 8]), "window")
-        if 0 < self.limits.window < max_length:
-            self.limits.ring_pages = least_ring_pages(self.limits)
-        else:
-            self.limits.window = 0
-        self.scheduler = FullScheduler(**vars(self.limits))
+        window = data.draw(st.sampled_from([0, 1, 3, 8]), "window")
+        if 0 < window < max_length:
+            limits = msgspec.structs.replace(limits, window=window)
+            limits = msgspec.structs.replace(limits, ring_pages=least_ring_pages(limits))
+        self.limits = limits
+        self.scheduler = FullScheduler(**msgspec.structs.asdict(limits))
         if drafts:
             dice = data.draw(st.randoms(use_true_random=False), "dice")
             often = data.draw(st.sampled_from([1.0, 0.5]), "how often there are drafts")
