@@ -143,7 +143,7 @@ def serve_messages(
 ) -> None:
     """Serves until all domains have measured."""
     hello, work = make_hello("ffn", {}), _Sleeps(fixed, each)
-    policy = Cohorts(domains) if batching == "cohort" else POLICIES[batching]()
+    policy = POLICIES[batching]()
     server = MessageServer(address, hello, _TOKEN, work, transport="pull", policy=policy)
     server.start()
     _wait(lambda: _files(folder, "measured") == domains)

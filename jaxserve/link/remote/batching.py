@@ -19,6 +19,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 NEVER = float("inf")
+Key = tuple[Hashable, int]
+"""Identity of a lane among those of all domains: the domain's connection, and its lane."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -42,8 +44,8 @@ class Waiting:
     arrived: float = dataclasses.field(default=0.0, init=False)
 
     @property
-    def key(self) -> tuple[Hashable, int]:
-        """Identity of the lane among those of all domains."""
+    def key(self) -> Key:
+        """Identity of the message's lane."""
         return self.domain, self.lane
 
 
@@ -65,7 +67,7 @@ class Turns:
 
     def __init__(self, most: int = 1):
         self.most = most
-        self._waiting: dict[Hashable, Waiting] = {}
+        self._waiting: dict[Key, Waiting] = {}
         """Messages by lane, in the order of their arrival."""
         self._turns: dict[Hashable, int] = {}
         """Number of each domain's last turn."""

@@ -8,7 +8,7 @@ See `docs/decisions/expert-pools-batch-by-cohort.md`.
 from collections import deque
 from collections.abc import Hashable, Iterable
 
-from jaxserve.link.remote.batching import NEVER, Decision, Turns, Waiting, batches
+from jaxserve.link.remote.batching import NEVER, Decision, Key, Turns, Waiting, batches
 
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
@@ -48,10 +48,10 @@ class _Cohort:
         self.layer, self.ran, self.began, self.look = -1, 0.0, 0.0, 0.0
         """Layer and time of the last pass; when it last passed the first layer; when the price is
         to be looked at again."""
-        self.in_step: set[Hashable] = set()
-        self.missing: set[Hashable] = set()
+        self.in_step: set[Key] = set()
+        self.missing: set[Key] = set()
         """Lanes in step whose next message has not arrived."""
-        self.waiting: dict[int, dict[Hashable, Waiting]] = {}
+        self.waiting: dict[int, dict[Key, Waiting]] = {}
         """Messages by layer and lane."""
 
     @property
@@ -80,7 +80,7 @@ class Cohorts(Turns):
     def __init__(self, most: int, price: float = 1 / 3, longest: float = 1.3):
         super().__init__(most)
         self._price, self._longest = price, longest
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._lanes: dict[Key, _Lane] = {}
         self._cohorts: dict[Hashable, _Cohort] = {}
         self._ready: deque[list[Waiting]] = deque()
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
@@ -121,7 +121,7 @@ class Cohorts(Turns):
         """See `Turns`."""
         for message in [one for one in self._waiting.values() if one.domain == domain]:
             self._remove(message)
-        gone = {key for key in self._lanes if key[0] == domain}  # type: ignore[index]
+        gone = {key for key in self._lanes if key[0] == domain}
         for cohort in self._cohorts.values():
             cohort.in_step -= gone
             cohort.missing -= gone
@@ -164,7 +164,7 @@ class Cohorts(Turns):
             self.iteration += 0.3 * (lasted - self.iteration)
         if layer <= cohort.layer or not cohort.began:
             cohort.began = now
-        keys: set[Hashable] = {message.key for message in batch}
+        keys = {message.key for message in batch}
         self.left_behind += len(cohort.in_step - keys)
         cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
         cohort.in_step, cohort.missing = keys, set(keys)
