@@ -211,7 +211,7 @@ class _Process:
 
     Attributes:
       addresses: where it listens, once it started.
-      started, opened: set when it listens, and when it accepts requests; or when there is none.
+      started, opened: set when it listens, and while it accepts requests; or when there is none.
     """
 
     def __init__(self, number: int, first: bytes, port: FacePort):
@@ -261,6 +261,7 @@ class _Process:
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         environment["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(self._port.address)
         while not self._stopping.is_set():
+            self.opened.clear()
             with subprocess.Popen(
                 [sys.executable, "-m", "jaxserve.server.face"],
                 env=environment,

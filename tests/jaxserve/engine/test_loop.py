@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
@@ -14,11 +15,11 @@ from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError, OverloadedError
-from tests.jaxserve.engine.test_scheduler_simulation import EOS_IDS, Device, Limits, expected_output
+from tests.jaxserve.engine.test_scheduler_simulation import EOS_IDS, Device, expected_output
 from tests.jaxserve.full_steps import Replica
 from tests.jaxserve.waiting import Clock
 
-LIMITS = Limits(
+LIMITS = SchedulerSizes(
     groups=2,
     lanes=2,
     slots=2,
@@ -42,7 +43,7 @@ def request(name: str, prompt: int = 3, max_tokens: int = 4, **fields) -> Reques
 
 def make_loop(*waiting: Request, domains: int = 1, **limits) -> tuple[Loop, Clock]:
     clock = Clock()
-    schedulers = [Scheduler(SchedulerSizes(**(vars(LIMITS) | limits))) for _ in range(domains)]
+    schedulers = [Scheduler(replace(LIMITS, **limits)) for _ in range(domains)]
     lanes = limits.get("lanes", LIMITS.lanes) * domains
     loop = Loop(schedulers, lanes, clock)
     for one in waiting:
@@ -136,12 +137,12 @@ class TestRequests:
 class Lossy:
     """Carries a loop's actions out on the pretended device, and loses steps at random."""
 
-    def __init__(self, limits: Limits, random: Random, losses: int):
+    def __init__(self, limits: SchedulerSizes, random: Random, losses: int):
         self.random, self.losses = random, losses
         self.limits = limits
         self.requests: dict[str, Request] = {}
         self.device = Device(limits, self.requests)
-        self.scheduler = Scheduler(SchedulerSizes(**vars(limits)))
+        self.scheduler = Scheduler(limits)
         self.loop = Loop([self.scheduler], limits.lanes, lambda: 0.0)
         self.replicas = [Replica(limits.groups, limits.slots) for _ in range(limits.lanes)]
         self.begun: deque = deque()
@@ -202,7 +203,7 @@ class Lossy:
     losses=st.integers(1, 12),
 )
 def test_lost_steps_change_no_token(random, lanes, prefix_cache, losses):
-    limits = Limits(**(vars(LIMITS) | {"lanes": lanes, "prefix_cache": prefix_cache}))
+    limits = replace(LIMITS, lanes=lanes, prefix_cache=prefix_cache)
     lossy = Lossy(limits, random, losses)
     for seed in range(random.randint(1, 10)):
         one = Request(
