@@ -142,8 +142,10 @@ class MessageServer:
     def _end(self, domain: "_Domain", reason: str) -> None:
         if self._domains.get(domain.name) is domain:
             del self._domains[domain.name]
+        # The two refer to each other, and orders that its thread of work did not see are arrays.
+        connections, domain.connections = domain.connections, []
         domain.arriving.clear()
-        for connection in domain.connections:
+        for connection in connections:
             connection.fail(reason)
 
     def arrived(self, domain: "_Domain", note: frames.Note, rows: "_Rows") -> None:

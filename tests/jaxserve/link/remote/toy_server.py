@@ -5,6 +5,7 @@ One process imports JAX and forks a worker for every line of options it reads, b
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -244,6 +245,8 @@ def serve(options: dict) -> None:
     def write(name: str, text: str) -> None:
         (folder / f"{name}.new").write_text(text)
         os.replace(folder / f"{name}.new", folder / name)
+
+    gc.disable()  # An idle worker collects nothing, so what it lets go must be without cycles.
 
     def report() -> None:
         live = sum(array.nbytes for array in jax.live_arrays())
