@@ -50,6 +50,8 @@ class Start(msgspec.Struct, frozen=True):
       token: secret of that socket.
       model: digest of the model's config.json.
       metrics_folder: folder for the metrics of all faces.
+      successor: whether it replaces a process that died. It then joins the ports only once it can
+        answer, because its siblings take all connections until then.
     """
 
     deployment: Deployment
@@ -58,6 +60,7 @@ class Start(msgspec.Struct, frozen=True):
     insecure_bind: bool
     log_format: str
     metrics_folder: str
+    successor: bool = False
 
 
 class EngineConnection(WorkerConnection):
@@ -210,6 +213,11 @@ def _merged(outputs: list[TokenOutput]) -> list[TokenOutput]:
     return [msgspec.structs.replace(joined(own), offset=own[0].offset) for own in batch.values()]
 
 
+def _join_ports(faces: LocalFaces) -> None:
+    """Begins to listen, and tells the engine's process where."""
+    print(msgspec.json.encode(faces.start()).decode(), flush=True)
+
+
 def main() -> int:
     """Serves until the engine's process says that it is over; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -225,7 +233,8 @@ def main() -> int:
             share_ports=True,
             messages_a_second=MESSAGES_A_SECOND,
         )
-        print(msgspec.json.encode(faces.start()).decode(), flush=True)
+        if not start.successor:
+            _join_ports(faces)
     except JaxserveError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 1
@@ -235,6 +244,12 @@ def main() -> int:
     def open_faces() -> None:
         while not engine.wait(1.0):
             pass
+        try:
+            if start.successor:
+                _join_ports(faces)
+        except JaxserveError as error:
+            print(f"jaxserve: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
         faces.open(engine, Path(start.metrics_folder), engine.abort_elsewhere)
         print(flush=True)
 

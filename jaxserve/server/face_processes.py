@@ -134,8 +134,7 @@ class FaceProcesses:
             self._log_format,
             self._folder.name,
         )
-        first = msgspec.json.encode(start) + b"\n"
-        self._processes = [_Process(n, first, self._port) for n in range(server.processes)]
+        self._processes = [_Process(n, start, self._port) for n in range(server.processes)]
         for process in self._processes:
             process.wait(process.started, "did not start")
         return self._processes[0].addresses
@@ -206,7 +205,7 @@ class _Process:
 
     Args:
       number: its place among its siblings.
-      first: first line for the process.
+      start: what the process is told first.
       port: to which it connects.
 
     Attributes:
@@ -214,8 +213,8 @@ class _Process:
       started, opened: set when it listens, and while it accepts requests; or when there is none.
     """
 
-    def __init__(self, number: int, first: bytes, port: FacePort):
-        self._number, self._first, self._port = number, first, port
+    def __init__(self, number: int, start: Start, port: FacePort):
+        self._number, self._start, self._port = number, start, port
         self.addresses: dict[str, str] = {}
         self.started, self.opened = threading.Event(), threading.Event()
         self._stopping, self._over = threading.Event(), False
@@ -286,7 +285,8 @@ class _Process:
         """Tells a process what to serve and stays until it has ended; kills it when it is stuck."""
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(self._first)
+        start = msgspec.structs.replace(self._start, successor=self.started.is_set())
+        child.stdin.write(msgspec.json.encode(start) + b"\n")
         child.stdin.flush()
         self.addresses = msgspec.json.decode(child.stdout.readline(), type=dict[str, str])
         self.started.set()
