@@ -40,7 +40,7 @@ PARTS = {
     "attention": ("open_engine", "domain_runtime", *BETWEEN),
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
-    "serve": ("serve", *FILES.values(), *INSIDE, *BETWEEN),
+    "serve": ("serve", *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
@@ -48,7 +48,7 @@ may have its weights from running workers; a runtime of one role over `pull`; a 
 command that can be any of these, with text/."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
-}
+} | {"serve": (*WHOLE, *SPLIT)}
 """Pipelines, which are imported by name, by part; a process runs one of them. `layer` alone has
 transports."""
 LIMITS = {
