@@ -69,6 +69,7 @@ class HttpError(Exception):
       param: the field at fault.
       code: for programs.
       headers: in addition to the usual ones.
+      details: for programs, in the form of Anthropic's API.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -86,12 +88,13 @@ class HttpError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self, form: ErrorForm = "openai", request_id: str = "") -> bytes:
         """The answer's body, in the form of whose API was called."""
         if form == "anthropic":
             kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-            wrong = MessageErrorDetail(type=kind, message=self.message)
+            wrong = MessageErrorDetail(type=kind, message=self.message, details=self.details)
             return msgspec.json.encode(MessageError(error=wrong, request_id=request_id))
         kind = TYPES.get(self.status, "invalid_request_error")
         detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)

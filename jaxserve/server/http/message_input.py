@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -162,6 +163,8 @@ class CountTokensRequest(Strict, kw_only=True):
     cache_control: CacheControl | None = None
     chat_template_kwargs: JsonObject | None = None
     """Variables of the template, such as enable_thinking."""
+    thread: JsonObject | None = None
+    """Refused: the server keeps no conversations, and Anthropic's client then sends them whole."""
 
 
 class MessageMetadata(Strict, kw_only=True):
@@ -202,7 +205,12 @@ def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
 
     Raises:
       InvalidRequestError: a block is not supported, or not in this place.
+      HttpError: the request starts or continues a conversation that the server should keep.
     """
+    if request.thread is not None:
+        unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        message = "thread: conversations are not kept; send all messages"
+        raise HttpError(400, message, param="thread", details=unsupported)
     messages, origins = _messages(request)
     thinking, output = request.thinking, request.output_config
     switches = dict(request.chat_template_kwargs or {})

@@ -4,7 +4,8 @@ Written by the handlers, documented by `document.py`. Fields that clients expect
 null; fields that are extensions are left out if they are empty.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -279,11 +280,12 @@ class Error(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
-class MessageErrorDetail(msgspec.Struct, kw_only=True):
+class MessageErrorDetail(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An error in Anthropic's API."""
 
     type: str
     message: str
+    details: Mapping[str, Any] | None = None
 
 
 class MessageError(msgspec.Struct, kw_only=True):

@@ -131,6 +131,17 @@ class TestTools:
         assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
         assert '"name": "weather"' in prompt_of(wide)
 
+    def test_runner(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+        """The SDK asks the server to keep the conversation; refused, it sends all of it."""
+        import anthropic
+
+        wide.engine.script = ids_of(CALL)
+        tool = anthropic.beta_tool(lambda city: f"0 °C in {city}", **TOOL)
+        given: Any = {"model": "fake", "max_tokens": 99, "messages": HI, "tools": [tool]}
+        runner = sdk.beta.messages.tool_runner(**given, max_iterations=3)
+        assert [message.stop_reason for message in runner] == ["tool_use"] * 3
+        assert "[assistant][tool]0 °C in x[assistant][tool]0 °C in x" in prompt_of(wide)
+
 
 class TestErrors:
     def test_name_the_field(self, wide: HttpRig) -> None:
