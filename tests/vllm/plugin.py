@@ -14,7 +14,6 @@ import importlib.machinery
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ import openai
 import pytest
 import yaml
 
+from launch import second_model
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LIST = HERE / "endpoint_tests.yaml"
@@ -39,22 +40,6 @@ STAND_INS = frozenset(
     {"fastapi", "lm_eval", "psutil", "pybase64", "torch", "transformers", "vllm", "tblib"}
 )
 """Packages that are not installed for these tests."""
-
-TEMPLATE = (
-    "{% for message in messages %}<|im|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
-)
-"""Of models that call tools."""
-THINKS = "{# <think></think> #}"
-"""At the end of templates of models that reason if they want to."""
-THINKING = (
-    "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{# </think> #}"
-)
-"""At the end of templates of models whose answers begin with reasoning."""
 
 
 # ------------------------------------------------------------------------------- stand-ins
@@ -91,7 +76,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == "vllm.version":
             module.__dict__.update(__version__=_version())
         if module.__name__ == "vllm.tokenizers":
-            module.__dict__["get_tokenizer"] = lambda **_options: _Tokenizer()
+            module.__dict__["get_tokenizer"] = _Tokenizer
         if module.__name__ == "vllm.config":
             module.__dict__["ModelConfig"] = _ModelConfig
 
@@ -103,13 +88,22 @@ def _version() -> str:
     return jaxserve.__version__
 
 
-class _Tokenizer:
-    """The demo model's tokenizer with the methods that the tests call."""
+@functools.cache
+def _folder(name: str, *, thinks: bool = False) -> Path:
+    """Folder of the model that is served under one of the tests' names."""
+    if not name.startswith(("Qwen/", "HuggingFaceTB/")):
+        return ROOT / "configs" / "demo"
+    folder = ROOT / "build" / "vllm" / f"second{'-thinks' if thinks else ''}"
+    return second_model.write(folder, thinks=thinks).parent
 
-    def __init__(self) -> None:
+
+class _Tokenizer:
+    """A model's tokenizer with the methods that the tests call."""
+
+    def __init__(self, tokenizer_name: str) -> None:
         from jaxserve.text.tokenizer import Tokenizer
 
-        self._tokenizer = Tokenizer.from_folder(ROOT / "configs" / "demo")
+        self._tokenizer = Tokenizer.from_folder(_folder(tokenizer_name))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
@@ -122,10 +116,10 @@ class _Tokenizer:
 
 
 class _ModelConfig:
-    """The demo model's configuration, as far as tests ask for it."""
+    """A model's configuration, as far as tests ask for it."""
 
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self.vocab_size = json.loads((ROOT / "configs/demo/config.json").read_text())["vocab_size"]
+    def __init__(self, model: str, **_options: Any) -> None:
+        self.vocab_size = json.loads((_folder(model) / "config.json").read_text())["vocab_size"]
 
     def get_vocab_size(self) -> int:
         return int(self.vocab_size)
@@ -135,12 +129,12 @@ class _ModelConfig:
 
 
 class _Server:
-    """A process of jaxserve with the demo model."""
+    """A process of jaxserve."""
 
-    def __init__(self, settings: Sequence[str], model: Path):
+    def __init__(self, settings: Sequence[str], deployment: Path):
         self._log = tempfile.NamedTemporaryFile(prefix="jaxserve-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-m", "jaxserve.serve", "--config", "configs/demo.yaml"]
-        command += ["--model", str(model), "--set", "server.grpc_port=0"]
+        command = [sys.executable, "-m", "jaxserve.serve", "--config", str(deployment)]
+        command += ["--set", "server.grpc_port=0"]
         for setting in settings:
             command += ["--set", setting]
         self.process = subprocess.Popen(
@@ -169,16 +163,9 @@ class _Server:
 
 
 @functools.cache
-def _server(settings: tuple[str, ...], template: str) -> _Server:
-    model = ROOT / "configs" / "demo"
-    if template:
-        model = Path(tempfile.mkdtemp(prefix="jaxserve-model-"))
-        atexit.register(shutil.rmtree, model, ignore_errors=True)
-        for path in (ROOT / "configs" / "demo").iterdir():
-            (model / path.name).symlink_to(path)
-        (model / "chat_template.jinja").unlink()
-        (model / "chat_template.jinja").write_text(template)
-    server = _Server(settings, model)
+def _server(settings: tuple[str, ...], folder: Path) -> _Server:
+    written = folder / "serve.yaml"  # the demo has none
+    server = _Server(settings, written if written.exists() else folder.with_suffix(".yaml"))
     atexit.register(server.stop)
     return server
 
@@ -213,10 +200,8 @@ class RemoteOpenAIServer:
         if "--trust-request-chat-template" in flags:
             settings.append("server.request_templates=true")
         settings.append(f"server.model_names={json.dumps(sorted(names)[:16])}")
-        calls, thinks = "--enable-auto-tool-choice" in flags, "--reasoning-parser" in flags
-        template = TEMPLATE if calls or thinks else ""
-        template += (THINKS if calls else THINKING) if thinks else ""
-        self._server = _server(tuple(settings), template)
+        folder = _folder(model, thinks="--reasoning-parser" in flags)
+        self._server = _server(tuple(settings), folder)
         self.host, _, port = self._server.address.rpartition(":")
         self.port = int(port) if port.isdigit() else None
         self.proc = self._server.process
