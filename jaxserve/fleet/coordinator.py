@@ -23,7 +23,7 @@ import bisect
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
@@ -250,29 +250,6 @@ class Coordinator:
             self._estimates.ended(len(request.emitted))
         self._take_from_domain(request)
         return request, actions + self._forget(request) + self._go_on()
-
-    def log(self, runs: Iterator[tuple[int, tuple[str, list[int] | None]]]) -> int | None:
-        """Logs a step's runs of tokens while they need no other action. Returns the number of the
-        first run that does, and that is not logged; None if all are logged.
-
-        Args:
-          runs: number, and attempt with tokens (None if the output holds more than tokens).
-        """
-        now, last = self._clock(), None
-        for number, (attempt, tokens) in runs:
-            request = self._attempts.get(attempt)
-            if request is None or not tokens or attempt != request.attempt:
-                return number
-            worker = request.worker
-            if request.last_at is None or request.prefill is not None or worker is None:
-                return number
-            self._estimates.paced(worker, (now - request.last_at) / len(tokens))
-            if worker is not last:
-                self.placement.changed(worker)
-                last = worker
-            request.last_at = now
-            request.emitted += tokens
-        return None
 
     def cancel(self, request_id: str) -> list[Action]:
         """Ends a request in whatever place it is."""

@@ -13,7 +13,7 @@ what a domain beside prefill workers takes for a prompt that it computes itself:
 import functools
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,33 @@ RUNNING, OWN = "running ", 2**29
 """Beginning of the ids of sequences that run at the start, and the first of their token ids."""
 LEAST_TOKENS = 8
 """Tokens after which a request that has not ended has a pace."""
+
+
+class SimulatedCoordinator(Coordinator):
+    """The router's coordinator, which takes the tokens of a whole step at once."""
+
+    def log(self, runs: Iterator[tuple[int, tuple[str, list[int] | None]]]) -> int | None:
+        """Logs a step's runs of tokens while they need no other action. Returns the number of the
+        first run that does, and that is not logged; None if all are logged.
+
+        Args:
+          runs: number, and attempt with tokens (None if the output holds more than tokens).
+        """
+        now, last = self._clock(), None
+        for number, (attempt, tokens) in runs:
+            request = self._attempts.get(attempt)
+            if request is None or not tokens or attempt != request.attempt:
+                return number
+            worker = request.worker
+            if request.last_at is None or request.prefill is not None or worker is None:
+                return number
+            self._estimates.paced(worker, (now - request.last_at) / len(tokens))
+            if worker is not last:
+                self.placement.changed(worker)
+                last = worker
+            request.last_at = now
+            request.emitted += tokens
+        return None
 
 
 class FleetTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +183,7 @@ class FleetSimulation:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._coordinator = Coordinator(deployment, "simulated", lambda: self._now)
+        self._coordinator = SimulatedCoordinator(deployment, "simulated", lambda: self._now)
         self._workers: dict[str, _Worker] = {}
         self._link_free: dict[str, float] = {}
         self._seen: dict[str, _Seen] = {}

@@ -29,13 +29,15 @@ PAGE = 16
 class World:
     """Workers that do what they are told when the test says so, and a clock."""
 
+    kind: type[Coordinator] = Coordinator
+
     def __init__(self, **overrides: Any):
         self.now = 100.0
         values = {"mode": "colocated", "prefill.workers": 2, "domains": 2}
         values |= {"fleet.prefill": ["p0:1", "p1:1"], "fleet.domains": ["d0:1", "d1:1"]}
         values |= {key.replace("__", "."): value for key, value in overrides.items()}
         self.deployment = deployment = load_deployment(REPOSITORY, values)
-        self.coordinator = Coordinator(deployment, "r", lambda: self.now)
+        self.coordinator = self.kind(deployment, "r", lambda: self.now)
         self.prompts: dict[str, tuple[str, Routed, int]] = {}
         self.held: dict[str, str] = {}
         self.running: dict[str, tuple[str, Routed]] = {}
@@ -178,40 +180,6 @@ def test_a_gap_in_the_tokens_begins_the_request_again() -> None:
     assert passed_on is None
     assert cancel == orders.SendFrame(worker, Cancel(attempt))
     assert (submit.request, request.emitted, request.lost) == (request, [7], 1)
-
-
-def test_runs_are_logged_as_outputs_are() -> None:
-    """Up to the first with which there is more to do."""
-    worlds = [World.without_prefill("d0:1") for _ in range(2)]
-    for world in worlds:
-        for name in ("a1", "a2", "a3"):
-            world.submit(name, 20, max_tokens=9)
-        for attempt in list(world.running)[:2]:
-            world.emit(attempt)
-        world.now += 0.5
-    one, other = worlds
-    first, second, third = one.running
-    runs = [
-        (first, [5, 6]),
-        (second, [7]),
-        (third, [8]),
-        (first, [9]),
-        ("gone", [1]),
-        (second, None),
-    ]
-    rest = enumerate(runs)
-    assert one.coordinator.log(rest) == 2  # its first tokens
-    assert one.coordinator.log(rest) == 4  # nobody's
-    assert one.coordinator.log(rest) == 5  # not tokens alone
-    assert one.coordinator.log(rest) is None
-    for attempt, tokens in (runs[0], runs[1], runs[3]):
-        other.coordinator.output(attempt, TokenOutput(request_id=attempt, token_ids=tokens or []))
-    for name in ("a1", "a2", "a3"):
-        mine, its = (world.coordinator.requests[name] for world in worlds)
-        assert (mine.emitted, mine.last_at) == (its.emitted, its.last_at)
-    assert one.coordinator.requests["a1"].emitted == [0, 5, 6, 9]
-    paces = [world.coordinator.placement.workers["d0:1"].pace for world in worlds]
-    assert paces[0] == paces[1] > 0
 
 
 def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | None]:

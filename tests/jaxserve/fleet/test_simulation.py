@@ -6,11 +6,19 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic, Loss
+from jaxserve.fleet.simulation import (
+    FleetConditions,
+    FleetSimulation,
+    FleetTraffic,
+    Loss,
+    SimulatedCoordinator,
+)
 from jaxserve.plan import main
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
+from tests.jaxserve.fleet.test_coordinator import World
 from tests.jaxserve.planner.making import Given
 
 STEP = 0.1
@@ -200,3 +208,41 @@ def test_command(capsys):
     assert json.loads(capsys.readouterr().out)["result"]["finished"] == 18
     assert main(asked) == 2
     assert "a fleet needs a rate" in capsys.readouterr().err
+
+
+class SimulatedWorld(World):
+    kind = SimulatedCoordinator
+
+
+def test_runs_are_logged_as_outputs_are():
+    """Up to the first with which there is more to do."""
+    worlds = [SimulatedWorld.without_prefill("d0:1") for _ in range(2)]
+    for world in worlds:
+        for name in ("a1", "a2", "a3"):
+            world.submit(name, 20, max_tokens=9)
+        for attempt in list(world.running)[:2]:
+            world.emit(attempt)
+        world.now += 0.5
+    one, other = worlds
+    first, second, third = one.running
+    runs = [
+        (first, [5, 6]),
+        (second, [7]),
+        (third, [8]),
+        (first, [9]),
+        ("gone", [1]),
+        (second, None),
+    ]
+    rest = enumerate(runs)
+    assert one.coordinator.log(rest) == 2  # its first tokens
+    assert one.coordinator.log(rest) == 4  # nobody's
+    assert one.coordinator.log(rest) == 5  # not tokens alone
+    assert one.coordinator.log(rest) is None
+    for attempt, tokens in (runs[0], runs[1], runs[3]):
+        other.coordinator.output(attempt, TokenOutput(request_id=attempt, token_ids=tokens or []))
+    for name in ("a1", "a2", "a3"):
+        mine, its = (world.coordinator.requests[name] for world in worlds)
+        assert (mine.emitted, mine.last_at) == (its.emitted, its.last_at)
+    assert one.coordinator.requests["a1"].emitted == [0, 5, 6, 9]
+    paces = [world.coordinator.placement.workers["d0:1"].pace for world in worlds]
+    assert paces[0] == paces[1] > 0
