@@ -2,10 +2,13 @@
 
 Workers drain and are replaced, are added and removed. A drain is the worker's own state, which it
 tells all routers, including those that start later. The list of places is each router's own
-(`registry.py`). Behind `POST /roles/...` on the admin port.
+(`registry.py`). Behind `POST /roles/...` and `POST /experts/rebalance` on the admin port.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
 import msgspec
 
@@ -17,6 +20,27 @@ from jaxserve.fleet.routed import Worker
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.link.session.channel import split_address
+
+REBALANCE_SECONDS = 20.0
+"""Time for the answers of all domains: each reads the counts of its experts."""
+
+
+class WorkerProposal(msgspec.Struct):
+    """A domain's answer to `POST /experts/rebalance`.
+
+    Attributes:
+      proposal: fields of a `roles.expert_moves.Proposal`; None: there is none.
+      why: why there is none.
+    """
+
+    proposal: dict[str, Any] | None = None
+    why: str = ""
+
+
+class FleetProposal(msgspec.Struct):
+    """Answers of all domains by address."""
+
+    workers: dict[str, WorkerProposal]
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
@@ -58,6 +82,8 @@ class Rolling:
         workers: Callable[[], Mapping[str, Worker]],
     ):
         self._registry, self._connections, self._workers = registry, connections, workers
+        self._numbers = itertools.count(1)
+        self._rebalances: dict[tuple[str, int], Future[WorkerProposal]] = {}
 
     def workers(self) -> list[WorkerStatus]:
         """All workers, in the order of the registry."""
@@ -105,6 +131,27 @@ class Rolling:
         self._registry.remove(address)
         self._connections.forget(address, "it was removed from the fleet")
         return self._status(place, None, {address: "removed"})
+
+    def rebalance(self, *, dry_run: bool) -> FleetProposal:
+        """Has every domain rebalance its experts, or only propose it, and returns their answers.
+        Domains that share an ffn worker refuse while one of them moves its experts."""
+        number, futures = next(self._numbers), {}
+        for address, worker in self._workers().items():
+            if worker.facts.role == "domain":
+                futures[address] = self._rebalances[address, number] = Future()
+                self._connections.send(address, frames.Rebalance(number, dry_run))
+        wait(futures.values(), REBALANCE_SECONDS)
+        silent = WorkerProposal(why=f"no answer within {REBALANCE_SECONDS:g} s")
+        for address in futures:
+            self._rebalances.pop((address, number), None)
+        return FleetProposal(
+            {name: one.result() if one.done() else silent for name, one in futures.items()}
+        )
+
+    def rebalanced(self, address: str, frame: frames.Rebalanced) -> None:
+        """Takes a domain's answer."""
+        if (future := self._rebalances.pop((address, frame.number), None)) is not None:
+            future.set_result(WorkerProposal(frame.proposal, frame.why))
 
     def _place(self, address: str) -> Place:
         for place in self._registry.places():

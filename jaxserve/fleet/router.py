@@ -318,6 +318,8 @@ class RouterEngine:
                     actions = coordinator.rejected(attempt, refusal.error())
                 case frames.Pipeline(view=view):
                     self._view = view
+                case frames.Rebalanced():
+                    self.rolling.rebalanced(place.address, frame)
             ended = self._send(actions)
         self._deliver(ended)
 

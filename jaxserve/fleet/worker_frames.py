@@ -4,8 +4,9 @@ The two tables are `RouterConnection.handlers` (`worker_port.py`) and `WorkerCon
 (`worker_connections.py`):
 
     router → worker   Join     (Prefill | Submit | Adopt | Release | Renew | Cancel | Withdraw
-                                | Drain | Become | AskPipeline | Reset)*
-    worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline)*   or Refused
+                                | Drain | Become | AskPipeline | Reset | Rebalance)*
+    worker → router   Welcome  (Held | Outputs | Rejected | State | Pipeline | Rebalanced)*
+                      or Refused
 
 Every request has a unique id, which its router made for this attempt to run it. KV pages do not
 pass here: a `PagesSource` names the worker that holds them.
@@ -170,6 +171,13 @@ class Reset(Frame):
     """Makes a worker empty its prefix caches; not answered."""
 
 
+class Rebalance(Frame):
+    """Makes a domain rebalance its experts, or only propose it; answered by `Rebalanced`."""
+
+    number: int
+    dry_run: bool
+
+
 class Welcome(Greeting, frozen=True, tag="Welcome"):
     """Accepts a router."""
 
@@ -217,7 +225,20 @@ class Pipeline(Frame):
     view: PipelineView
 
 
-FromWorker = Held | Outputs | Rejected | State | Pipeline
+class Rebalanced(Frame):
+    """Answers the `Rebalance` of the same number.
+
+    Attributes:
+      proposal: fields of a `roles.expert_moves.Proposal`; None: there is none.
+      why: why there is none.
+    """
+
+    number: int
+    proposal: dict[str, Any] | None = None
+    why: str = ""
+
+
+FromWorker = Held | Outputs | Rejected | State | Pipeline | Rebalanced
 
 TOKEN_BYTES = 4
 

@@ -367,6 +367,20 @@ class RouterConnection(ServedSession[Item]):
         with contextlib.suppress(RuntimeError):  # the pool is shut down
             self._port.compiling.submit(self._engine.reset_prefix_cache)
 
+    def _rebalance(self, frame: frames.Rebalance) -> None:
+        """Answers on a thread of its own, since reading the counts of experts may take seconds."""
+
+        def run() -> None:
+            try:
+                if self._engine.experts is None:
+                    raise ValueError("no experts are moved from here")
+                proposal = self._engine.experts.rebalance(dry_run=frame.dry_run)
+                self.post(frames.Rebalanced(frame.number, msgspec.to_builtins(proposal)))
+            except (ValueError, JaxserveError) as error:
+                self.post(frames.Rebalanced(frame.number, why=str(error)))
+
+        threading.Thread(target=run, name="rebalance", daemon=True).start()
+
     def _adopt(self, frame: frames.Adopt) -> None:
         """Takes a request over whose router is gone."""
         self._submitted[frame.request_id] = 0  # before its last output, which may come at once
@@ -449,6 +463,7 @@ class RouterConnection(ServedSession[Item]):
         frames.Become: _become,
         frames.AskPipeline: lambda self, frame: self.post(frames.Pipeline(self._engine.pipeline())),
         frames.Reset: _reset,
+        frames.Rebalance: _rebalance,
     }
 
 

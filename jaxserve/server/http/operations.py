@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from jaxserve.engine.interface import EngineLoad
+from jaxserve.fleet.rolling import FleetProposal
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError
@@ -86,16 +87,18 @@ class PrefixCacheReset(msgspec.Struct, kw_only=True):
 
 
 class ExpertMover(Protocol):
-    """Moves the experts of the engine's runtime (`roles.expert_balancer`)."""
+    """Moves the experts of the engine's runtime (`roles.expert_balancer`), or has all domains of a
+    fleet move theirs (`fleet.rolling`)."""
 
-    def rebalance(self, *, dry_run: bool) -> Proposal:
+    def rebalance(self, *, dry_run: bool) -> Proposal | FleetProposal:
         """Proposes, and unless it is a dry run begins to move."""
 
 
 async def rebalance(service: Service, exchange: HttpExchange) -> None:
     """Move experts to less busy ranks, or tell the gain that this would bring."""
     request = await exchange.read(Rebalance)
-    mover: ExpertMover | None = getattr(service.live_requests().engine, "experts", None)
+    engine = service.live_requests().engine
+    mover: ExpertMover | None = getattr(engine, "experts", None) or getattr(engine, "rolling", None)
     if mover is None:
         raise HttpError(404, "no experts are moved from here", code="no_experts")
     try:

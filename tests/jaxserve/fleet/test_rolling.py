@@ -2,11 +2,15 @@
 and every request gets its tokens, once."""
 
 import contextlib
+from threading import Event
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.fleet import rolling
+from jaxserve.roles.expert_moves import Proposal
 from tests.jaxserve.fleet.fake_worker import FakeWorker
 from tests.jaxserve.fleet.test_router import LONG, Rig, rig
 from tests.jaxserve.waiting import until
@@ -153,3 +157,32 @@ def test_a_request_keeps_to_the_weights_that_it_began_with(replay):
             assert len(errors) == began
             for error in errors:
                 assert error.startswith("no domain with weights old (fleet.replay) was there for")
+
+
+def test_domains_rebalance_their_experts(monkeypatch):
+    proposal = Proposal(
+        balance_now=0.5, balance_then=1.0, gain=0.5, moves=1, move_bytes=8, seconds=0.1
+    )
+    asked = []
+
+    def rebalance(*, dry_run):
+        asked.append(dry_run)
+        if not dry_run:
+            raise ValueError("moves are under way")
+        return proposal
+
+    with rig(1, 3) as fleet:
+        able, plain, silent = fleet.domains
+        plain.engine.experts = None
+        able.engine.experts = Mock(rebalance=rebalance)
+        silent.engine.experts = Mock(rebalance=lambda *, dry_run: Event().wait())
+        monkeypatch.setattr(rolling, "REBALANCE_SECONDS", 2.0)
+        found = fleet.router.rolling.rebalance(dry_run=True).workers
+        assert found[able.address].proposal["balance_then"] == 1.0
+        assert found[plain.address].why == "no experts are moved from here"
+        assert found[silent.address].why == "no answer within 2 s"
+        monkeypatch.setattr(rolling, "REBALANCE_SECONDS", 0.5)
+        found = fleet.router.rolling.rebalance(dry_run=False).workers
+        assert found[able.address].why == "moves are under way"
+        assert asked == [True, False]
+        assert not fleet.router.rolling._rebalances
