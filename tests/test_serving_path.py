@@ -50,7 +50,7 @@ RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}
 """Pipelines, which are imported by name, by part; a process runs one of them. `layer` alone has
-transports."""
+transports, of which a process opens the one of `link.transport`."""
 LIMITS = {
     "leader, colocated": 15_045,
     "leader, attention and ffn": 15_855,
@@ -174,15 +174,36 @@ def test_imported_names() -> None:
     assert list(imported_names(ast.parse(text))) == ["a.b", "d.e", "d.f"]
 
 
-NAMED = (("checkpoint", "families", FAMILIES), ("model.attention", "family", KINDS))
-"""Tables of files that are imported by name: their package, the module that has the table, and the
-table. A process imports the files of its own model."""
+def with_own_model(found: dict[str, str]) -> dict[str, str]:
+    """Adds a model's family with the kinds of attention whose specs the family makes: those with
+    the most code. A process imports the files of its own model."""
+    if "jaxserve.checkpoint.families" not in found:
+        kinds = {f"jaxserve.model.attention.{place.partition(':')[0]}" for place in KINDS.values()}
+        known = "jaxserve.model.attention.family" in found
+        return most([closure(kind, **found) for kind in kinds] if known else [found])
+    return most(
+        closure(family, *_kinds(family, found), **found)
+        for family in {f"jaxserve.checkpoint.{at.partition(':')[0]}" for at in FAMILIES.values()}
+    )
+
+
+def _kinds(family: str, found: dict[str, str]) -> Iterator[str]:
+    """The modules of a family's attention, if this part computes attention: of the specs that the
+    family's file names, or else a file that it builds on."""
+    if "jaxserve.model.attention.family" not in found:
+        return
+    own = [family, *(closure(family, **found).keys() - found.keys())]
+    used = ({*read(path)[1]} for one in own if (path := source_of(one)))
+    named = ([kind for kind in KINDS if f"jaxserve.config.model.{kind}" in names] for names in used)
+    made = [KINDS[kind] for kind in next(filter(None, named), [])]
+    # Others have grouped-query attention, which `checkpoint/source.py` describes.
+    for place in made or [KINDS["GQA"]]:
+        yield f"jaxserve.model.attention.{place.partition(':')[0]}"
 
 
 def reach(part: str) -> dict[str, str]:
     """Source text by module, of everything that a process which plays this part can import: of
-    pipelines, model families and kinds of attention, which are imported by name, the ones with the
-    most code."""
+    pipelines and model families, which are imported by name, the ones with the most code."""
     modules = [f"jaxserve.{start}" for start in PARTS[part] if source_of(f"jaxserve.{start}")]
     found: dict[str, str] = {}
     if len(modules) < len(PARTS[part]):
@@ -191,13 +212,10 @@ def reach(part: str) -> dict[str, str]:
     found = most(
         closure(*modules, *(f"jaxserve.{start}" for start in starts), **found)
         for name in RUNS.get(part, [""])
-        for starts in [(*filter(None, [FILES.get(name)]), *(INSIDE if name == "layer" else ()))]
+        for transport in (INSIDE if name == "layer" else [""])
+        for starts in [filter(None, (FILES.get(name), transport))]
     )
-    for package, module, table in NAMED:
-        if f"jaxserve.{package}.{module}" in found:
-            files = {place.partition(":")[0] for place in table.values()}
-            found = most(closure(f"jaxserve.{package}.{file}", **found) for file in files)
-    return found
+    return with_own_model(found)
 
 
 def most(alternatives: Iterable[dict[str, str]]) -> dict[str, str]:

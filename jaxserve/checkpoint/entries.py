@@ -175,14 +175,18 @@ class Entries:
             high=self.number("high_freq_factor"),
         )
 
-    def decoder(self) -> dict[str, Any]:
+    def decoder(self, d_ff: str = "intermediate_size") -> dict[str, Any]:
         """Reads the entries that all decoders have, as fields of `ModelConfig`, and `layers` and
-        `d_ff`, of which a family makes its layers."""
+        `d_ff`, of which a family makes its layers.
+
+        Args:
+          d_ff: name of the entry with an FFN's width.
+        """
         return {
             "vocab": self.size("vocab_size"),
             "d_model": self.size("hidden_size"),
             "layers": self.size("num_hidden_layers"),
-            "d_ff": self.size("intermediate_size"),
+            "d_ff": self.size(d_ff),
             "norm_epsilon": self.number("rms_norm_eps"),
             "max_positions": self.size(
                 "max_position_embeddings", "max_position_embedding", "max_seq_len"

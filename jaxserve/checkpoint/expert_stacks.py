@@ -7,6 +7,9 @@ MXFP4:  `X_blocks` uint8 [experts, d_out, d_in / 32, 16], two numbers a byte, th
         Microscaling Formats 1.0). BF16 represents the products of both exactly.
 floats: `X` [experts, d_in, d_out], as transformers writes it.
 
+DeepSeek-V4 has a matrix of every expert in MXFP4: `X` int8 [d_out, d_in / 2] and `X_scale_inv`
+[d_out, d_in / 32].
+
 Pure NumPy; knows neither families nor JAX.
 """
 
@@ -24,6 +27,8 @@ GROUP = 32
 """Numbers along d_in that share a scale in MXFP4."""
 MXFP4 = "MXFP4"
 """Kind of a stack in MXFP4, beside safetensors' names of dtypes."""
+BYTES = "U8", "I8", "F8_E8M0"
+"""Kinds of tensors with values or scales of MXFP4."""
 
 
 class ExpertStack(NamedTuple):
@@ -33,7 +38,7 @@ class ExpertStack(NamedTuple):
     kind: str
     """Dtype of floats by its safetensors name, or `MXFP4`."""
     shape: Shape
-    """[experts, d_out, d_in]."""
+    """[experts, d_out, d_in], or of one expert [d_out, d_in]."""
     values: Tensor
     """Floats [experts, d_in, d_out], or bytes of MXFP4 values [experts, d_out, d_in / 2]."""
     scales: Tensor | None = None
@@ -68,14 +73,19 @@ def join_stacks(
     joined, problems = dict(tensors), []
     sources = [source for layer in names.ffn for source in layer.values() if source.expert_stack]
     for name, shape in {k: v for source in sources for k, v in source.tensors.items()}.items():
-        experts, d_out, d_in = shape
-        if found := joined.get(name):
-            wanted: dict[str, Shape] = {name: (experts, d_in, d_out)}
+        *outer, d_out, d_in = shape
+        grid, found = (*outer, d_out, -(-d_in // GROUP)), joined.get(name)
+        wanted: dict[str, Shape]
+        if not outer and found and found.kind == "I8":
+            wanted = {name: (d_out, d_in // 2), f"{name}_scale_inv": grid}
+            scales = joined.get(f"{name}_scale_inv", found)._replace(kind="U8")
+            stack = ExpertStack(found.path, MXFP4, shape, found._replace(kind="U8"), scales)
+        elif outer and found:
+            wanted = {name: (*outer, d_in, d_out)}
             stack = ExpertStack(found.path, found.kind, shape, found)
         elif blocks := joined.get(f"{name}_blocks"):
-            grid = experts, d_out, -(-d_in // GROUP)
             wanted = {f"{name}_blocks": (*grid, GROUP // 2), f"{name}_scales": grid}
-            packed = blocks._replace(shape=(experts, d_out, d_in // 2))
+            packed = blocks._replace(shape=(*outer, d_out, d_in // 2))
             scales = joined.get(f"{name}_scales", blocks)
             stack = ExpertStack(blocks.path, MXFP4, shape, packed, scales)
         else:
@@ -84,7 +94,7 @@ def join_stacks(
             own = joined.pop(part, None)
             if own is None:
                 problems.append(f"missing {part} {list(size)}")
-            elif own.shape != size or (stack.scales and own.kind != "U8"):
+            elif own.shape != size or (stack.scales and own.kind not in BYTES):
                 kind = " U8" if stack.scales else ""
                 said = f"{part} is {own.kind} {list(own.shape)}"
                 problems.append(f"{said}, not{kind} {list(size)}")

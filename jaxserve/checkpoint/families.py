@@ -37,6 +37,7 @@ FAMILIES = {
     "kimi_k2": "deepseek:DEEPSEEK",
     "kimi_k25": "deepseek:KIMI_K25",
     "deepseek_v32": "deepseek_v32:DEEPSEEK_V32",
+    "deepseek_v4": "deepseek_v4:DEEPSEEK_V4",
     "glm_moe_dsa": "deepseek_v32:GLM_MOE_DSA",
     "glm4_moe": "glm4_moe:GLM4_MOE",
     "gpt_oss": "gpt_oss:GPT_OSS",
@@ -72,4 +73,5 @@ def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
             entries.router(config.moe.router, family.experts, family.top_k)
     entries.refuse_unread()
     entries.raise_problems()
-    return msgspec.structs.replace(config, stored=stored)
+    own = config.stored  # a family may know better which format most weights have
+    return msgspec.structs.replace(config, stored=stored if own == "plain" else own)

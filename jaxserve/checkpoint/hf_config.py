@@ -28,6 +28,9 @@ from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
 
+FLOATS = "bias", "attention.gate", ".weights", ".map"
+"""Ends of names of leaves that are floats whatever the files have."""
+
 
 def read_config(
     folder: str | Path, ignored: Collection[str] = (), modules: int = 0
@@ -88,7 +91,7 @@ def read_config(
         )
         return config, family.names(config)
     names = family.names(config)
-    tensors, _ = join_stacks(_listed(path.parent), names)
+    tensors, _ = join_stacks(names.renamed(_listed(path.parent)), names)
     if config.stored != "plain":
         packing, groups = packing_of(tree), sharing(config.stored) == "group"
         own = Int4(group_of(config.stored) or config.int4.group)
@@ -137,15 +140,15 @@ def _plain_parts(
     packing: Packing | None,
 ) -> frozenset[MatrixPart]:
     """Returns the parts of a layer with at least one matrix that the files keep as floats, or in a
-    format other than `stored`; only stacks of experts are in MXFP4. Biases, head gates and per-head
-    matrices of latents always stay floats and do not count."""
+    format other than `stored`; only experts are in MXFP4. Biases, head gates, per-head matrices of
+    latents and others of `FLOATS` always stay floats and do not count."""
     known: dict[str, MatrixPart] = {part: part for part in get_args(MatrixPart)}
     sources = [
         (known[part], source)
         for table in (*names.attention, *names.ffn)
         for leaf, source in table.items()
         if (part := leaf.partition(".")[0]) in known
-        if source.view is None and leaf != "attention.gate" and not leaf.endswith("bias")
+        if source.view is None and not leaf.endswith(FLOATS)
     ]
     tensors: Mapping[str, Tensor | PackedTensor] = there
     if packing and packing.own_numbers:

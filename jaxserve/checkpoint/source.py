@@ -6,6 +6,7 @@ d_out or stacked along a new first axis (`stacked`). Further entries of that axi
 other tensors (`more`).
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class Source(NamedTuple):
     plus: float = 0.0
     """Number that is added to the tensors' elements, in the leaf's dtype."""
     expert_stack: bool = False
-    """Whether a tensor has the matrices of all experts, in a layout of `expert_stacks.py`."""
+    """Whether a tensor has the matrices of all experts, or one expert's, in a layout of
+    `expert_stacks.py`."""
 
     def per(self, columns: int) -> "Source":
         """The source of an array with one number for every `columns` columns of these tensors."""
@@ -96,6 +98,15 @@ class CheckpointNames(NamedTuple):
     """Tensors that duplicate others and may be missing."""
     ignored: tuple[str, ...]
     """Prefixes of tensors of other parts (a vision tower)."""
+    spellings: tuple[tuple[str, str], ...] = ()
+    """Other spellings of names: patterns, replaced in this order by the names used here."""
+
+    def renamed[Value](self, tensors: Mapping[str, Value]) -> dict[str, Value]:
+        """Returns tensors by the names used here."""
+        names = dict(zip(tensors, tensors, strict=True))
+        for pattern, known in self.spellings:
+            names = {name: re.sub(pattern, known, said) for name, said in names.items()}
+        return {names[name]: value for name, value in tensors.items()}
 
 
 def vector(name: str, size: int) -> Source:
@@ -119,12 +130,22 @@ def matrices(prefix: str, rows: Mapping[str, int], d_in: int) -> Source:
     return Source(names, tuple((size, d_in) for size in rows.values()))
 
 
-def swiglu(block: str, prefix: str, d_model: int, d_ff: int) -> Sources:
-    """The leaves of a dense FFN."""
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+
+
+def swiglu(
+    block: str,
+    prefix: str,
+    d_model: int,
+    d_ff: int,
+    matrices: tuple[str, str, str] = PROJECTIONS,
+) -> Sources:
+    """The leaves of a dense FFN. `matrices` are the names of gate, up and down."""
+    gate, up, down = (f"{prefix}{name}.weight" for name in matrices)
     return {
-        f"{block}.gate": matrix(f"{prefix}gate_proj.weight", d_ff, d_model),
-        f"{block}.up": matrix(f"{prefix}up_proj.weight", d_ff, d_model),
-        f"{block}.down": matrix(f"{prefix}down_proj.weight", d_model, d_ff),
+        f"{block}.gate": matrix(gate, d_ff, d_model),
+        f"{block}.up": matrix(up, d_ff, d_model),
+        f"{block}.down": matrix(down, d_model, d_ff),
     }
 
 
@@ -132,7 +153,7 @@ def per_expert(
     config: ModelConfig,
     ffn: FFN,
     prefix: str,
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    matrices: tuple[str, str, str] = PROJECTIONS,
 ) -> Sources:
     """The leaves of the routed experts, one tensor per expert. `matrices` are the names of gate, up
     and down."""

@@ -157,7 +157,38 @@ class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_f
         return 1
 
 
-Attention = MFA | GQA | MLA
+class Compressed(
+    msgspec.Struct, frozen=True, kw_only=True, tag="compressed", forbid_unknown_fields=True
+):
+    """Attention to the rows of the last tokens and to rows that stand for several tokens each
+    (DeepSeek-V4 §2.3). A row is key and value at once; every head has a sink."""
+
+    q_heads: int
+    q_latent: int
+    """Width of the low-rank query."""
+    head_dim: int
+    """Width of a row, of which the last columns are rotated."""
+    rope_dim: int
+    out_groups: int
+    """Groups of heads, each with a low-rank output of its own."""
+    out_latent: int
+    """Width of a group's low-rank output."""
+    rope: Rope
+    window: int
+    """Tokens whose own rows a token attends to, itself included."""
+    every: int = 0
+    """Tokens that a compressed row stands for; 0: there are none."""
+    indexer: Indexer | None = None
+    """Chooses the compressed rows that a token attends to; each is made of the tokens of the row
+    before, too. None: a token attends to all, each made of its own tokens alone."""
+
+    @property
+    def kv_heads(self) -> int:
+        """All query heads share the one row."""
+        return 1
+
+
+Attention = MFA | GQA | MLA | Compressed
 """Parameters of a layer's attention. Code that depends on the kind of attention asks this value."""
 
 
@@ -166,7 +197,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     float32_logits: bool = False
     """Whether the logits are computed in FP32 and not in the model's dtype."""
     renormalise: bool = False
@@ -177,6 +208,9 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bias is added to the scores for the selection, but not to the gate weights."""
     logit_bias: bool = False
     """Whether a bias is added to the logits."""
+    token_table: int = 0
+    """Rows of a table with the experts of every token id, which then do not depend on the scores;
+    0: the model has none."""
     groups: int = 1
     """Number of expert groups; a token chooses experts from its `top_groups` best groups only."""
     top_groups: int = 1
@@ -209,6 +243,17 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
         return self.router.experts if self.router else 0
 
 
+class Streams(msgspec.Struct, frozen=True, kw_only=True):
+    """A residual of several streams, which every sublayer reads as one row and mixes
+    (manifold-constrained hyper-connections, DeepSeek-V4 §2.2)."""
+
+    count: int
+    iterations: int
+    """Steps of the Sinkhorn-Knopp algorithm, which makes the mixing matrix doubly stochastic."""
+    epsilon: float
+    """Added to sums that divide."""
+
+
 class LayerKind(NamedTuple):
     """The kind of a layer; layers of one kind run the same programs."""
 
@@ -222,7 +267,9 @@ class LayerKind(NamedTuple):
         limit = "_limit" * any(
             one.limit for one in (self.ffn.activation, self.ffn.expert_activation)
         )
-        return f"{self.ffn.kind}{window}{limit}{int8}"
+        table = "_table" * bool(self.ffn.router and self.ffn.router.token_table)
+        every = f"_{self.attention.every}" if isinstance(self.attention, Compressed) else ""
+        return f"{self.ffn.kind}{window}{every}{table}{limit}{int8}"
 
 
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,6 +320,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     unit_norms: bool = False
     """Whether norms multiply by 1 + weight. The 1 is added on loading, in FP32."""
+    streams: Streams | None = None
+    """None: the residual is one stream, to which sublayers add their output."""
+
+    @property
+    def residual_width(self) -> int:
+        """Columns of a token's residual: the streams, and for each the factor with which the output
+        of a sublayer under way is added to it."""
+        return self.streams.count * (self.d_model + 1) if self.streams else self.d_model
 
     @property
     def layers(self) -> int:

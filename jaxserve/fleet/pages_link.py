@@ -156,7 +156,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
         "weights": weights_digest(deployment.model),
         "layers": str(programs.layers),
         "kv_heads": str(programs.kv_heads),
-        "widths": str([entry.width for entry in programs.entries]),
+        "widths": str([(entry.width, entry.every) for entry in programs.entries]),
         "pieces": str(list(transfer.pieces)),
     }
     versions = {

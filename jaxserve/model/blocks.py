@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.config.model import Compressed, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
@@ -26,7 +26,8 @@ from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
-from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
+from jaxserve.model.quant.rows import EncodedRows, has_scales, norm_and_encode_rows
+from jaxserve.model.residual import StreamMixer, added, streams_of
 from pallas_kernels.grouped_matmul.dense import matmul
 
 
@@ -35,6 +36,8 @@ class AttentionBlock(nnx.Module):
 
     Attributes:
       dispatch: number format of the rows sent to the ffn role.
+      input_mixer, post_mixer: read the residual for attention and for the FFN; None: it is one
+        stream.
     """
 
     def __init__(
@@ -52,22 +55,28 @@ class AttentionBlock(nnx.Module):
         self.post_norm = scale(formats.norms, d_model=config.d_model)
         rule = kind.ffn.router
         self.router = ExpertRouter(config.d_model, rule, formats.dtype, rngs) if rule else None
+        mixers = [StreamMixer(config, rngs) if config.streams else None for _ in range(2)]
+        self.input_mixer, self.post_mixer = mixers
 
     def __call__(
-        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch, sentinel: int
-    ) -> tuple[Float[Array, "tokens d_model"], DispatchMessage, Pages]:
-        """Returns the residual stream after attention, the message to the ffn role, and the
-        pages."""
+        self, x: Float[Array, "tokens residual"], pages: Pages, batch: RaggedBatch, sentinel: int
+    ) -> tuple[Float[Array, "tokens residual"], DispatchMessage, Pages]:
+        """Returns the residual that the FFN's output is added to, the message to the ffn role, and
+        the pages."""
         epsilon = self.config.norm_epsilon
         with jax.named_scope("attention"):
-            normed = rms_norm(x, self.input_norm[...], epsilon)
+            row, x = self.input_mixer.read(x) if self.input_mixer else (x, x)
+            normed = rms_norm(row, self.input_norm[...], epsilon)
             mixed, pages = self.attention(normed, pages, batch.of_layer(self.spec))
-            x = x + jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
+            mixed = jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
+            x = added(self.config, x, mixed)
         with jax.named_scope("router"):
-            normed, encoded = self._norm(x)
+            row, x = self.post_mixer.read(x) if self.post_mixer else (x, x)
+            normed, encoded = self._norm(row)
             experts = gates = None
             if self.router is not None:
-                experts, gates = self.router(normed, batch.position >= 0, sentinel)
+                valid = batch.position >= 0
+                experts, gates = self.router(normed, valid, sentinel, batch.token_ids)
             return x, DispatchMessage(normed, experts, gates, encoded), pages
 
     def _norm(
@@ -83,15 +92,16 @@ class AttentionBlock(nnx.Module):
 
 class Embedding(nnx.Module):
     """Token embedding [vocab, d_model], columns split over tp; rows come in the activations'
-    dtype."""
+    dtype, as a residual."""
 
     def __init__(self, config: ModelConfig, formats: Formats, rngs: nnx.Rngs):
-        self.dtype, self.d_model = formats.dtype, config.d_model
+        self.dtype, self.config = formats.dtype, config
         floats = formats.floats or formats.dtype
         self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
 
-    def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens d_model"]:
-        return all_columns(self.table[...][token_ids], self.d_model).astype(self.dtype)
+    def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens residual"]:
+        rows = all_columns(self.table[...][token_ids], self.config.d_model).astype(self.dtype)
+        return streams_of(self.config, rows)
 
 
 class Head(nnx.Module):
@@ -103,12 +113,13 @@ class Head(nnx.Module):
         self.norm = scale(formats.norms, d_model=config.d_model)
         formats = dataclasses.replace(formats, weights="plain")
         self.weight = matrix(rngs, formats, vocab=vocab, d_model=config.d_model)
+        self.streams = StreamMixer(config, rngs, 1) if config.streams else None
 
-    def __call__(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
-        """FP32 logits."""
+    def __call__(self, x: Float[Array, "rows residual"]) -> Float[Array, "rows vocab"]:
+        """Computes FP32 logits."""
         return self.logits(self.normed(x))
 
-    def own_columns(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows columns"]:
+    def own_columns(self, x: Float[Array, "rows residual"]) -> Float[Array, "rows columns"]:
         """Computes this device's columns of the FP32 logits; padding has -inf."""
         own = matmul(self.normed(x), self.weight[...])
         if own.shape[1] * jax.lax.axis_size("tp") == self.config.vocab:
@@ -116,9 +127,10 @@ class Head(nnx.Module):
         there = self.config.vocab - jax.lax.axis_index("tp") * own.shape[1]
         return jnp.where(jnp.arange(own.shape[1]) < there, own, -jnp.inf)
 
-    def normed(self, x: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
+    def normed(self, x: Float[Array, "rows residual"]) -> Float[Array, "rows d_model"]:
         """Applies the final norm, whose results logits are made of."""
-        return rms_norm(x, self.norm[...], self.config.norm_epsilon)
+        row = self.streams.join(x) if self.streams else x
+        return rms_norm(row, self.norm[...], self.config.norm_epsilon)
 
     def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
         """Computes FP32 logits of hidden states behind the final norm."""
@@ -206,6 +218,8 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
     """
     tp = deployment.attention.tp
     sizes = [("query heads", spec.q_heads) for spec in config.attentions()]
+    for spec in config.attentions():
+        sizes += [("o_groups", spec.out_groups)] if isinstance(spec, Compressed) else []
     for name, size in (*sizes, ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
@@ -220,3 +234,22 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
+    if any(isinstance(spec, Compressed) for spec in config.attentions()):
+        _check_compressed(deployment)
+
+
+def _check_compressed(deployment: Deployment) -> None:
+    """Raises ConfigError, which names the key, if a deployment asks for what no run with compressed
+    attention has been compared with."""
+    for key, value, applies in (
+        ("speculative.method", deployment.speculative.method, deployment.drafts > 0),
+        ("cache.format", deployment.cache_format, has_scales(deployment.cache_format)),
+        ("pipeline", deployment.pipeline, deployment.pipeline == "step"),
+        (
+            "link.transport",
+            deployment.link.transport,
+            deployment.topology.crosses_runtimes,
+        ),
+    ):
+        if applies:
+            raise ConfigError(f"{key} = {value}: not with compressed attention (DeepSeek-V4)")

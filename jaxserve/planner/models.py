@@ -23,6 +23,7 @@ from jaxserve.config.model import (
     MFA,
     MLA,
     Attention,
+    Compressed,
     Indexer,
     LayerKind,
     ModelConfig,
@@ -51,40 +52,11 @@ class Lightning(
     """Always 0: a state has no window."""
 
 
-class Compressed(
-    msgspec.Struct, frozen=True, kw_only=True, tag="compressed", forbid_unknown_fields=True
-):
-    """Attention to the rows of the last tokens and to rows that stand for several tokens each
-    (DeepSeek-V4 §2.3). A row is key and value at once. The engine cannot run it."""
-
-    q_heads: Count
-    q_latent: Count
-    """Width of the low-rank query."""
-    head_dim: Count
-    """Width of a row."""
-    out_groups: Count
-    """Groups of heads, each with a low-rank output of its own."""
-    out_latent: Count
-    """Width of a group's low-rank output."""
-    window: Count
-    """Tokens whose own rows a token attends to, itself included."""
-    every: Width = 0
-    """Tokens that a compressed row stands for; 0: there are none."""
-    indexer: Indexer | None = None
-    """Chooses the compressed rows that a token attends to, each of which is made of the tokens of
-    the row before, too. None: it attends to all."""
-
-    @property
-    def kv_heads(self) -> int:
-        """All query heads share the one row."""
-        return 1
-
-
 class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal attention layers."""
 
     layers: Count
-    spec: Attention | Lightning | Compressed
+    spec: Attention | Lightning
     cache_bytes: float = 0.0
     """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
     int8_products: bool = False
@@ -125,9 +97,7 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def head_width(self) -> int:
         """Numbers computed for one head and token (`roles/activations.py`)."""
         spec = self.spec
-        if isinstance(spec, Lightning | Compressed):
-            return 3 * spec.head_dim
-        return head_width(spec)
+        return 3 * spec.head_dim if isinstance(spec, Lightning) else head_width(spec)
 
     def seen(self, context: int) -> int:
         """Cached rows that a token sees: those of its window's tokens, and compressed ones; a state

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.config.model import Compressed
 from jaxserve.errors import ConfigError
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
@@ -23,7 +24,7 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import Compressed, CostModel
+from jaxserve.planner.models import CostModel
 from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stages import Calculator
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.config.model import FFN, MLA, Attention
+from jaxserve.config.model import FFN, MLA, Attention, Compressed
 
 if TYPE_CHECKING:
     from jaxserve.model.ffn.traffic import ExchangeMesh
@@ -51,7 +51,7 @@ def shared_width(spec: object) -> int:
     Args:
       spec: attention of any kind, the planner's own included.
     """
-    indexer = spec.indexer if isinstance(spec, MLA) else None
+    indexer = spec.indexer if isinstance(spec, MLA | Compressed) else None
     return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
 
 

@@ -122,9 +122,9 @@ class AttentionWorker:
         return [array for layer in self._pages for array in layer]
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        kinds = len(self._programs.pages_specs)
-        for layer, arrays in enumerate(self._pages):
-            arrays[:] = pages[layer * kinds : (layer + 1) * kinds]
+        given = iter(pages)
+        for arrays in self._pages:
+            arrays[:] = [next(given) for _ in arrays]
 
     def begin(self, plan: StepPlan) -> Stages:
         """Puts a step on a lane and returns its stages.
@@ -147,9 +147,10 @@ class AttentionWorker:
         before, batch = self._lanes.begin(plan, executables.drafting, batch)
         x = before
         combined: Arrays = self._weights.embedding
-        shared, arrays = [batch], len(pages[0])
+        shared = [batch]
         for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
             x, message, *made = attend(x, table, *shared, *pages[layer], *combined, *leaves)
+            arrays = len(pages[layer])
             pages[layer], shared = made[:arrays], made[arrays:] or shared
             send(message)
             yield message

@@ -27,17 +27,18 @@ def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBy
         *((template, kinds.count(kind)) for kind, template in templates.attention.items()),
     ]
     sharding = NamedSharding(meshes.attention, PAGES_SPEC)
-    held = {True: 0, False: 0}
+    held = {0: 0, 1: 0}
     for pool in page_pools(config, deployment):
-        arrays = [shard_bytes(array.shape, array.dtype, sharding) for array in pool.arrays]
-        held[pool.ring] += len(pool.layers) * sum(arrays)
+        for table, array in zip(pool.tables, pool.arrays, strict=True):
+            size = shard_bytes(array.shape, array.dtype, sharding)
+            held[table] += len(pool.layers) * size
     part = RoleBytes(
         "attention",
         deployment.attention.devices,
         block_bytes(blocks, meshes.attention, ATTENTION_RULES),
-        held[False],
+        held[0],
         _activations(config, deployment),
-        rings=held[True],
+        rings=held[1],
     )
     return (part,)
 

@@ -23,6 +23,7 @@ from jaxserve.mesh import ATTENTION_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
+from jaxserve.model.residual import added
 from jaxserve.roles.compilation import Get, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.layout import BatchLayout, Bucket, deployment_buckets
@@ -56,9 +57,9 @@ class AttentionPrograms(TokenPrograms):
         def body(
             last: Array, table: Array, batch: Array, pages: Pages, weights: Sequence[Arrays]
         ) -> Arrays:
-            context = self.step_context(bucket, batch, table)
+            context = self.step_context(bucket, batch, table, last)
             embedding, layer = weights
-            x = self.embed(context, last, embedding)
+            x = self.embed(context, embedding)
             made = self._attend(kind, x, pages, context.batch, layer)
             return *made, *jax.tree.leaves(_without_table(context.batch))
 
@@ -69,7 +70,7 @@ class AttentionPrograms(TokenPrograms):
             body,
             self.mesh,
             (last, table, batch, self.pool(kind).arrays, self.leaves(*blocks)),
-            (ROWS, PIECES, *self.pages_specs, *[ROWS] * len(shared)),
+            (ROWS, PIECES, *self.pages_specs(self.pool(kind)), *[ROWS] * len(shared)),
             donates=(3,),
             cuda_graphs="off",
         )
@@ -92,7 +93,7 @@ class AttentionPrograms(TokenPrograms):
             body,
             self.mesh,
             (x, table, self._shared(bucket), self.pool(kind).arrays, tuple(answers), *layer),
-            (ROWS, PIECES, *self.pages_specs),
+            (ROWS, PIECES, *self.pages_specs(self.pool(kind))),
             donates=(0, 3),
             cuda_graphs="off",
         )
@@ -141,7 +142,7 @@ class AttentionPrograms(TokenPrograms):
             body,
             self.mesh,
             (x, batch, table, self.pool(kind).arrays, self.leaves(*blocks)),
-            (ROWS, PIECES, *self.pages_specs),
+            (ROWS, PIECES, *self.pages_specs(self.pool(kind))),
             donates=(0, 3),
             cuda_graphs="off",
         )
@@ -206,7 +207,7 @@ class AttentionPrograms(TokenPrograms):
         answer = self.shape(rows, self.answers.width, dtype=self.answers.dtype, spec=PIECES)
         return x, *[answer] * self.contract.instances
 
-    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens residual"]:
         """The residual stream: x plus the last layer's FFN output."""
         return self._add_combined(*parts)
 
@@ -236,12 +237,12 @@ class AttentionPrograms(TokenPrograms):
             )
         return self._shapes[bucket]
 
-    def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens d_model"]:
+    def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens residual"]:
         """Adds the ffn role's answer to the residual stream. Each device has the answer to its own
         piece; the answers of several ffn instances are summed."""
         with jax.named_scope("combine"):
             shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
-            return x + self.answers.total(shares, x.dtype)
+            return added(self.config, x, self.answers.total(shares, x.dtype))
 
 
 def _without_table(batch: RaggedBatch) -> Any:

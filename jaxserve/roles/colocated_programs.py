@@ -19,6 +19,7 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.module import Template
+from jaxserve.model.residual import added
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.expert_programs import (
     Bank,
@@ -78,8 +79,8 @@ class ColocatedPrograms(TokenPrograms):
             last: Array, batch: Array, table: Array, pages: Pages, counts: Arrays, *rest: Any
         ) -> Arrays:
             tables, (embedding, head), runs = rest
-            context = self.step_context(bucket, batch, table)
-            carry: Any = self.embed(context, last, embedding), pages
+            context = self.step_context(bucket, batch, table, last)
+            carry: Any = self.embed(context, embedding), pages
             loads: list[Array] = []
             for (kind, start, stop), leaves in zip(self.config.runs(), runs, strict=True):
                 of_layers = tables[len(loads)] if kind.ffn.router else None
@@ -109,7 +110,7 @@ class ColocatedPrograms(TokenPrograms):
             ),
             (
                 *(ROWS, REPLICATED, self.logits_spec, ROWS),
-                *self.pages_specs * len(self.pools),
+                *self.pages_specs(*self.pools),
                 *[_COUNTS] * len(counts),
                 *([ROWS] if bucket.drafts else []),
             ),
@@ -183,7 +184,7 @@ class ColocatedPrograms(TokenPrograms):
                     *self._layers(kind, modules),
                 ),
             ),
-            (ROWS, *self.pages_specs * len(self.pools), *[_COUNTS] * len(counts)),
+            (ROWS, *self.pages_specs(*self.pools), *[_COUNTS] * len(counts)),
             donates=(6, 7),
         )
 
@@ -223,4 +224,5 @@ class ColocatedPrograms(TokenPrograms):
         packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
         rows, load = self.exchanges[kind.ffn.kind](packed, ffn, packing, table, place)
         # Rounded as a link would round them.
-        return (x + self.answers.total([self.answers.pack(rows)], x.dtype), pages), load
+        output = self.answers.total([self.answers.pack(rows)], x.dtype)
+        return (added(self.config, x, output), pages), load

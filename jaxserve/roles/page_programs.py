@@ -1,10 +1,11 @@
 """Programs that read and write pages of the KV cache for a hand-off, in its wire form.
 
-The wire form of a run of tokens is one array for each KV head and page array, `[layers, tokens,
-width]` for values and `[layers, tokens]` for the scales of 8-bit formats. It does not depend on
-`tp` or the page size of either end. `gather` makes it from pages. `scatter` writes it into pages,
-and converts it if the two caches have different formats. Both run on the whole attention mesh: one
-DP group takes part with its pages, the others without any.
+The wire form of a run of tokens is one array for each KV head and page array, `[layers, rows,
+width]` for values and `[layers, rows]` for the scales of 8-bit formats, with a row for a token or
+for `Entry.every` tokens. It does not depend on `tp` or the page size of either end. `gather` makes
+it from pages. `scatter` writes it into pages, and converts it if the two caches have different
+formats. Both run on the whole attention mesh: one DP group takes part with its pages, the others
+without any.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, layer_entries, row_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, Entry, PagePool, row_arrays
 from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms
@@ -48,11 +49,11 @@ class PagePrograms:
         self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
         self.pools, self.tables = programs.pools, programs.tables
         self.format: FormatName = deployment.cache_format
-        self._stacked, self._kinds = stacked, len(programs.pages_specs) * len(programs.pools)
+        self._stacked = stacked
+        self._kinds = sum(len(pool.arrays) for pool in programs.pools)
         self.shape, self._all_pages = programs.shape, programs.all_pages
-        self.entries = layer_entries(config, deployment)
+        self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.kv_heads = self.entries[0].heads
-        self._scaled = [entry for entry in self.entries if not entry.plain]
 
     @property
     def heads(self) -> int:
@@ -70,14 +71,15 @@ class PagePrograms:
         return tuple(
             array
             for pool in self.pools
-            for array in row_arrays(self.entries, (len(pool.layers), tokens), cache_format)
+            for array in row_arrays(pool.entries, (len(pool.layers), tokens), cache_format)
         )
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's entries on the wire, all heads together."""
-        arrays = self.wire(1, self.format)
-        return self.kv_heads * sum(array.size * array.dtype.itemsize for array in arrays)
+        arrays = self.wire(self.page_size, self.format)  # of a page: rows are whole there
+        size = sum(array.size * array.dtype.itemsize for array in arrays)
+        return self.kv_heads * size // self.page_size
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the pages of all layers, as programs take them."""
@@ -107,11 +109,13 @@ class PagePrograms:
 
         def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
             return tuple(
-                self._gathered(pool, [pages[at] for at in places], head, own, offset[0], tokens)
+                self._gathered(
+                    [pages[at] for at in places], head, self._rows(pool, kind, page_ids), *run
+                )
+                for run in [(offset[0], tokens)]
                 for head in range(self.heads)
                 for pool, arrays in self._places()
-                for own in [self._of_pool(pool, page_ids)]
-                for places in arrays
+                for kind, places in enumerate(arrays)
             )
 
         return Program(
@@ -139,12 +143,14 @@ class PagePrograms:
             pages = list(held)
             converted = self._converted(arrived, cache_format)
             for pool, arrays in self._places():
-                own = self._of_pool(pool, page_ids)
-                for places in arrays:
+                for kind, places in enumerate(arrays):
+                    own = self._rows(pool, kind, page_ids)
+                    there = self._of_table(pool.tables[kind], page_ids)
+                    there = there < pool.pages[pool.tables[kind]]
                     for head, rows in enumerate(next(converted)):
                         parts = jnp.split(rows, len(places))
                         for at, part in zip(places, parts, strict=True):
-                            pages[at] = self._put(pool, pages[at], own, head, part)
+                            pages[at] = self._put(pages[at], own, there, head, part)
             return tuple(pages)
 
         return Program(
@@ -163,58 +169,63 @@ class PagePrograms:
     def _places(self) -> Iterator[tuple[PagePool, list[list[int]]]]:
         """Yields every pool with the places of its page arrays, kind of rows by kind; an array has
         the pages of one layer, or of all."""
+        sizes = {n: len(pool.arrays) for pool in self.pools for n in pool.layers}
+        if self._stacked:
+            sizes = {number: len(pool.arrays) for number, pool in enumerate(self.pools)}
         for number, pool in enumerate(self.pools):
             owners = [number] if self._stacked else pool.layers
-            kinds = len(pool.arrays)
-            yield pool, [[owner * kinds + kind for owner in owners] for kind in range(kinds)]
+            firsts = [sum(sizes[before] for before in range(owner)) for owner in owners]
+            yield pool, [[first + kind for first in firsts] for kind in range(len(pool.arrays))]
 
-    def _of_pool(self, pool: PagePool, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
-        """The page ids in a pool, of those in all page tables."""
-        return page_ids[0].reshape(-1, self.tables)[:, int(pool.ring)]
+    def _of_table(self, table: int, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
+        """Page ids of one page table, of those in all tables."""
+        return page_ids[0].reshape(-1, self.tables)[:, table]
+
+    def _rows(
+        self, pool: PagePool, kind: int, page_ids: Int[Array, "1 ids"]
+    ) -> Int[Array, "layers pages"]:
+        """Rows of a pool's page array that hold these pages: of each layer if it has all layers."""
+        table = pool.tables[kind]
+        layers = len(pool.layers) if self._stacked else 1
+        first = jnp.arange(layers, dtype=page_ids.dtype)[:, None] * pool.pages[table]
+        return first + self._of_table(table, page_ids)
 
     def _gathered(
         self,
-        pool: PagePool,
         arrays: Sequence[Num[Array, "rows heads page_size *width"]],
         head: int,
-        page_ids: Int[Array, " count"],
+        places: Int[Array, "layers count"],
         offset: Int[Array, ""],
         tokens: int,
-    ) -> Num[Array, "layers tokens *width"]:
-        def read(page_ids: Array) -> Array:
-            found = [array[self._rows(pool, page_ids), head] for array in arrays]
+    ) -> Num[Array, "layers rows *width"]:
+        every, layers = self.page_size // arrays[0].shape[2], len(arrays) * len(places)
+
+        def read(places: Array) -> Array:
+            found = [array[places.reshape(-1), head] for array in arrays]
             pages = jnp.concatenate(found) if len(found) > 1 else found[0]
-            return pages.reshape(len(pool.layers), -1, *pages.shape[2:])
+            return pages.reshape(layers, -1, *pages.shape[2:])
 
         def shifted() -> Array:
-            return jax.lax.dynamic_slice_in_dim(read(page_ids), offset, tokens, axis=1)
+            rows = tokens // every
+            return jax.lax.dynamic_slice_in_dim(read(places), offset // every, rows, axis=1)
 
         count, rest = divmod(tokens, self.page_size)
         if rest:
             return shifted()
         # Two ends of one page size: every byte is copied once.
-        return jax.lax.cond(offset == 0, lambda: read(page_ids[:count]), shifted)
-
-    def _rows(self, pool: PagePool, page_ids: Int[Array, " count"]) -> Int[Array, " rows"]:
-        """Rows of a page array that hold these pages; layer by layer if it has all layers."""
-        if not self._stacked:
-            return page_ids
-        first = jnp.arange(len(pool.layers), dtype=page_ids.dtype)[:, None] * pool.pages
-        return (first + page_ids).reshape(-1)
+        return jax.lax.cond(offset == 0, lambda: read(places[:, :count]), shifted)
 
     def _put(
         self,
-        pool: PagePool,
         array: Num[Array, "rows heads page_size *width"],
-        page_ids: Int[Array, " count"],
+        places: Int[Array, "layers count"],
+        there: Bool[Array, " count"],
         head: int,
-        entries: Num[Array, "layers tokens *width"],
+        entries: Num[Array, "layers rows *width"],
     ) -> Num[Array, "rows heads page_size *width"]:
-        """Writes a head's entries into these pages of a page array."""
-        rows, count = self._rows(pool, page_ids), page_ids.shape[0]
-        there = page_ids < pool.pages
-        blocks = entries.reshape(rows.shape[0], self.page_size, *entries.shape[2:])
-        layers = rows.shape[0] // count
+        """Writes a head's entries into the pages of a page array that are there."""
+        (layers, count), rows = places.shape, places.reshape(-1)
+        blocks = entries.reshape(rows.shape[0], array.shape[2], *entries.shape[2:])
         if self.mesh.devices.flat[0].platform != "cpu":
             rows = jnp.where(jnp.tile(there, layers), rows, array.shape[0])
             return array.at[rows, head].set(blocks, mode="drop")
@@ -239,26 +250,29 @@ class PagePrograms:
         if cache_format == self.format:
             yield from by_kind
             return
-        kinds = arrays // len(self.pools)
-        for first in range(0, arrays, kinds):
-            stacks = [jnp.stack(heads) for heads in by_kind[first : first + kinds]]
-            yield from ([*stack] for stack in self._in_own_format(stacks, cache_format))
+        kinds = iter(by_kind)
+        for pool in self.pools:
+            count = len(row_arrays(pool.entries, (1, self.page_size), cache_format))
+            stacks = [jnp.stack(heads) for _, heads in zip(range(count), kinds, strict=False)]
+            converted = self._in_own_format(pool.entries, stacks, cache_format)
+            yield from ([*stack] for stack in converted)
 
-    def _in_own_format(self, stacks: list[Array], cache_format: FormatName) -> list[Array]:
-        """Converts arrays `[heads, layers, tokens, …]` from the wire's format to the cache's."""
-        scaled, ends = len(self._scaled), len(self.entries)
-        rows, wide = stacks[:scaled], stacks[scaled:ends]
-        if has_scales(cache_format):
-            rows = [
-                from_bits(row).astype(jnp.float32) * scale[..., None]
-                for row, scale in zip(rows, stacks[ends:], strict=True)
-            ]
-        own = self.format
-        if not has_scales(own):
-            return [row.astype(storage(own)) for row in rows]
-        values, scales = [], []
-        for row in rows:
+    def _in_own_format(
+        self, entries: Sequence[Entry], stacks: list[Array], cache_format: FormatName
+    ) -> list[Array]:
+        """Converts arrays `[heads, layers, rows, …]` from the wire's format to the cache's."""
+        own, values, scales = self.format, [], []
+        arrived = iter(stacks[len(entries) :])
+        for entry, row in zip(entries, stacks, strict=False):
+            if entry.plain:
+                values.append(row)
+                continue
+            if has_scales(cache_format):
+                row = from_bits(row).astype(jnp.float32) * next(arrived)[..., None]
+            if not has_scales(own):
+                values.append(row.astype(storage(own)))
+                continue
             quantised, scale = quantize_rows(row.reshape(-1, row.shape[-1]), own)
             values.append(as_bits(quantised).reshape(row.shape))
             scales.append(scale.reshape(row.shape[:-1]))
-        return [*values, *wide, *scales]
+        return [*values, *scales]

@@ -67,10 +67,13 @@ def with_own_pages(
       kind, start, layer: kind and first layer of a run, and the layer's place in the run.
     """
     pool = programs.pool(kind)
-    first_page = (pool.layers.index(start) + layer) * pool.pages
-    first = programs.pools.index(pool) * len(pool.arrays)
-    shifted = batch._replace(page_table=batch.page_table + first_page)
-    return slice(first, first + len(pool.arrays)), shifted
+    at = programs.pools.index(pool)
+    first = sum(len(before.arrays) for before in programs.pools[:at])
+    # Pages of the layers before, in each of the tables, whose entries take turns.
+    pages = jnp.asarray(pool.pages, jnp.int32) * (pool.layers.index(start) + layer)
+    table = batch.page_table
+    shifted = table + jnp.tile(pages, table.shape[1] // programs.tables)
+    return slice(first, first + len(pool.arrays)), batch._replace(page_table=shifted)
 
 
 def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:

@@ -140,11 +140,10 @@ class AttentionStepPrograms(AttentionPrograms):
 
         def body(steps: Sequence[Arrays], pages: Pages, ends: Any, stacks: Any) -> Arrays:
             embedding, head = ends
-            contexts = [self.step_context(bucket, batch, table) for _, batch, table in steps]
-            x = [
-                self.embed(context, last, embedding)
-                for context, (last, *_) in zip(contexts, steps, strict=True)
+            contexts = [
+                self.step_context(bucket, batch, table, last) for last, batch, table in steps
             ]
+            x = [self.embed(context, embedding) for context in contexts]
             carry: Any = x, [wire.no_answer] * lanes, pages, wire.first_token
             for run, leaves in zip(runs, stacks, strict=True):
                 stack = StackedLeaves.of(templates.attention[run[0]], leaves)
@@ -196,7 +195,7 @@ class AttentionStepPrograms(AttentionPrograms):
                     for kind, start, stop in runs
                 ],
             ),
-            (*of_lane * lanes, *self.pages_specs * len(self.pools), REPLICATED),
+            (*of_lane * lanes, *self.pages_specs(*self.pools), REPLICATED),
             donates=(1,),
         )
 

@@ -48,12 +48,14 @@ class TokenPrograms:
         self.slots = deployment.scheduler.slots
         self.groups = deployment.attention.dp
         self.sentinel = self.config.experts
-        pools = page_pools(self.config, deployment)
-        self.pages_specs = (PAGES_SPEC,) * len(pools[0].arrays)
         self.pools = [
-            pool._replace(arrays=placed(mesh, pool.arrays, self.pages_specs)) for pool in pools
+            pool._replace(arrays=placed(mesh, pool.arrays, [PAGES_SPEC] * len(pool.arrays)))
+            for pool in page_pools(self.config, deployment)
         ]
-        self.tables = 1 + any(pool.ring for pool in pools)
+        self._pool_of = {
+            self.config.layer(layer).attention: pool for pool in self.pools for layer in pool.layers
+        }
+        self.tables = len(self.pools[0].pages)
         """Page tables of a step, whose entries of a page lie side by side."""
         self.divided = self.config.platform == "cpu" and deployment.attention.tp > 1
         """Whether devices keep their columns of the logits until a draw needs all; greedy tokens do
@@ -71,12 +73,25 @@ class TokenPrograms:
         """Returns the layout of the batch array of steps with this number of tokens."""
         return BatchLayout(tokens, self.slots, self.config.modules)
 
-    def step_context(self, bucket: Bucket, batch: Array, page_table: Array) -> StepContext:
-        """Returns the DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`."""
+    def step_context(
+        self, bucket: Bucket, batch: Array, page_table: Array, last_tokens: Array | None = None
+    ) -> StepContext:
+        """Returns the DP group's view of the step's arrays `[1, width]`, `[1, slots, pages]`.
+
+        Args:
+          last_tokens: `[1, slots]`, the tokens that the batch has as `FROM_DEVICE`; None: it has
+            none.
+        """
         fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
         ragged = ragged_batch(
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
+        if last_tokens is not None:
+            ids, slot = fields["token_ids"], ragged.sequence_of_token
+            ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][slot], ids)
+            fields = fields | {"token_ids": ids}
+        if any(kind.ffn.router and kind.ffn.router.token_table for kind in self.config.kinds()):
+            ragged = ragged._replace(token_ids=fields["token_ids"])
         piece = cached_sharding(self.mesh, PAGES_SPEC).shard_shape
         caches = {}
         for kind in self.config.kinds():
@@ -97,25 +112,28 @@ class TokenPrograms:
 
     def pool(self, kind: LayerKind) -> PagePool:
         """Returns the pool that holds the pages of layers of a kind."""
-        return self.pools[-1 if kind.attention.window else 0]
+        return self._pool_of[kind.attention]
+
+    def pages_specs(self, *pools: PagePool) -> tuple[PartitionSpec, ...]:
+        """Partition specs of the pages of these pools."""
+        return tuple(PAGES_SPEC for pool in pools for _ in pool.arrays)
 
     def of_kind(self, batch: RaggedBatch, kind: LayerKind) -> RaggedBatch:
-        """Returns the batch for layers of a kind, with the page table of their pool."""
+        """Returns the batch for layers of a kind, with the page tables of their pool."""
         tables = batch.page_table.reshape(self.slots, -1, self.tables)
-        return batch._replace(page_table=tables[..., int(self.pool(kind).ring)])
+        own = {*self.pool(kind).tables}
+        return batch._replace(page_table=tables[..., min(own)], ring_table=tables[..., max(own)])
 
     def embed(
-        self, context: StepContext, last_tokens: Int[Array, "1 slots"], leaves: Sequence[Array]
-    ) -> Float[Array, "tokens d_model"]:
-        """Embeds the step's tokens, taking those still on the device from `last_tokens`."""
-        ids = context.fields["token_ids"]
-        ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][context.batch.sequence_of_token], ids)
+        self, context: StepContext, leaves: Sequence[Array]
+    ) -> Float[Array, "tokens residual"]:
+        """Embeds the step's tokens."""
         with jax.named_scope("embed"):
-            return self.templates.embedding.merge(leaves)(ids)
+            return self.templates.embedding.merge(leaves)(context.fields["token_ids"])
 
     def end_step(
         self,
-        x: Float[Array, "tokens d_model"],
+        x: Float[Array, "tokens residual"],
         last_tokens: Int[Array, "1 slots"],
         fields: dict[str, Array],
         leaves: Sequence[Array],
@@ -138,7 +156,7 @@ class TokenPrograms:
 
     def sample_few(
         self,
-        x: Float[Array, "tokens d_model"],
+        x: Float[Array, "tokens residual"],
         last_tokens: Int[Array, "1 slots"],
         fields: dict[str, Array],
         leaves: Sequence[Array],
@@ -195,7 +213,7 @@ class TokenPrograms:
         return last[None], jax.lax.all_gather(sampled, "dp"), lengths[None]
 
     def _logits(
-        self, x: Float[Array, "rows d_model"], leaves: Sequence[Array]
+        self, x: Float[Array, "rows residual"], leaves: Sequence[Array]
     ) -> Float[Array, "rows columns"]:
         """Computes a step's logits: all columns, or this device's (`divided`)."""
         with jax.named_scope("head"):
@@ -206,9 +224,9 @@ class TokenPrograms:
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of the arrays that hold the residual stream after the last layer."""
         rows = self.groups * bucket.tokens
-        return (self.shape(rows, self.config.d_model, dtype=self.dtype),)
+        return (self.shape(rows, self.config.residual_width, dtype=self.dtype),)
 
-    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens d_model"]:
+    def stream(self, parts: Sequence[Array]) -> Float[Array, "tokens residual"]:
         """Assembles the residual stream from these parts."""
         return parts[0]
 

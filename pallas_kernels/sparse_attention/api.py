@@ -98,7 +98,7 @@ def attend_chosen(
     scale: float,
     v_width: int,
     implementation: Implementation = "auto",
-) -> Float[Array, "tokens q_heads v_width"]:
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Attends from every token to the chosen positions of its sequence, which all heads share.
 
     Scores are `scale * query . key`; scores and softmax are FP32. The first `v_width` elements of a
@@ -109,6 +109,9 @@ def attend_chosen(
       pages: as those of `rotate_and_write.norm_and_write`.
       chosen: positions, each at most once; -1 behind the last one.
       implementation: see `coverage.Implementation`.
+
+    Returns:
+      the outputs, and log(sum(exp(scores))) of every token and head, -inf where nothing is chosen.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -136,7 +139,7 @@ def attend_chosen(
 
     def compute(
         queries: Array, arrays: tuple[Array, Array | None, Array | None], where: reference.Chosen
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         pages, scales, rope = arrays
         cache = Cache(pages, None, scales, None, v_width, rope)
         if target is None:
@@ -145,8 +148,8 @@ def attend_chosen(
 
     arrays = k_pages, k_scales, rope_pages
     where = reference.Chosen(chosen, page_table, sequence_of_token)
-    mixed: Array = run_op("attend_chosen", compute, queries, arrays, where)
-    return mixed
+    mixed, lse = run_op("attend_chosen", compute, queries, arrays, where)
+    return mixed, lse
 
 
 def _gap(call: reference.ChoiceCall, target: Target) -> str:

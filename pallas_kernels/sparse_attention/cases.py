@@ -43,8 +43,8 @@ def _case(name: str, form: str, kind: str) -> Case:
     if name == "attend":
         pages = _shape(*places, ROW, dtype=dtype), *scales
         queries, chosen = _shape(tokens, Q_HEADS, ROW), integers(tokens, TOP_K)
-        function = functools.partial(attend_chosen, scale=0.1, v_width=LATENT)
-        return Case(f"{name} {form}{kind}", function, (queries, pages, chosen, *where))
+        attend = functools.partial(attend_chosen, scale=0.1, v_width=LATENT)
+        return Case(f"{name} {form}{kind}", attend, (queries, pages, chosen, *where))
     pages = _shape(*places, INDEX_DIM, dtype=dtype), *scales
     looks = _shape(tokens, INDEX_HEADS, INDEX_DIM), _shape(tokens, INDEX_HEADS, dtype=jnp.float32)
     loop = None

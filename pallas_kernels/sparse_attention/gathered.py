@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Num
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import api
 from pallas_kernels.attention.reference import Cache, in_parts
@@ -43,13 +43,13 @@ def attend_chosen(
     where: Chosen,
     scale: float,
     target: Target,
-) -> Float[Array, "tokens q_heads v_width"]:
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """`api.attend_chosen`, if `gap` finds nothing in the call."""
     page_size, width = cache.k_pages.shape[2:]
     size, most = _page_size(target), where.chosen.shape[1]
     pages = -(-most // size)
 
-    def attend(some: tuple[Array, ...]) -> Array:
+    def attend(some: tuple[Array, ...]) -> tuple[Array, Array]:
         queries, chosen, sequence = some
         tokens = len(queries)
         row = jnp.pad(chosen, ((0, 0), (0, pages * size - most)), constant_values=-1)
@@ -58,7 +58,7 @@ def attend_chosen(
         place = (page * page_size + place % page_size).reshape(-1)
         gather = functools.partial(_gather, place=place, shape=(tokens * pages, 1, size))
         token = jnp.arange(tokens, dtype=jnp.int32)
-        mixed, _ = api.paged_attention(
+        mixed, lse = api.paged_attention(
             queries,
             gather(cache.k_pages),
             None,
@@ -68,8 +68,10 @@ def attend_chosen(
             scale=scale,
             v_width=cache.v_width,
             k_scales=None if cache.k_scales is None else gather(cache.k_scales),
+            with_lse=True,
         )
-        return mixed
+        assert lse is not None
+        return mixed, lse
 
     tokens = queries, where.chosen, where.sequence_of_token
     row_bytes = width * cache.k_pages.dtype.itemsize

@@ -110,12 +110,12 @@ def attend_chosen(
     cache: Cache,
     where: Chosen,
     scale: float,
-) -> Float[Array, "tokens q_heads v_width"]:
-    """Copies the chosen rows of some tokens and attends to them."""
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
+    """Copies the chosen rows of some tokens and attends to them; also returns log-sum-exps."""
     page_size, width = cache.k_pages.shape[2:]
     size = where.chosen.shape[1] * queries.shape[2] * _operand(queries).itemsize
 
-    def attend(some: tuple[Array, ...]) -> Array:
+    def attend(some: tuple[Array, ...]) -> tuple[Array, Array]:
         queries, chosen, sequence = some
         own, place = where.page_table.at[sequence].get(mode="clip"), jnp.maximum(chosen, 0)
         page = jnp.take_along_axis(own, place // page_size, axis=1, mode="clip")
@@ -128,12 +128,15 @@ def attend_chosen(
         there = (chosen >= 0)[:, None]  # [tokens, 1, chosen]
         scores = jnp.where(there, scale * scores, -jnp.inf)
         largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0.0, largest))
+        largest = jnp.where(jnp.isneginf(largest), 0.0, largest)
+        weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        lse = (largest + jnp.log(total))[..., 0]
         weights = weights / jnp.where(total == 0, 1.0, total) * jnp.where(there, scales, 0.0)
         # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
         values = jnp.where(there[:, 0, :, None], keys[..., : cache.v_width], 0)
-        return _product("thc,tcd->thd", weights.astype(queries.dtype), values).astype(queries.dtype)
+        mixed = _product("thc,tcd->thd", weights.astype(queries.dtype), values)
+        return mixed.astype(queries.dtype), lse
 
     tokens = queries, where.chosen, where.sequence_of_token
     return in_parts(attend, tokens, max(1, GATHERED_BYTES // size))

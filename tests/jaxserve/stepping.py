@@ -21,8 +21,8 @@ class Sequences:
         self.fed = [0] * len(prompts)
         size = runtime.deployment.cache.page_size
         pools = page_pools(runtime.config, runtime.deployment)
-        self.tables = 1 + any(pool.ring for pool in pools)
-        pages = np.random.default_rng(0).permutation(min(pool.pages for pool in pools)).tolist()
+        self.tables = len(pools[0].pages)
+        pages = np.random.default_rng(0).permutation(min(pools[0].pages)).tolist()
         self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
         self.steps = 0
 

@@ -67,7 +67,7 @@ class Reference(NamedTuple):
 
 
 def run_transformers(model: TinyModel, questions: Sequence[Sequence[int]]) -> Reference:
-    """Runs transformers on a model of the catalogue, or on a variation of one."""
+    """Runs transformers on a tiny model."""
     with tempfile.TemporaryDirectory() as folder:
         model.write(folder, dequantised=True)
         network = load_transformers(Path(folder), model)
@@ -86,6 +86,7 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
     name = {
         "deepseek_v3": "DeepseekV3",
         "deepseek_v32": "DeepseekV32",
+        "deepseek_v4": "DeepseekV4",
         "glm_moe_dsa": "GlmMoeDsa",
         "kimi_k2": "DeepseekV3",  # the same architecture under another name
         "qwen3": "Qwen3",

@@ -34,6 +34,11 @@ class RaggedBatch(NamedTuple):
     """One entry for each of the model's attention specs (`family.with_shared`)."""
     own: Shared = Shared()
     """The entry of the layer that the batch is passed to."""
+    token_ids: Int[Array, " tokens"] | None = None
+    """For routers with a table of experts by token; None: the model has none."""
+    ring_table: Int[Array, "slots pages"] | None = None
+    """Page ids of a layer's last tokens, where it has other rows in the page table's pages; None:
+    all its rows are in pages of one table."""
 
     def of_layer(self, spec: int) -> "RaggedBatch":
         """Returns the batch for a layer with the attention spec of this number."""

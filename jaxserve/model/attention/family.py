@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxserve.config.model import MLA, Attention, LayerKind, ModelConfig
+from jaxserve.config.model import MLA, Attention, Compressed, LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch, Shared
-from jaxserve.model.attention.kv_cache import is_sparse, without_index
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
@@ -23,6 +22,7 @@ KINDS = {
     "MFA": "mfa:FactorizedAttention",
     "GQA": "gqa:GroupedQueryAttention",
     "MLA": "mla:LatentAttention",
+    "Compressed": "compressed:CompressedAttention",
 }
 """File in this folder, and class in it, of the module that computes each kind of attention spec."""
 
@@ -34,9 +34,7 @@ def attention_module(config: ModelConfig, kind: LayerKind, formats: Formats, rng
     Args:
       kind: kind of the layer.
     """
-    place = KINDS[type(kind.attention).__name__]
-    make = pkgutil.resolve_name(f"jaxserve.model.attention.{place}")
-    return make(config, kind, formats, rngs)
+    return _module(kind.attention)(config, kind, formats, rngs)
 
 
 def with_shared(
@@ -65,19 +63,23 @@ def _shared(
 ) -> Shared:
     """Computes the values that layers with one attention spec share."""
     tokens = batch.position.shape[0]
-    latent, rotated = 0, sizes.rope_dim if isinstance(sizes, MLA) else sizes.head_dim
-    width = rotated
+    rotated = sizes.rope_dim if isinstance(sizes, MLA | Compressed) else sizes.head_dim
     turn = rotation(batch.position, rotated, sizes.rope)
-    if isinstance(sizes, MLA):
-        if tokens > batch.page_table.shape[0] or is_sparse(sizes, pages, table):
-            return Shared(turn)  # Its attention to the cache uses other positions (`mla.py`).
-        pages = without_index(pages)[0] if sizes.indexer else pages
-        latent, values, rope_pages = sizes.kv_latent, None, pages[1] if len(pages) == 3 else None
-        width = sum(array.shape[-1] for array in pages if len(array.shape) == 4)
-    else:
-        values, rope_pages = pages[1], None
+    walk = getattr(_module(sizes), "walk", None)
+    found: Any = (*pages[:2], None, 0, rotated)
+    if walk:
+        found = walk(sizes, tokens, table, pages)
+    if not found:
+        return Shared(turn)
+    keys, values, rope_pages, latent, width = found
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
     where = table, *batch.where[1:]
-    find = functools.partial(attention_places, queries, pages[0], values, *where, v_width=latent)
+    find = functools.partial(attention_places, queries, keys, values, *where, v_width=latent)
     return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))
+
+
+def _module(sizes: Attention) -> Any:
+    """The class of a kind's module. Its `walk`, if it has one, says which arrays the attention
+    kernels walk over; otherwise these are the first two."""
+    return pkgutil.resolve_name(f"jaxserve.model.attention.{KINDS[type(sizes).__name__]}")

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import GQA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend
+from jaxserve.model.attention.heads import attend
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation, paired
 from jaxserve.model.columns import norm_columns
 from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros

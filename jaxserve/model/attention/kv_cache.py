@@ -7,26 +7,24 @@ their bits, uint8. With `cache.rope`, MLA's latents in 8 bits are without their 
 has an array of its own in BF16, without scales (xDeepServe §4.7). Every DP group owns its `pages`
 rows, and the page ids in a page table are relative to the group. `pallas_kernels/attention` defines
 the layout inside a page; `engine/pages.py` decides which sequence owns which page.
+
+Compressed attention has a row for several tokens (`Entry.every`), in pages with fewer rows, beside
+rows of the last tokens, in pages of a ring: both tables are of one layer then.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import MLA, Attention, LayerKind, ModelConfig
+from jaxserve.config.model import MLA, Attention, Compressed, ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.quant.rows import cached_dtype, has_scales
-from pallas_kernels import rotate_and_write as kernels
-from pallas_kernels.attention.api import paged_attention
-from pallas_kernels.rotate_and_write import Latents
+from jaxserve.model.quant.rows import cached_dtype, has_scales, storage
 
 Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
@@ -40,78 +38,130 @@ PAGES_SPEC = PartitionSpec("dp", "tp")
 
 
 class Entry(NamedTuple):
-    """Declares one array of a layer's cache: a row for every token and head."""
+    """Declares one array of a layer's cache: a row for every head and token, or several tokens."""
 
     heads: int
     width: int
-    plain: bool = False
-    """True if rows are BF16 without scales in every format of the cache."""
+    plain: FormatName | None = None
+    """Format of rows that are the same floats, without scales, in every format of the cache."""
+    every: int = 1
+    """Tokens of a page for each of its rows."""
+    ring: bool = False
+    """True if only rows of the last tokens are read."""
 
 
-def layer_entries(config: ModelConfig, deployment: Deployment) -> tuple[Entry, ...]:
-    """Declares the rows that a layer keeps for every token: keys and values, or MLA's latent and
-    the indexer's key. With `cache.rope` the rotated part of latents is an array of its own.
+def layer_entries(
+    config: ModelConfig, attention: Attention, deployment: Deployment
+) -> tuple[Entry, ...]:
+    """Declares the rows of a layer with this attention: keys and values, MLA's latent and the
+    indexer's key, or compressed attention's rows. With `cache.rope` the rotated part of latents is
+    an array of its own.
 
     Raises:
-      ConfigError: `cache.rope` without latent attention, or layers with different rows.
+      ConfigError: `cache.rope` without latent attention, or a page size that rows do not divide.
     """
-    rope, of_tpu = deployment.cache.rope, config.platform == "tpu"
-    kinds = {_entries(attention, rope, of_tpu) for attention in config.attentions()}
-    if len(kinds) > 1:
-        raise ConfigError(f"layers that keep different rows of a token: {sorted(kinds)}")
-    return kinds.pop()
-
-
-def _entries(attention: Attention, rope: str, of_tpu: bool) -> tuple[Entry, ...]:
+    rope, page_size = deployment.cache.rope, deployment.cache.page_size
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
         if rope == "auto":
-            spare = -(latent + rotated) % ROW_COLUMNS if index and of_tpu else 0
+            padded = index and config.platform == "tpu"
+            spare = -(latent + rotated) % ROW_COLUMNS if padded else 0
             return Entry(1, latent + rotated + spare), *index
-        return Entry(1, latent), *index, Entry(1, rotated, plain=True)
+        return Entry(1, latent), *index, Entry(1, rotated, "bfloat16")
     if rope != "auto":
         raise ConfigError(
             f"cache.rope = {rope} is for latent attention (MLA), which keeps a rotated key beside "
             "every latent: the model has none"
         )
-    return (Entry(attention.kv_heads, attention.head_dim),) * 2
+    if not isinstance(attention, Compressed):
+        return (Entry(attention.kv_heads, attention.head_dim, ring=attention.window > 0),) * 2
+    own, every = Entry(1, attention.head_dim, ring=True), attention.every
+    if not every:
+        return (own,)
+    if page_size % (unit := window_unit(config)):
+        raise ConfigError(
+            f"cache.page_size = {page_size} is no multiple of {unit}, the most tokens that one "
+            "compressed row of the model stands for"
+        )
+    index = (Entry(1, attention.indexer.head_dim, every=every),) if attention.indexer else ()
+    kept = OPEN_TOKENS if index else unit
+    open_entry = Entry(1, open_width(attention), deployment.dtype, max(1, unit // kept), ring=True)
+    return own, open_entry, Entry(1, attention.head_dim, every=every), *index
+
+
+OPEN_TOKENS = 16
+"""Tokens whose sums and gates stay for overlapping compressed rows: two rows and drafts."""
+
+
+def window_unit(config: ModelConfig) -> int:
+    """Tokens that the pages of compressed rows are cut at: the most that one row stands for."""
+    specs = config.attentions()
+    return max(spec.every for spec in specs if isinstance(spec, Compressed))
+
+
+def open_width(attention: Compressed) -> int:
+    """Numbers that a token adds to compressed rows: sums and gates of its row, and with an indexer
+    of the row behind, too, for rows and keys of the indexer."""
+    if attention.indexer is None:
+        return 2 * attention.head_dim
+    return 4 * (attention.head_dim + attention.indexer.head_dim)
 
 
 def row_arrays(
     declared: Sequence[Entry], rows: tuple[int, ...], cache_format: FormatName
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of arrays that hold these rows in a format of the cache: values, then scales."""
-    plain, scale = jnp.dtype(jnp.bfloat16), jax.ShapeDtypeStruct(rows, jnp.float32)
-    dtypes = [plain if entry.plain else cached_dtype(cache_format) for entry in declared]
-    pairs = zip(declared, dtypes, strict=True)
-    values = [jax.ShapeDtypeStruct((*rows, entry.width), dtype) for entry, dtype in pairs]
-    scaled = [entry for entry in declared if has_scales(cache_format) and not entry.plain]
-    return (*values, *[scale] * len(scaled))
+    """Shapes of arrays that hold the rows of tokens in a format of the cache: values, then scales.
+
+    Args:
+      rows: the other dimensions; the last one counts tokens.
+    """
+    *outer, tokens = rows
+    values, scales = [], []
+    for entry in declared:
+        shape = *outer, tokens // entry.every
+        dtype = storage(entry.plain) if entry.plain else cached_dtype(cache_format)
+        values.append(jax.ShapeDtypeStruct((*shape, entry.width), dtype))
+        if has_scales(cache_format) and not entry.plain:
+            scales.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return (*values, *scales)
 
 
 class PagePool(NamedTuple):
-    """Layers whose rows lie in pages with the same ids."""
+    """Layers with pages of the same form."""
 
     layers: tuple[int, ...]
-    pages: int
-    """Pages of a DP group."""
+    entries: tuple[Entry, ...]
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     """Pages of one layer."""
-    ring: bool
-    """True if sequences keep only the pages of their last tokens; page tables list these second."""
+    tables: tuple[int, ...]
+    """For each array the page table of a step that lists its pages: 0, or 1 if sequences keep only
+    those of their last tokens."""
+    pages: tuple[int, ...]
+    """Pages of a DP group in each page table."""
+
+    @property
+    def own_table(self) -> int:
+        """The page table of the layers' first array."""
+        return self.tables[0]
 
 
 def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, ...]:
-    """Pools of a deployment: layers that see all tokens, then layers with a window."""
-    rings, pages = ring_pages(config, deployment), deployment.cache.pages
+    """Pools of a deployment: first those of layers that see all tokens."""
+    rings, layers = ring_pages(config, deployment), dict[tuple[Entry, ...], list[int]]()
+    for number, kind in enumerate(map(config.layer, range(config.all_layers))):
+        entries = layer_entries(config, kind.attention, deployment)
+        layers.setdefault(entries, []).append(number)
+    pages = (deployment.cache.pages, *[rings] * (rings > 0))
     pools = []
-    for windowed, count in ((False, pages), (True, rings or pages)):
-        kinds = enumerate(map(config.layer, range(config.all_layers)))
-        layers = [n for n, kind in kinds if windowed == (kind.attention.window > 0)]
-        arrays = page_arrays(config, deployment, count)
-        pools.append(PagePool(tuple(layers), count, arrays, windowed and rings > 0))
-    return tuple(pool for pool in pools if pool.layers)
+    for entries in sorted(layers, key=lambda entries: entries[0].ring):
+        scaled = [e for e in entries if has_scales(deployment.cache_format) and not e.plain]
+        tables = tuple(int(e.ring and rings > 0) for e in (*entries, *scaled))
+        arrays = page_arrays(config, deployment, entries, rings)
+        pools.append(PagePool(tuple(layers[entries]), entries, arrays, tables, pages))
+    if len({entries[0].heads for entries in layers}) > 1:
+        raise ConfigError(f"layers that keep different heads of a token: {sorted(layers)}")
+    return tuple(pools)
 
 
 def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
@@ -136,127 +186,26 @@ def largest_window(config: ModelConfig) -> int:
 
 
 def page_arrays(
-    config: ModelConfig, deployment: Deployment, pages: int = 0
+    config: ModelConfig,
+    deployment: Deployment,
+    entries: Sequence[Entry] = (),
+    rings: int = 0,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the global shapes and dtypes of one layer's cache with this number of pages; 0:
-    `cache.pages`.
+    """Returns the global shapes and dtypes of one layer's cache.
 
     Heads are divided over tp. With fewer heads than devices, several devices hold copies of a head.
-    """
-    cache, declared = deployment.cache, layer_entries(config, deployment)
-    heads = max(declared[0].heads, deployment.attention.tp)
-    rows = deployment.attention.dp * (pages or cache.pages), heads, cache.page_size
-    return row_arrays(declared, rows, deployment.cache_format)
-
-
-def without_index[A](pages: Sequence[A]) -> tuple[tuple[A, ...], tuple[A, ...]]:
-    """Divides the pages of latent attention with an indexer into those of latents, and the
-    indexer's keys with their scales."""
-    latent, index, *others = pages
-    return (latent, *others[:-1]), (index, *others[-1:])
-
-
-def with_index(latents: Pages, index: Pages) -> Pages:
-    """Undoes `without_index`."""
-    return latents[0], index[0], *latents[1:], *index[1:]
-
-
-def is_sparse(
-    sizes: Attention, pages: Sequence[jax.ShapeDtypeStruct | Array], page_table: Array
-) -> bool:
-    """Returns whether a page table has room for more tokens than an indexer chooses."""
-    if not isinstance(sizes, MLA) or not sizes.indexer:
-        return False
-    return page_table.shape[1] * pages[0].shape[2] > sizes.indexer.top_k
-
-
-class LatentNorms(NamedTuple):
-    """RMSNorms behind MLA's down maps."""
-
-    query_norm: Float[Array, " q_latent"] | None
-    """Norm of the queries' latents; None: queries have no latents."""
-    latent_norm: Float[Array, " kv_latent"]
-    epsilon: float
-
-
-def write_latents(
-    pages: Pages,
-    down: Float[Array, "tokens columns"],
-    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
-    batch: RaggedBatch,
-    norms: LatentNorms,
-    *,
-    interleaved: bool = False,
-    stored: bool = False,
-) -> Latents:
-    """Norms latents, rotates the key beside them, and writes both, quantised to the cache's format;
-    with `stored` also returns what is then in the cache."""
-    norm = functools.partial(kernels.norm_and_write, interleaved=interleaved, stored=stored)
-    return norm(pages, down, *turn, *batch.where, **norms._asdict())
-
-
-def attend(
-    queries: Float[Array, "tokens q_heads width"],
-    pages: Pages,
-    batch: RaggedBatch,
-    kind: LayerKind,
-    *,
-    scale: float,
-    dtype: jnp.dtype,
-    sinks: Float[Array, " q_heads"] | None = None,
-) -> Float[Array, "tokens q_heads v_width"]:
-    """Computes the attention of every token to the cached tokens of its sequence, itself included.
 
     Args:
-      dtype: of the output; queries from `rotate_and_write` may have another one.
-      sinks: of every head a score in the softmax, whose value is zero. Kernels do not know it: with
-        the log-sum-exp of all other scores, the output is multiplied by their share of the softmax.
+      entries: rows of the layer; empty: those of the model's first layer.
+      rings: pages of a ring; 0: rings are pages as all others, `cache.pages`.
     """
-    keys, values, *scales = pages
-    k_scales, v_scales = scales or (None, None)
-    mixed, lse = paged_attention(
-        queries,
-        keys,
-        values,
-        *batch.where,
-        scale=scale,
-        window=kind.attention.window,
-        int8_products=kind.int8_products,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        with_lse=sinks is not None,
-        out_dtype=dtype,
-        places=batch.own.places,
+    cache = deployment.cache
+    declared = entries or layer_entries(config, config.attentions()[0], deployment)
+    heads = max(declared[0].heads, deployment.attention.tp)
+    arrays = row_arrays(declared, (heads, cache.page_size), deployment.cache_format)
+    scaled = [entry for entry in declared if not entry.plain]
+    counts = (rings if rings and entry.ring else cache.pages for entry in (*declared, *scaled))
+    return tuple(
+        array.update(shape=(deployment.attention.dp * count, *array.shape))
+        for count, array in zip(counts, arrays, strict=False)
     )
-    if sinks is None or lse is None:
-        return mixed
-    return (mixed * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(dtype)
-
-
-def attend_latent(
-    queries: Float[Array, "tokens q_heads width"],
-    pages: Pages,
-    batch: RaggedBatch,
-    kind: LayerKind,
-    *,
-    scale: float,
-    v_width: int,
-) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
-    """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
-    values; also returns the log-sum-exp of every row and head."""
-    split = len(pages) == 3  # the rotated part of latents is in an array of its own
-    out, lse = paged_attention(
-        queries,
-        pages[0],
-        None,
-        *batch.where,
-        scale=scale,
-        v_width=v_width,
-        int8_products=kind.int8_products,
-        with_lse=True,
-        k_scales=pages[-1] if len(pages) > 1 else None,
-        rope_pages=pages[1] if split else None,
-        places=batch.own.places,
-    )
-    assert lse is not None
-    return out, lse

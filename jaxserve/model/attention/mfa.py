@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from jaxserve.config.model import MFA as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, attend
+from jaxserve.model.attention.heads import attend
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
 from pallas_kernels.rotate_and_write import rotate_and_write

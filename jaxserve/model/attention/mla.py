@@ -19,6 +19,8 @@ the indexer's keys.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,9 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.indexer import TokenIndexer
-from jaxserve.model.attention.kv_cache import (
+from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.attention.latents import (
     LatentNorms,
-    Pages,
     attend_latent,
     is_sparse,
     with_index,
@@ -100,6 +102,18 @@ class LatentAttention(nnx.Module):
         self.out_bias = zeros(dtype, d_model=d_model) if biased else None
         self.indexer = TokenIndexer(config, sizes, formats, rngs) if sizes.indexer else None
 
+    @staticmethod
+    def walk(
+        sizes: Sizes, tokens: int, table: Array, pages: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[Any, ...]:
+        """Keys, values, rotated parts and v_width as `attention_places` takes them, and the
+        queries' width; empty where attention uses other positions than the batch's."""
+        if tokens > table.shape[0] or is_sparse(sizes, pages, table):
+            return ()
+        pages = without_index(pages)[0] if sizes.indexer else pages
+        width = sum(array.shape[-1] for array in pages if len(array.shape) == 4)
+        return pages[0], None, pages[1] if len(pages) == 3 else None, sizes.kv_latent, width
+
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
@@ -128,7 +142,7 @@ class LatentAttention(nnx.Module):
             if self.indexer and sparse:
                 chosen = self.indexer.choose(x, query, index, turn, batch)
                 where = chosen, *batch.where[:2]
-                mixed = attend_chosen(absorbed, pages, *where, scale=scale, v_width=v_width)
+                mixed, _ = attend_chosen(absorbed, pages, *where, scale=scale, v_width=v_width)
                 heads = self._values(mixed)
             elif row is None:
                 mixed, _ = attend(absorbed, pages, batch)

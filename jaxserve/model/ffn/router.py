@@ -12,6 +12,12 @@ from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.model.module import linear, weight, zeros
 from pallas_kernels.grouped_matmul.dense import matmul
 
+SCORES = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+
 
 class ExpertRouter(nnx.Module):
     """FP32 scores of all experts, then the top_k (Step-3 §2, DeepSeek-V3 §2.1.2, Qwen3).
@@ -21,6 +27,7 @@ class ExpertRouter(nnx.Module):
       bias: FP32 [router_experts], added to the scores for the selection but not for the gate
         weights; None: the model has none.
       logit_bias: FP32 [router_experts], added to the logits; None: the model has none.
+      table: int32 [vocab, top_k], the experts of every token id; None: the best scores decide.
     """
 
     def __init__(self, d_model: int, rule: Rule, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -30,9 +37,15 @@ class ExpertRouter(nnx.Module):
         self.bias = zeros(fp32, router_experts=rule.experts) if rule.bias else None
         biased = rule.logit_bias
         self.logit_bias = zeros(fp32, router_experts=rule.experts) if biased else None
+        ids, rows = jnp.dtype(jnp.int32), rule.token_table
+        self.table = zeros(ids, token_ids=rows, chosen=rule.top_k) if rows else None
 
     def __call__(
-        self, x: Float[Array, "tokens d_model"], valid: Bool[Array, " tokens"], sentinel: int
+        self,
+        x: Float[Array, "tokens d_model"],
+        valid: Bool[Array, " tokens"],
+        sentinel: int,
+        token_ids: Int[Array, " tokens"] | None = None,
     ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
         """Expert ids and gate weights (FP32); padding tokens get the `sentinel` id and weight 0."""
         rule = self.rule
@@ -42,13 +55,16 @@ class ExpertRouter(nnx.Module):
             logits = linear(x, self.gate).astype(jnp.float32)
         if self.logit_bias is not None:
             logits += self.logit_bias[...]
-        softmax = rule.score == "softmax"
-        scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+        scores = SCORES[rule.score](logits)
         choice = scores if self.bias is None else scores + self.bias[...]
         if rule.groups > 1:
             choice = self._within_best_groups(choice)
-        gates, experts = jax.lax.top_k(choice, rule.top_k)
-        if self.bias is not None:
+        if self.table is None:
+            gates, experts = jax.lax.top_k(choice, rule.top_k)
+        else:
+            assert token_ids is not None
+            experts = self.table[...][token_ids]
+        if self.bias is not None or self.table is not None:
             gates = jnp.take_along_axis(scores, experts, axis=-1)
         if rule.renormalise:
             gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)

@@ -59,7 +59,7 @@ class Holder:
     def tokens(self, run: PageRun, count: int) -> list[np.ndarray]:
         """[layers, heads, tokens, …] of every kind: what the pages hold."""
         found = []
-        kinds = len(self.programs.pages_specs)
+        kinds = len(self.programs.pools[0].arrays)
         for kind in range(kinds):
             arrays = [np.asarray(page) for page in self.pages[kind::kinds]]
             layers = []

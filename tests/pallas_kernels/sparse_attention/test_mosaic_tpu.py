@@ -108,7 +108,7 @@ def test_attention_to_copied_rows(cache, monkeypatch):
     queries = rng.normal(size=(5, 8, WIDTH)).astype(np.float32)
     with use_target(TINY):
         where = map(jnp.asarray, (chosen, table, sequence))
-        found = attend_chosen(queries, pages, *where, scale=0.1, v_width=64)
+        found, _ = attend_chosen(queries, pages, *where, scale=0.1, v_width=64)
     for token, own in enumerate(sequence):
         seen = rows[table[own], 0].reshape(-1, WIDTH)[chosen[token][chosen[token] >= 0]]
         shares = np.exp(0.1 * queries[token] @ seen.T)

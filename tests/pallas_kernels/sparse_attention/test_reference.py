@@ -38,7 +38,7 @@ def test_against_numpy(cache, monkeypatch):
     where = tuple(map(jnp.asarray, (table, SEQUENCE, POSITION)))
     chosen = choose_positions(looks, weights, (pages, *scales), *where, top_k=24)
     held = pages, *([jnp.asarray(rotated)] if split else []), *scales
-    found = attend_chosen(queries, held, chosen, *where[:2], scale=0.5, v_width=5)
+    found, _ = attend_chosen(queries, held, chosen, *where[:2], scale=0.5, v_width=5)
     for token, (sequence, position) in enumerate(zip(SEQUENCE, POSITION, strict=True)):
         keys = rows[table[sequence], 0].reshape(-1, WIDTH)[: position + 1]
         scores = weights[token] @ np.maximum(looks[token] @ keys.T, 0)
@@ -72,9 +72,11 @@ def test_all_rows_chosen_is_dense_attention():
     where = tuple(map(jnp.asarray, (table, SEQUENCE, POSITION)))
     queries = jnp.asarray(rng.normal(size=(len(SEQUENCE), HEADS, WIDTH)), jnp.float32)
     chosen = choose_positions(queries, jnp.ones(queries.shape[:2]), pages, *where, top_k=999)
-    found = attend_chosen(queries, pages, chosen, *where[:2], scale=0.3, v_width=6)
-    dense, _ = paged_attention(queries, *pages, None, *where, scale=0.3, v_width=6)
+    found, sums = attend_chosen(queries, pages, chosen, *where[:2], scale=0.3, v_width=6)
+    options = {"scale": 0.3, "v_width": 6, "with_lse": True}
+    dense, lse = paged_attention(queries, *pages, None, *where, **options)
     np.testing.assert_allclose(found, dense, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(sums, lse, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

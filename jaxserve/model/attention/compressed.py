@@ -1,0 +1,288 @@
+"""Compressed attention (DeepSeek-V4 §2.3): rows of the last tokens, and rows that stand for several
+tokens each.
+
+One of the kinds of attention; `blocks.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: query heads and the groups of the output projection are split
+over `tp`; cached rows, compressors and indexer are everywhere.
+
+A row is key and value at once. Its last columns are rotated by its token's position, and outputs
+are rotated back by the position of the query. A compressed row stands for `every` tokens and is
+written when the last of them is computed, so that this token and later ones see it. Sums and gates
+of the tokens whose row is not complete lie in the cache at places that follow from the tokens'
+positions: drafts that are rejected are overwritten, and a prompt may be divided anywhere.
+
+With an indexer, rows overlap: each is also made of the tokens of the row before, and a token
+attends to the rows that the indexer chooses by keys compressed in the same way. Without one it
+attends to all.
+
+Plain XLA: pages of compressed rows have too few rows for the kernels.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.config.model import Compressed as Sizes
+from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages, window_unit
+from jaxserve.model.attention.rope import batch_rotation, rotation
+from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
+from pallas_kernels.attention.api import merge, paged_attention, write_rows
+from pallas_kernels.grouped_matmul.dense import matmul
+from pallas_kernels.rotate_and_write import rotate
+from pallas_kernels.sparse_attention import attend_chosen, choose_positions
+
+ENDS = 16
+"""Tokens that complete a row whose rows are made at a time."""
+
+
+def written(pages: Array, rows: Float[Array, "tokens width"], *where: Array) -> Array:
+    """Writes rows of tokens into pages, in the pages' dtype."""
+    return write_rows((pages,), (rows[:, None].astype(pages.dtype),), *where)[0]
+
+
+class Compressor(nnx.Module):
+    """Makes a row of the tokens that it stands for: a softmax over their gates, column by column,
+    weights their sums.
+
+    Attributes:
+      map: [parts · 2 · width, d_model]: sums and gates of every token. Rows that overlap have two
+        parts, for the row behind the token's own and for its own.
+      bias: FP32 [every, parts · width], added to the gates of the tokens of a row.
+      norm: [width].
+    """
+
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, width: int, formats: Formats, rngs: nnx.Rngs
+    ):
+        self.sizes, self.width, self.epsilon = sizes, width, config.norm_epsilon
+        self.columns = (2 if sizes.indexer else 1) * width
+        d_model, fp32 = config.d_model, jnp.dtype(jnp.float32)
+        self.map = weight(rngs, formats.dtype, compressed=2 * self.columns, d_model=d_model)
+        self.bias = zeros(fp32, every=sizes.every, compressed=self.columns)
+        self.norm = scale(formats.norms, compressed=width)
+
+    def mapped(
+        self, x: Float[Array, "tokens d_model"], position: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens columns"]:
+        """Computes sums and gates of tokens."""
+        sums, gates = jnp.split(linear(x, self.map), 2, axis=1)
+        gates += self.bias[...][position % self.sizes.every].astype(gates.dtype)
+        return jnp.concatenate([sums, gates], axis=1)
+
+    def row(
+        self,
+        found: Float[Array, "rows tokens columns"],
+        there: Bool[Array, "rows tokens"],
+        last: Int[Array, " rows"],
+    ) -> Float[Array, "rows width"]:
+        """Makes rows of the sums and gates of their tokens, of which the last are at `last`."""
+        sums, gates = jnp.split(found.astype(jnp.float32), 2, axis=-1)
+        if self.sizes.indexer:  # the row before gives its first part, the own row the second
+            own = jnp.arange(found.shape[1])[:, None] >= self.sizes.every
+            sums, gates = (
+                jnp.where(own, part[..., self.width :], part[..., : self.width])
+                for part in (sums, gates)
+            )
+        gates = jnp.where(there[..., None], gates, -jnp.inf)
+        row = jnp.sum(jax.nn.softmax(gates, axis=1) * jnp.where(there[..., None], sums, 0), axis=1)
+        normed = rms_norm(row.astype(found.dtype), self.norm[...], self.epsilon)
+        first = last - self.sizes.every + 1
+        turn = rotation(first, self.sizes.rope_dim, self.sizes.rope)
+        return turned(normed[:, None], turn)[:, 0]
+
+
+def turned(
+    x: Float[Array, "tokens heads width"], turn: tuple[Array, Array]
+) -> Float[Array, "tokens heads width"]:
+    """Rotates the last columns, pairs of neighbours, which become two halves."""
+    still, rotated = jnp.split(x, [x.shape[-1] - 2 * turn[0].shape[-1]], axis=-1)
+    return jnp.concatenate([still, rotate(rotated, *turn, interleaved=True)], axis=-1)
+
+
+class RowIndexer(nnx.Module):
+    """Scores Σ_h w_h · ReLU(q_h · k) of every compressed row, of which the best are chosen.
+
+    Attributes:
+      query: [heads·head_dim, q_latent], q_h from the normed query latent.
+      weights: [heads, d_model], w_h of the token that looks.
+      compressor: makes the keys.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: Sizes, formats: Formats, rngs: nnx.Rngs):
+        assert sizes.indexer
+        self.sizes = sizes.indexer
+        heads, width = self.sizes.heads, self.sizes.head_dim
+        self.query = matrix(rngs, formats, index_heads=heads * width, latent=sizes.q_latent)
+        self.weights = weight(rngs, formats.dtype, index_heads=heads, d_model=config.d_model)
+        self.compressor = Compressor(config, sizes, width, formats, rngs)
+
+    def choose(
+        self,
+        x: Float[Array, "tokens d_model"],
+        latent: Float[Array, "tokens q_latent"],
+        keys: Array,
+        turn: tuple[Array, Array],
+        where: tuple[Array, Array, Array],
+    ) -> Int[Array, "tokens chosen"]:
+        """Numbers of the rows that each token attends to; -1: none."""
+        heads, width = self.sizes.heads, self.sizes.head_dim
+        query = turned(linear(latent, self.query).reshape(-1, heads, width), turn)
+        weights = matmul(x, self.weights[...]) * (heads * width) ** -0.5
+        top_k = self.sizes.top_k
+        return choose_positions(query, weights, (keys,), *where, top_k=top_k)
+
+
+class CompressedAttention(nnx.Module):
+    """Attention to rows of the last tokens and to compressed rows, under one softmax with a sink.
+
+    Attributes:
+      query_down: [q_latent, d_model]; query_norm: [q_latent].
+      query_up: [q_heads·head_dim, q_latent]; every head is normed without weights.
+      row: [head_dim, d_model]; row_norm: [head_dim].
+      sinks: FP32 [q_heads], one more score of every head.
+      out_down: [out_groups, out_latent, q_heads·head_dim / out_groups].
+      out: [d_model, out_groups·out_latent].
+      compressor, indexer: None where the layer has none.
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
+        assert isinstance(kind.attention, Sizes)
+        self.sizes = sizes = kind.attention
+        self.epsilon, d_model, width = config.norm_epsilon, config.d_model, sizes.head_dim
+        heads, groups = sizes.q_heads * width, sizes.out_groups
+        self.query_down = matrix(rngs, formats, latent=sizes.q_latent, d_model=d_model)
+        self.query_norm = scale(formats.norms, latent=sizes.q_latent)
+        self.query_up = matrix(rngs, formats, q_heads=heads, latent=sizes.q_latent)
+        self.row = matrix(rngs, formats, row=width, d_model=d_model)
+        self.row_norm = scale(formats.norms, row=width)
+        self.sinks = zeros(jnp.dtype(jnp.float32), q_heads=sizes.q_heads)
+        inside = {"out_latent": sizes.out_latent, "head_columns": heads // groups}
+        self.out_down = weight(rngs, formats.dtype, q_heads=groups, **inside)
+        self.out = matrix(rngs, formats, d_model=d_model, q_heads=groups * sizes.out_latent)
+        self.unit = window_unit(config) if sizes.every else 0
+        make = functools.partial(Compressor, config, sizes)
+        self.compressor = make(width, formats, rngs) if sizes.every else None
+        self.indexer = RowIndexer(config, sizes, formats, rngs) if sizes.indexer else None
+
+    @staticmethod
+    def walk(*_: Any) -> tuple[()]:
+        """Nothing: plain XLA has no walk over pages."""
+        return ()
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """Attention of normed tokens, as `LatentAttention.__call__` describes it."""
+        tokens, width = x.shape[0], self.sizes.head_dim
+        turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
+        latent = rms_norm(linear(x, self.query_down), self.query_norm[...], self.epsilon)
+        query = linear(latent, self.query_up).reshape(tokens, -1, width)
+        query = turned(rms_norm(query, jnp.ones(width, x.dtype), self.epsilon), turn)
+        row = rms_norm(linear(x, self.row), self.row_norm[...], self.epsilon)
+        own, *others = pages
+        assert batch.ring_table is not None
+        ring = batch.ring_table, *batch.where[1:]
+        with jax.named_scope("write_pages"):
+            own = written(own, turned(row[:, None], turn)[:, 0], *ring)
+            if self.compressor:
+                others = self._compress(x, *others, batch=batch)
+        attend: Any = functools.partial(
+            paged_attention, query, scale=width**-0.5, v_width=width, with_lse=True
+        )
+        with jax.named_scope("paged_attention"):
+            mixed, lse = attend(own, None, *ring, window=self.sizes.window)
+            if self.compressor:
+                _, rows, *keys = others
+                number = jnp.where(batch.position < 0, 0, batch.position + 1)
+                where = *batch.where[:2], number // self.sizes.every - 1
+                room = batch.page_table.shape[1] * rows.shape[2]
+                if self.indexer and room > self.indexer.sizes.top_k:
+                    chosen = self.indexer.choose(x, latent, keys[0], turn, where)
+                    before, sums = attend_chosen(
+                        query, (rows,), chosen, *where[:2], scale=width**-0.5, v_width=width
+                    )
+                else:
+                    before, sums = attend(rows, None, *where, implementation="reference")
+                mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
+            share = jax.nn.sigmoid(lse - self.sinks[...])[:, :, None]
+        mixed = (mixed * share).astype(x.dtype)
+        return self._out(mixed, turn), (own, *others)
+
+    def _out(self, mixed: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens d_model"]:
+        """Rotates outputs back and projects them, group of heads by group."""
+        cosine, sine = turn
+        still, rotated = jnp.split(mixed, [mixed.shape[-1] - 2 * cosine.shape[-1]], axis=-1)
+        halves = jnp.split(rotate(rotated, cosine, -sine), 2, axis=-1)
+        rotated = jnp.stack(halves, axis=-1).reshape(rotated.shape)  # neighbours again
+        heads = jnp.concatenate([still, rotated], axis=-1)
+        groups = self.out_down[...]
+        heads = heads.reshape(len(mixed), len(groups), -1)
+        low = [matmul(heads[:, at], groups[at]) for at in range(len(groups))]
+        return linear(jnp.concatenate(low, axis=1).astype(mixed.dtype), self.out)
+
+    def _compress(
+        self, x: Array, open_rows: Array, *compressed: Array, batch: RaggedBatch
+    ) -> list[Array]:
+        """Writes the rows that tokens of the batch complete, and the batch's sums and gates, into
+        the pages of sums and gates, of compressed rows, and of the indexer's keys."""
+        assert self.compressor
+        makers = [self.compressor, *([self.indexer.compressor] if self.indexer else [])]
+        every, tokens = self.sizes.every, x.shape[0]
+        span = every * (2 if self.indexer else 1)
+        own = jnp.concatenate([maker.mapped(x, batch.position) for maker in makers], axis=1)
+        assert batch.ring_table is not None
+        ring, slot, position = batch.ring_table, *batch.where[1:]
+        kept_rows = open_rows.shape[2]
+        per_unit = kept_rows * self.unit // (compressed[0].shape[2] * every)
+
+        def place(position: Array) -> Array:
+            """Row of a token's sums and gates in its sequence's pages."""
+            return position // self.unit * per_unit + position % per_unit
+
+        def cached(slots: Array, positions: Array) -> Array:
+            rows = place(jnp.maximum(positions, 0))
+            page = ring[slots[:, None], jnp.minimum(rows // kept_rows, ring.shape[1] - 1)]
+            return open_rows[jnp.clip(page, 0, len(open_rows) - 1), 0, rows % kept_rows]
+
+        ends = (position >= 0) & (position % every == every - 1)
+        (token,) = jnp.nonzero(ends, size=tokens, fill_value=tokens)
+        token = jnp.pad(token, (0, ENDS), constant_values=tokens)
+        count = -(-jnp.sum(ends) // ENDS)
+
+        def make(part: Array, rows: tuple[Array, ...]) -> tuple[Array, ...]:
+            some = jax.lax.dynamic_slice_in_dim(token, part * ENDS, ENDS)
+            there, at = some < tokens, jnp.minimum(some, tokens - 1)
+            last, slots = jnp.where(there, position[at], -1), slot[at]
+            back = span - 1 - jnp.arange(span)
+            wanted = last[:, None] - back
+            inside = wanted >= batch.chunk_start[at][:, None]
+            found = jnp.where(
+                inside[..., None], own[jnp.maximum(at[:, None] - back, 0)], cached(slots, wanted)
+            )
+            cuts = [2 * maker.columns for maker in makers][:-1]
+            parts = jnp.split(found, cuts, axis=-1)
+            where = batch.page_table, slots, last // every  # -1 stays -1
+            return tuple(
+                written(held, maker.row(part, wanted >= 0, last), *where)
+                for maker, part, held in zip(makers, parts, rows, strict=True)
+            )
+
+        compressed = jax.lax.fori_loop(0, count, make, compressed)
+        # Of tokens with one place only the last is written.
+        later = position + per_unit
+        behind = jnp.arange(tokens) + per_unit
+        next_token = jnp.minimum(behind, tokens - 1)
+        taken = (
+            (behind < tokens)
+            & (slot[next_token] == slot)
+            & (position[next_token] == later)
+            & (place(later) == place(position))
+        )
+        places = jnp.where((position < 0) | taken, -1, place(position))
+        return [written(open_rows, own, ring, slot, places), *compressed]

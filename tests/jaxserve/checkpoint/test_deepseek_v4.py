@@ -1,0 +1,105 @@
+"""DeepSeek-V4's released layout: its names, FP8 matrices with scales that are powers of two, and
+experts in FP4. The tokens are those of a folder with the same numbers as floats."""
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.load import load_deployment
+from jaxserve.errors import CheckpointError
+from jaxserve.fleet.assembly import build_runtime
+from tests.jaxserve import layouts
+from tests.jaxserve.test_deepseek_v4 import GREEDY, LIMITS
+from tests.reference.tiny_deepseek_v4 import ENTRIES, TinyDeepseekV4, TinyV4, questions
+
+pytestmark = pytest.mark.unoptimised
+
+SIZES = TinyDeepseekV4(changed=(("hidden_size", 64), ("moe_intermediate_size", 32)))
+MODEL = TinyV4("released", SIZES, spelling="transformers 5", sigma=0.2)  # type: ignore[arg-type]
+FP8 = re.compile(r"attn\.(w|indexer\.wq_b)|shared_experts")
+RENAMED = {
+    "model.": "",
+    "embed_tokens": "embed",
+    "attn.norm": "attn.kv_norm",
+    "hc_head.hc_": "hc_head_",
+}
+
+
+def released(name: str) -> str:
+    """Name of a tensor in the released folders."""
+    for old, new in RENAMED.items():
+        name = name.replace(old, new, 1)
+    return name
+
+
+def quantised(name: str, tensor: np.ndarray, rng: np.random.Generator):
+    """The tensors of a released folder for one matrix, and the numbers that they stand for."""
+    rows, columns = tensor.shape
+    if ".experts." in name and "shared" not in name:
+        codes = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+        nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
+        values = nibbles.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        exponents, spread = rng.integers(122, 126, (rows, columns // 32), np.uint8), (1, 32)
+        stored = codes.view(np.int8)
+    elif FP8.search(name):
+        grid = -(-rows // 128), -(-columns // 128)
+        exponents, spread = rng.integers(124, 128, grid, np.uint8), (128, 128)
+        stored = (tensor * 2).astype(ml_dtypes.float8_e4m3fn)
+        values = stored.astype(np.float32)
+    else:
+        return {name: tensor}, tensor
+    scales = np.exp2(exponents.astype(np.float32) - 127)
+    scales = scales.repeat(spread[0], 0).repeat(spread[1], 1)[:rows, :columns]
+    power = exponents.view(ml_dtypes.float8_e8m0fnu)
+    return {name: stored, name.replace(".weight", ".scale"): power}, values * scales
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    rng, files, floats = np.random.default_rng(0), {}, {}
+    for name, tensor in MODEL.tensors().items():
+        if tensor.ndim == 2 and tensor.dtype == np.float32:
+            parts, floats[name] = quantised(name, tensor, rng)
+        else:
+            parts = {name: tensor}
+            floats[name] = tensor
+        files |= {released(part): value for part, value in parts.items()}
+    files["mtp.0.norm.weight"] = np.ones(64, np.float32)
+    made = MODEL.write(tmp_path_factory.mktemp("floats")), tmp_path_factory.mktemp("released")
+    save_file(floats, made[0] / "model.safetensors")
+    save_file(files, made[1] / "model.safetensors")
+    entries = SIZES.config("released") | {"expert_dtype": "fp4", "torch_dtype": "bfloat16"}
+    entries |= {"compress_ratios": [0, 4, 128, 4, 128, 0]}
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    entries["quantization_config"] = blocks | {"activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
+    # Compressed rows of 32 tokens, as the other folder has.
+    rates = json.loads((made[0] / "config.json").read_text())["compress_rates"]
+    (made[1] / "config.json").write_text(json.dumps(entries | {"compress_rates": rates}))
+    (made[1] / "tokenizer.json").write_text((made[0] / "tokenizer.json").read_text())
+    return made
+
+
+def test_tokens_are_those_of_the_numbers_as_floats(folders):
+    found = []
+    for folder in folders:
+        runtime = build_runtime(load_deployment(folder, LIMITS))
+        with layouts.serving(runtime) as engine:
+            found.append(layouts.generate(engine, questions(), GREEDY))
+    assert found[0] == found[1]
+    config, _ = read_config(folders[1])
+    assert config.stored == "mxfp4"
+    assert config.plain_parts == {"attention", "dense"}
+
+
+@pytest.mark.parametrize(("said", "entries"), ENTRIES["wrong"].items())
+def test_wrong_entries(folders, tmp_path: Path, said, entries):
+    tree = json.loads((folders[1] / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match=said):
+        read_config(tmp_path)

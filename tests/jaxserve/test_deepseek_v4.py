@@ -1,0 +1,121 @@
+"""Logits and tokens of a tiny DeepSeek-V4 are those that transformers computes
+(`tests/reference/tiny_deepseek_v4.py`), with prompts longer than its windows and rows. FP32."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from jaxserve.config.load import load_deployment
+from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.runtime import warm_up
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.assembly import build_runtime
+from tests.jaxserve import hand_offs, layouts
+from tests.jaxserve.moving import move_at_random
+from tests.jaxserve.stepping import Sequences
+from tests.reference.tiny_deepseek_v4 import (
+    DEEPSEEK_V4,
+    ENTRIES,
+    EVERY,
+    OUTPUT_TOKENS,
+    golden,
+    questions,
+)
+from tests.reference.tiny_sizes import VOCAB
+
+pytestmark = pytest.mark.unoptimised
+
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+LIMITS: dict[str, Any] = ENTRIES["limits"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return DEEPSEEK_V4.write(tmp_path_factory.mktemp("deepseek_v4"))
+
+
+def loaded(folder, **overrides):
+    runtime = build_runtime(load_deployment(folder, LIMITS | overrides))
+    warm_up(runtime)
+    return runtime
+
+
+def test_logits_in_chunks_and_token_by_token(folder):
+    tokens, logits = golden()
+    whole = [prompt + more for prompt, more in zip(questions(), tokens, strict=True)]
+    runtime = loaded(folder)
+    for chunk in (20, 1):
+        for index, rows in enumerate(Sequences(runtime, whole).in_chunks(chunk)):
+            own = [at for at in rows if at % EVERY == 0]
+            found = [rows[at] for at in own]
+            wanted = [logits[index][at // EVERY] for at in own]
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{index} {chunk}")
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, questions(), GREEDY) == tokens
+
+
+LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_layouts(folder, layout):
+    runtime = loaded(folder, **LAYOUTS[layout])
+    tokens = golden()[0]
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, questions(), GREEDY) == tokens
+        if "moving" in layout:
+            move_at_random(engine, questions(), GREEDY, tokens, 2)
+
+
+def sharing() -> list[list[int]]:
+    """Prompts with the same first tokens, which end at, before and behind edges of pages."""
+    draw, start = random.Random(0), questions()[2]
+    cuts = (63, 64, 65, 96, 128, 130)
+    return [start[:cut] + [draw.randrange(2, VOCAB) for _ in range(20)] for cut in cuts]
+
+
+def one_by_one(engine) -> list[list[int]]:
+    """The continuations of `sharing`, each computed alone and without a cached prefix."""
+    own = [replace(GREEDY, cache_salt=str(number)) for number in range(len(sharing()))]
+    return [layouts.ask(engine, *each).token_ids for each in zip(sharing(), own, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["colocated", "2A2F tp"])
+def test_cached_prefixes_preemption_and_cancels(folder, layout):
+    runtime = loaded(folder, **LAYOUTS.get(layout, {}), **{"cache.pages": 14})
+    with layouts.serving(runtime) as engine:
+        expected = one_by_one(engine)
+        for _ in range(2):
+            collector = layouts.Collector()
+            named = [collector.submit(engine, prompt, GREEDY) for prompt in sharing()]
+            dropped = [collector.submit(engine, prompt, GREEDY) for prompt in sharing()[::2]]
+            collector.wait_for_tokens(named[0], 3)
+            for name in dropped:
+                engine.cancel(name)
+            made = collector.wait()
+            assert [made[name].token_ids for name in named] == expected
+        (domain,) = engine.load().domains
+        assert domain.preemptions > 0
+        assert domain.prefix_hits > 0
+
+
+@pytest.mark.parametrize("second", [{}, {"cache.page_size": 64, "cache.pages": 20}])
+def test_hand_off(folder, second, monkeypatch):
+    monkeypatch.setattr(hand_offs, "PIECES", (64, 128))
+    with hand_offs.workers(folder, prefill=LIMITS, decode=LIMITS | second) as (source, domain):
+        expected = one_by_one(domain)
+        assert hand_offs.hand_over(source, domain, sharing(), GREEDY) == expected
+        counters = domain.hand_offs.domains[0].client.counters
+        assert counters.transfers > 0
+        assert (counters.failures, counters.queued) == (0, 0)
+        for engine in (source, domain):
+            hand_offs.at_rest(engine)
+
+
+@pytest.mark.parametrize(("said", "overrides"), ENTRIES["refused"].items())
+def test_refused(folder, said, overrides):
+    with pytest.raises(ConfigError, match=said):
+        build_runtime(load_deployment(folder, LIMITS | overrides))

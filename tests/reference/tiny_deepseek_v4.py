@@ -1,0 +1,111 @@
+"""A tiny DeepSeek-V4 as transformers 5 writes it, and what transformers computes of it.
+
+    python -m tests.reference.tiny_deepseek_v4
+
+writes `golden/deepseek_v4.safetensors` (needs torch and transformers, as `make_golden.py` does):
+
+    tokens  int32 [prompts, OUTPUT_TOKENS]   the greedy continuations
+    logits  float32 [rows, vocab]            after every `EVERY`th token, prompts included
+
+It is no part of the catalogue: its prompts are longer than its windows, of which the largest row
+stands for 32 tokens. 16 heads of the indexer make ties of their scores unlikely.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from tests.reference.tiny_models import TinyModel, prompts
+from tests.reference.tiny_sizes import VOCAB, Shapes, Spelling, prefixed
+
+FOLDER = Path(__file__).resolve().parent
+GOLDEN = FOLDER / "golden" / "deepseek_v4.safetensors"
+ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/deepseek_v4.yaml").read_text())
+LENGTHS, OUTPUT_TOKENS, EVERY = (3, 47, 150), 24, 7
+
+
+@dataclass(frozen=True)
+class TinyDeepseekV4:
+    """The sizes are the entries of `ENTRIES`, by the spelling of config.json."""
+
+    model_type: str = "deepseek_v4"
+    num_hidden_layers: int = 5
+    changed: tuple[tuple[str, int], ...] = ()
+    """Entries with other values."""
+
+    def is_moe(self, layer: int) -> bool:
+        """False: `make_golden.py` does not know the scores of its routers."""
+        return False
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype."""
+        return ENTRIES["both"] | ENTRIES[spelling] | {"vocab_size": VOCAB} | dict(self.changed)
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape."""
+        own, parts = self.config("transformers 5"), ENTRIES["shapes"]
+        named = dict(parts["model"])
+        experts = (
+            *(f"experts.{number}" for number in range(own["n_routed_experts"])),
+            "shared_experts",
+        )
+        kinds = zip(own["mlp_layer_types"], own["layer_types"], strict=True)
+        for layer, (ffn, attention) in enumerate(kinds):
+            of_layer = parts["layer"] | parts[ffn] | parts["mixers"] | parts[attention]
+            for part in experts:
+                of_layer |= prefixed(f"ffn.{part}.", parts["ffn"])
+            named |= prefixed(f"model.layers.{layer}.", of_layer)
+
+        def size(product: str | int) -> int:
+            factors = str(product).split("*")
+            return math.prod(int(own.get(factor, factor)) for factor in factors)
+
+        return {name: tuple(map(size, shape)) for name, shape in named.items()}
+
+
+@dataclass(frozen=True)
+class TinyV4(TinyModel):
+    """The model; the experts of a token id are different ones."""
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Weights as `TinyModel.tensors` has them, and tables of experts."""
+        tensors = super().tensors()
+        for name in [name for name in tensors if name.endswith("tid2eid")]:
+            order = np.argsort(np.random.default_rng(self.seed).random((VOCAB, 8)), axis=1)
+            tensors[name] = order[:, : tensors[name].shape[1]].astype(np.int64)
+        return tensors
+
+
+DEEPSEEK_V4 = TinyV4("deepseek_v4", TinyDeepseekV4(), spelling="transformers 5", sigma=0.2)  # type: ignore[arg-type]
+
+
+def questions() -> list[list[int]]:
+    """The prompts."""
+    return prompts(LENGTHS)
+
+
+def golden() -> tuple[list[list[int]], list[np.ndarray]]:
+    """The continuations, and the recorded rows of logits, prompt by prompt."""
+    made = load_file(GOLDEN)
+    counts = [-(-(length + OUTPUT_TOKENS) // EVERY) for length in LENGTHS]
+    return made["tokens"].tolist(), np.split(made["logits"], np.cumsum(counts)[:-1])
+
+
+def main() -> None:
+    """Runs transformers."""
+    from tests.reference.make_golden import CLOSE_LOGITS, run_transformers
+
+    made = run_transformers(DEEPSEEK_V4, questions())
+    assert made.varied, "take another seed"
+    assert made.logit_margin > CLOSE_LOGITS
+    rows = np.concatenate([logits[::EVERY] for logits in made.logits]).astype(np.float32)
+    save_file({"tokens": np.asarray(made.tokens, np.int32), "logits": rows}, GOLDEN)
+
+
+if __name__ == "__main__":
+    main()
