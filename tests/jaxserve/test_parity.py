@@ -161,10 +161,10 @@ def runtime(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 class TestColocated:
     @pytest.mark.parametrize("chunk", [40, 16, 7, 1])
-    def test_prefill_at_once_in_chunks_and_by_token(self, runtime: Runtime, name: str, chunk: int):
+    def test_prefill_at_once_in_chunks_and_by_token(self, runtime, name, chunk):
         check_logits(runtime, Expected.golden(name), chunk)
 
-    def test_greedy(self, runtime: Runtime, name: str):
+    def test_greedy(self, runtime, name):
         assert greedy_tokens(runtime) == Expected.golden(name).tokens
 
 
@@ -175,7 +175,7 @@ def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", AFD)
-def test_greedy_on_two_meshes(name: str, tmp_path: Path):
+def test_greedy_on_two_meshes(name, tmp_path):
     folder = CATALOGUE[name].write(tmp_path, shards=2)
     assert llm_tokens(folder, CHUNKED | AFD[name]) == Expected.golden(name).tokens
 
@@ -188,9 +188,7 @@ def test_greedy_on_two_meshes(name: str, tmp_path: Path):
         *(("step3p5", "afd"), ("gpt_oss", "afd")),
     ],
 )
-def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(
-    name: str, mode: str, tmp_path: Path
-):
+def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp_path):
     few = CHUNKED | {"mode": mode, "cache.pages": 12}
     expected = Expected.golden(name).tokens
     with LLM(CATALOGUE[name].write(tmp_path), overrides=few) as llm:
@@ -204,7 +202,7 @@ def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["2A4F", "3A2F"])
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
+def test_every_model_on_two_meshes(name, layout, tmp_path):
     folder = CATALOGUE[name].write(tmp_path)
     overrides = CHUNKED | layouts.LAYOUTS[layout] | {"lanes": 2}
     assert llm_tokens(folder, overrides) == Expected.golden(name).tokens
@@ -213,9 +211,7 @@ def test_every_model_on_two_meshes(name: str, layout: str, tmp_path: Path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize("spare", [False, True], ids=["rows", "rows as on TPUs"])
-def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(
-    name: str, spare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name, spare, tmp_path, monkeypatch):
     """On TPUs rows have spare columns."""
     entries = kv_cache._entries
     monkeypatch.setattr(kv_cache, "_entries", lambda kind, rope, _: entries(kind, rope, spare))
@@ -238,7 +234,7 @@ def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
-def test_random_variation(seed: int, tmp_path: Path):
+def test_random_variation(seed, tmp_path):
     runtime = load(random_model(seed), tmp_path, COLOCATED)
     check_everything(runtime, Expected.numpy(tmp_path))
 
@@ -253,7 +249,7 @@ class TestLiveTransformers:
     """The comparison with transformers as it is installed here."""
 
     @pytest.mark.parametrize("name", CATALOGUE)
-    def test_golden_files(self, name: str):
+    def test_golden_files(self, name):
         golden, live = Expected.golden(name), Expected.live(CATALOGUE[name])
         assert live.tokens == golden.tokens
         for rows, expected in zip(live.logits, golden.logits, strict=True):
@@ -262,7 +258,7 @@ class TestLiveTransformers:
     @pytest.mark.parametrize(
         "name", ["deepseek_v3", "deepseek_v3_biases", "qwen3_moe_tied", "qwen3_window"]
     )
-    def test_folder_that_transformers_writes(self, name: str, tmp_path: Path):
+    def test_folder_that_transformers_writes(self, name, tmp_path):
         """Of "deepseek_v3" it leaves the MTP module out, but not its entry in config.json."""
         model = CATALOGUE[name]
         written = model.write(tmp_path / "ours")
@@ -271,6 +267,6 @@ class TestLiveTransformers:
         check_everything(runtime, Expected.golden(name))
 
     @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
-    def test_random_variation(self, seed: int, tmp_path: Path):
+    def test_random_variation(self, seed, tmp_path):
         model, _ = find_seed(random_model(seed), varied=False)
         check_everything(load(model, tmp_path, COLOCATED), Expected.live(model))

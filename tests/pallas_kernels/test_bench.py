@@ -1,6 +1,5 @@
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from tests.pallas_kernels.nightly import nightly
 Capture = pytest.CaptureFixture[str]
 
 
-def test_attention_counts_bytes_and_flops() -> None:
+def test_attention_counts_bytes_and_flops():
     step = attention.Step(ATTENTION["step3"], "bf16", 64, 8192, 64)
     # 64 x 8192 tokens of 1024 bytes, 64 x 64 heads x 512 of queries and outputs x 2 bytes
     assert step.bytes() == 536_870_912 + 4_194_304
@@ -29,7 +28,7 @@ def test_attention_counts_bytes_and_flops() -> None:
     assert step._replace(format="int8").bytes() == 272_629_760 + 4_194_304
 
 
-def test_grouped_matmul_counts_bytes_and_flops() -> None:
+def test_grouped_matmul_counts_bytes_and_flops():
     step = grouped_matmul.Step(EXPERTS["step3_2a2f"], "bf16", 2048)
     assert step.rows == 3072
     # 24 experts x 3 x 7168 x 640 x 2 bytes, 3072 rows x 7168 x 2 bytes in and out
@@ -39,7 +38,7 @@ def test_grouped_matmul_counts_bytes_and_flops() -> None:
     assert step._replace(format="int8").bytes() == 330_301_440 + 811_008 + 88_080_384
 
 
-def test_attention_of_several_queries() -> None:
+def test_attention_of_several_queries():
     step = attention.Step(ATTENTION["step3"], "bf16", 4, 8192, 64, 512)
     # Keys and values are read once a sequence; a query sees those before it and itself.
     assert step.bytes() == 4 * (8192 * 1024 + 512 * 65_536)
@@ -62,7 +61,7 @@ def test_attention_of_several_queries() -> None:
         *nightly(("grouped_matmul", "step3_2a2f", 7)),
     ],
 )
-def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> None:
+def test_quick_writes_json(op, case, count, tmp_path):
     path = tmp_path / "bench.json"
     assert bench.main(["--quick", "--op", op, "--case", case, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
@@ -71,7 +70,7 @@ def test_quick_writes_json(op: str, case: str, count: int, tmp_path: Path) -> No
     assert all(one["correct"] and one["backend"] == "reference" for one in found["results"])
 
 
-def test_a_measured_case_stands_beside_its_baselines(capsys: Capture) -> None:
+def test_a_measured_case_stands_beside_its_baselines(capsys):
     (case,) = cases(["norm_quantize"], ["step3"], quick=True)[:1]
     result = bench._measure(case, timing.Effort(1, 1), bench.Rates(1e9, 1e12))
     assert result["correct"]
@@ -81,14 +80,14 @@ def test_a_measured_case_stands_beside_its_baselines(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("op", ["attention", "grouped_matmul", "norm_quantize"])
-def test_the_kernels_of_a_gpu_are_said_to_be_its(op: str) -> None:
+def test_the_kernels_of_a_gpu_are_said_to_be_its(op):
     with use_target(Target("mosaic_gpu", "NVIDIA H100 80GB HBM3")):
         step = cases([op], None, quick=True)[0].step
         module = MODULES[op]
         assert bench.backend(module.call(step), module.inputs(step)) == "mosaic_gpu"
 
 
-def test_every_iteration_computes_everything() -> None:
+def test_every_iteration_computes_everything():
     """Also what depends on weights alone, which XLA would move out of the loop."""
 
     def function(first: jax.Array, weights: jax.Array) -> jax.Array:
@@ -102,7 +101,7 @@ def test_every_iteration_computes_everything() -> None:
 
 
 @pytest.mark.unoptimised
-def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
     right = correctness.distance
     monkeypatch.setattr(correctness, "distance", lambda got, expected: right(1.1 * got, expected))
     assert bench.main(["--quick", "--op", "attention", "--case", "step3"]) == 1
@@ -111,9 +110,7 @@ def test_a_wrong_result_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: C
 
 @pytest.mark.nightly
 @pytest.mark.unoptimised
-def test_a_wrong_layer_fails_the_run_and_is_not_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_a_wrong_layer_fails_the_run_and_is_not_written(monkeypatch, capsys, tmp_path):
     path = tmp_path / "layer.json"
     monkeypatch.setattr(correctness, "distance", lambda got, expected: 0.08)
     assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 1
@@ -122,7 +119,7 @@ def test_a_wrong_layer_fails_the_run_and_is_not_written(
     assert {one["format"] for one in json.loads(path.read_text())} == {"fp8"}
 
 
-def test_formats_ask_for_their_rows() -> None:
+def test_formats_ask_for_their_rows():
     shape = EXPERTS["step3_2a2f"]._replace(d_model=128, d_ff=128, groups=2)
     asked = {}
     for format in grouped_matmul.FORMATS:
@@ -142,7 +139,7 @@ def test_formats_ask_for_their_rows() -> None:
     assert set(asked) <= set(correctness.TOLERANCE)
 
 
-def test_the_reference_is_no_kernel_that_was_traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_no_kernel_that_was_traced_before(monkeypatch):
     """The op is one function for all targets, and JAX's caches know of none."""
     step = grouped_matmul.Step(
         EXPERTS["step3_2a2f"]._replace(d_model=128, d_ff=128, groups=2), "bf16", 8
@@ -154,14 +151,14 @@ def test_the_reference_is_no_kernel_that_was_traced_before(monkeypatch: pytest.M
         assert correctness.distance(output, correctness.expected(function, arguments)) == 1
 
 
-def test_counts_of_a_norm() -> None:
+def test_counts_of_a_norm():
     """Step-3, 128 rows: read in BF16, written in BF16 and 8 bits."""
     step = norm_quantize.Step(7168, "fp8", 128)
     assert step.bytes() == 128 * 7168 * 5 + 128 * 4 + 7168 * 2
 
 
 @pytest.mark.unoptimised
-def test_the_planner_reads_the_layers(tmp_path: Path) -> None:
+def test_the_planner_reads_the_layers(tmp_path):
     path = tmp_path / "layer.json"
     assert bench.main(["--quick", "--layer", "step3", "--json", str(path)]) == 0
     found = read_measurements(path)

@@ -14,9 +14,7 @@ from tests.jaxserve.server.http.rig import HttpRig
 @pytest.mark.parametrize(
     "number", [4, pytest.param(500, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 )
-def test_a_server_survives_hostile_requests(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_survives_hostile_requests(number, capsys):
     rig = HttpRig(request_templates=True)
     face = GrpcServer(port=0)
     grpc_address = face.start()
@@ -30,7 +28,7 @@ def test_a_server_survives_hostile_requests(
     assert (code, capsys.readouterr().err) == (0, "")
 
 
-def test_a_seed_makes_the_same_requests() -> None:
+def test_a_seed_makes_the_same_requests():
     def made(seed: int) -> list[object]:
         rng = random.Random(seed)
         kinds = (hostile.hostile_grammar, hostile.hostile_schema, hostile.hostile_chat)
@@ -40,7 +38,7 @@ def test_a_seed_makes_the_same_requests() -> None:
     assert made(1) != made(2)
 
 
-def test_what_a_process_holds() -> None:
+def test_what_a_process_holds():
     before = hostile.Held.of(os.getpid())
     with open(os.devnull, "rb"):
         more = hostile.Held.of(os.getpid())
@@ -50,6 +48,6 @@ def test_what_a_process_holds() -> None:
     assert hostile.Held.of(2**22 + 1) == hostile.Held()
 
 
-def test_what_is_wrong() -> None:
+def test_what_is_wrong():
     """`golden/chaos/statuses.txt` lists kinds of requests with the status of their answers."""
     golden.check_values("chaos/statuses.txt", hostile.wrong, vars(hostile))

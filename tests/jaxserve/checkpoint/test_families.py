@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -51,7 +50,7 @@ def shapes_of(names: CheckpointNames) -> dict[str, tuple[int, ...]]:
 
 
 @golden.table("checkpoint/released.yaml")
-def test_released(name: str, billions: float):
+def test_released(name, billions):
     """Parameters as published, without those of prediction modules."""
     config, names = read_config(CONFIGS / "models" / name)
     golden.check(f"checkpoint/{name}.json", described(config))
@@ -61,7 +60,7 @@ def test_released(name: str, billions: float):
 
 @pytest.mark.parametrize("yarn", [None, Yarn()], ids=["plain", "yarn"])
 @pytest.mark.parametrize("tiny", TINY[:6], ids=NAMES[:6])
-def test_transformers_5_spells_the_same(tiny: TinyDeepseek | TinyQwen3, yarn: Yarn | None):
+def test_transformers_5_spells_the_same(tiny, yarn):
     tiny = type(tiny)(**vars(tiny) | {"yarn": yarn})
     assert architecture(tiny.config("transformers 5")) == architecture(tiny.config())
 
@@ -73,17 +72,17 @@ class TestProblems:
             architecture(tiny.config() | entries)
         return str(error.value)
 
-    def test_wrong_entries_are_told_all_at_once(self, tiny: Any):
+    def test_wrong_entries_are_told_all_at_once(self, tiny):
         message = self.message(tiny, hidden_size="x", num_attention_heads=None, rms_norm_eps=0)
         for problem in ("hidden_size = 'x'", "num_attention_heads is missing", "rms_norm_eps = 0"):
             assert problem in message
 
-    def test_unsupported_entries_are_told_all_at_once(self, tiny: Any):
+    def test_unsupported_entries_are_told_all_at_once(self, tiny):
         message = self.message(tiny, hidden_act="relu", soft_cap=30)
         assert "hidden_act = 'relu' is not supported, only 'silu'" in message
         assert "soft_cap = 30 is not known" in message
 
-    def test_unknown_entries_that_are_off_or_ignored(self, tiny: Any):
+    def test_unknown_entries_that_are_off_or_ignored(self, tiny):
         tree = tiny.config()
         assert architecture(tree | {"gate": False, "sinks": None, "hooks": []}) == architecture(
             tree
@@ -169,23 +168,21 @@ def test_tensors_are_those_of_the_file():
         (TinyStep3(mtp=True), 4, (160, 64)),
     ],
 )
-def test_copies_in_a_prediction_module_may_be_there(
-    sizes: Any, module: int, embedding: tuple[int, int]
-):
+def test_copies_in_a_prediction_module_may_be_there(sizes, module, embedding):
     copies = ("embed_tokens", "shared_head.head")
     expected = {f"model.layers.{module}.{copy}.weight": embedding for copy in copies}
     assert names_of(sizes.config()).optional == expected
 
 
 @pytest.mark.parametrize("tiny", TINY, ids=NAMES)
-def test_a_tied_head_is_the_embedding(tiny: Any):
+def test_a_tied_head_is_the_embedding(tiny):
     names = names_of(tiny.config() | {"tie_word_embeddings": True})
     assert names.head["weight"].names == ("model.embed_tokens.weight",)
     repeated = {"lm_head.weight": (97, 48)} if isinstance(tiny, TinyQwen3) else {}
     assert names.optional.items() >= repeated.items()
 
 
-def test_the_text_model_of_a_model_with_images(tmp_path: Path):
+def test_the_text_model_of_a_model_with_images(tmp_path):
     """Kimi K2.5 is Kimi K2 with a prefix, beside tensors for images that are passed over."""
     flat, whole = CATALOGUE["kimi_k2"].write(tmp_path / "text"), tmp_path / "whole"
     text = json.loads((flat / "config.json").read_text())

@@ -25,35 +25,24 @@ def host(root: Path, devices: Sequence[str] = (), pci: Sequence[tuple[str, str]]
 
 
 @golden.table("fleet/platforms.yaml")
-def test_detect_platform(
-    tmp_path: Path,
-    devices: list[str],
-    pci: list[tuple[str, str]],
-    environment: dict[str, str],
-    installed: Sequence[str],
-    expected: str,
-) -> None:
+def test_detect_platform(tmp_path, devices, pci, environment, installed, expected):
     root = host(tmp_path, devices, pci)
     assert detect_platform(root, environment, lambda name: name in installed) == expected
 
 
-def test_hardware_without_its_plugin_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hardware_without_its_plugin_is_said(tmp_path, caplog):
     assert detect_platform(host(tmp_path, ["nvidia0"]), {}, lambda name: False) == "cpu"
     assert "this host has an accelerator (NVIDIA GPU), but JAX's plugin" in caplog.text
     assert ".[cuda]" in caplog.text
 
 
 @pytest.mark.parametrize(("platforms", "first"), [("cpu", "cpu"), ("tpu,cpu", "tpu")])
-def test_jax_platforms_comes_first(
-    monkeypatch: pytest.MonkeyPatch, platforms: str, first: str
-) -> None:
+def test_jax_platforms_comes_first(monkeypatch, platforms, first):
     monkeypatch.setattr(hardware.jax, "config", SimpleNamespace(jax_platforms=platforms))
     assert (hardware.expected_platform(), hardware.choose_platform()) == (first, first)
 
 
-def test_an_installed_plugin_without_hardware_leaves_simulated_devices() -> None:
+def test_an_installed_plugin_without_hardware_leaves_simulated_devices():
     """JAX_PLATFORMS is not set, and a module named libtpu can be imported."""
     code = golden.text("fleet/installed_plugin.txt")
     assert python(code, JAX_PLATFORMS=None) == ["cpu", 5]

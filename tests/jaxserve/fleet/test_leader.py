@@ -20,12 +20,12 @@ from tests.jaxserve.waiting import until
 WAIT = 10.0
 
 
-def test_needs_a_token() -> None:
+def test_needs_a_token():
     with pytest.raises(ConfigError, match="cluster token: empty"):
         Leader(identity(0), address="x:1", token="", cluster=SHORT, on_failure=print)
 
 
-def test_taken_port_is_an_error() -> None:
+def test_taken_port_is_an_error():
     with Ends() as ends:
         first = ends.leader()
         second = Leader(
@@ -35,7 +35,7 @@ def test_taken_port_is_an_error() -> None:
             second.start()
 
 
-def test_stranger_without_the_token_is_refused() -> None:
+def test_stranger_without_the_token_is_refused():
     with Ends() as ends:
         leader = ends.leader()
         stranger = ends.follower(leader, token="guess")
@@ -43,7 +43,7 @@ def test_stranger_without_the_token_is_refused() -> None:
             stranger.register()
 
 
-def test_anything_but_a_registration_is_refused() -> None:
+def test_anything_but_a_registration_is_refused():
     with Ends() as ends:
         channel = dial(ends.leader().address, TOKEN, WAIT)
         channel.send(b"??")
@@ -52,7 +52,7 @@ def test_anything_but_a_registration_is_refused() -> None:
         channel.close()
 
 
-def test_other_deployment_is_refused_and_named() -> None:
+def test_other_deployment_is_refused_and_named():
     with Ends() as ends:
         leader = ends.leader(cluster=msgspec.structs.replace(SHORT, start_seconds=1.0))
         follower = ends.follower(leader, digest="d2", facts={"lanes": "3", "attention.dp": "1"})
@@ -65,7 +65,7 @@ def test_other_deployment_is_refused_and_named() -> None:
             leader.wait_registered()
 
 
-def test_process_id_is_taken_once() -> None:
+def test_process_id_is_taken_once():
     with Ends() as ends:
         leader = ends.leader()
         ends.joined(leader)
@@ -73,7 +73,7 @@ def test_process_id_is_taken_once() -> None:
             ends.follower(leader).register()
 
 
-def test_missing_followers_are_named() -> None:
+def test_missing_followers_are_named():
     with Ends() as ends:
         leader = ends.leader(processes=4)
         ends.joined(leader, 2)
@@ -82,9 +82,7 @@ def test_missing_followers_are_named() -> None:
             leader.wait_registered(timeout=0.1)
 
 
-def test_the_meeting_waits_while_processes_come(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_meeting_waits_while_processes_come(monkeypatch, caplog):
     monkeypatch.setattr("jaxserve.fleet.leader.TELL_SECONDS", 0.0)
     caplog.set_level("INFO")
     with Ends() as ends:
@@ -100,7 +98,7 @@ def test_the_meeting_waits_while_processes_come(
     assert "waiting for process 2 (ffn) to register, 1 s" in caplog.text
 
 
-def test_a_follower_that_cannot_reach_the_broadcast_names_the_port() -> None:
+def test_a_follower_that_cannot_reach_the_broadcast_names_the_port():
     with Ends() as ends:
         leader = ends.leader()
         leader._broadcast_port = 1
@@ -113,7 +111,7 @@ def test_a_follower_that_cannot_reach_the_broadcast_names_the_port() -> None:
             leader.wait_registered()
 
 
-def test_nobody_warms_up_before_all_have_compiled() -> None:
+def test_nobody_warms_up_before_all_have_compiled():
     with Ends() as ends:
         leader = ends.leader(processes=3)
         followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
@@ -155,14 +153,14 @@ def two_hosts() -> Iterator[tuple[Ends, Leader, list[Follower]]]:
         yield ends, leader, followers
 
 
-def test_a_host_gets_a_boundary_once_and_all_there_have_it_in_order() -> None:
+def test_a_host_gets_a_boundary_once_and_all_there_have_it_in_order():
     with two_hosts() as (_, leader, followers):
         ends = leader, *followers
         until(lambda: [len(end._broadcaster._below) for end in ends] == [2, 0, 2, 0, 0])
         check_order(leader, followers)
 
 
-def test_a_relay_that_hands_on_nothing_more_is_named_within_the_deadline() -> None:
+def test_a_relay_that_hands_on_nothing_more_is_named_within_the_deadline():
     with two_hosts() as (ends, _, followers):
         followers[1]._broadcaster.send = lambda message: None
         started = time.monotonic()
@@ -176,7 +174,7 @@ def test_a_relay_that_hands_on_nothing_more_is_named_within_the_deadline() -> No
         assert not re.search(r"^process 1|; process 1", failure)
 
 
-def test_a_relay_whose_connections_break_is_named() -> None:
+def test_a_relay_whose_connections_break_is_named():
     with two_hosts() as (ends, leader, followers):
         followers[1]._broadcaster.close()
         failure = str(ends.failures.get(timeout=WAIT))
@@ -187,14 +185,14 @@ def test_a_relay_whose_connections_break_is_named() -> None:
         assert all(failure in cause for cause in causes)  # they wait for the leader's word
 
 
-def test_broadcast_out_of_order_names_both_numbers() -> None:
+def test_broadcast_out_of_order_names_both_numbers():
     with pair() as (_, leader, _):
         leader.broadcast(boundary(0))
         with pytest.raises(EngineFailedError, match="boundary 2 to broadcast where 1 is next"):
             leader.broadcast(boundary(2))
 
 
-def test_failure_of_a_follower_is_reported_once_with_its_place() -> None:
+def test_failure_of_a_follower_is_reported_once_with_its_place():
     with pair() as (ends, leader, follower):
         follower.position = lambda: Position("ffn", 1, 4, 9)
         started = time.monotonic()
@@ -211,7 +209,7 @@ def test_failure_of_a_follower_is_reported_once_with_its_place() -> None:
         assert ends.failures.empty()
 
 
-def test_stuck_follower_is_named_although_it_beats() -> None:
+def test_stuck_follower_is_named_although_it_beats():
     with pair() as (ends, leader, follower):
         follower.position = lambda: Position("ffn", 2, 5, 812)
         received = follower.boundaries()
@@ -230,13 +228,13 @@ def test_stuck_follower_is_named_although_it_beats() -> None:
         assert re.fullmatch(expected, text)
 
 
-def test_leaving_unasked_is_a_failure() -> None:
+def test_leaving_unasked_is_a_failure():
     with pair() as (ends, _, follower):
         follower.close()
         assert "left unasked" in str(ends.failures.get(timeout=WAIT))
 
 
-def test_collect_brings_what_each_follower_keeps() -> None:
+def test_collect_brings_what_each_follower_keeps():
     with Ends() as ends:
         leader = ends.leader(processes=3)
         for process_id in (1, 2):
@@ -248,7 +246,7 @@ def test_collect_brings_what_each_follower_keeps() -> None:
             leader.collect("nothing", WAIT)
 
 
-def test_collect_has_a_deadline_and_a_late_answer_is_none_to_the_next_question() -> None:
+def test_collect_has_a_deadline_and_a_late_answer_is_none_to_the_next_question():
     with pair() as (_, leader, follower):
         release, answers = threading.Event(), iter([b"late", b"in time"])
 
@@ -263,7 +261,7 @@ def test_collect_has_a_deadline_and_a_late_answer_is_none_to_the_next_question()
         assert leader.collect("spans", WAIT) == {1: b"in time"}
 
 
-def test_questions_of_one_name_at_a_time_have_their_own_answers() -> None:
+def test_questions_of_one_name_at_a_time_have_their_own_answers():
     with pair() as (_, leader, follower):
         numbers = iter(range(100))
         follower.answer("spans", lambda: bytes([next(numbers)]))
@@ -281,14 +279,14 @@ def test_questions_of_one_name_at_a_time_have_their_own_answers() -> None:
         assert sorted(found) == [bytes([number]) for number in range(100)]
 
 
-def test_a_follower_that_takes_long_to_answer_hears_the_leader() -> None:
+def test_a_follower_that_takes_long_to_answer_hears_the_leader():
     with pair() as (ends, leader, follower):
         follower.answer("counts", lambda: bytes(threading.Event().wait(1.6)))  # 1.0 is allowed
         assert leader.collect("counts", WAIT) == {1: b""}
         assert ends.follower_failures.empty()
 
 
-def test_describe_says_where_everybody_is() -> None:
+def test_describe_says_where_everybody_is():
     with pair() as (_, leader, _):
         assert re.fullmatch(
             r"process 1 \(ffn, host host1, pid 1001\): no step seen yet, boundary -1 of -1 done, "
@@ -302,7 +300,7 @@ def channel_of(follower: Follower) -> Channel:
     return follower._channel
 
 
-def test_explain_waits_for_the_follower_behind_an_error() -> None:
+def test_explain_waits_for_the_follower_behind_an_error():
     error = EngineFailedError("step 54 of lane 1: recv() failed")
     with pair() as (_, leader, follower):
         well = str(leader.explain(error, timeout=0.1))
@@ -313,7 +311,7 @@ def test_explain_waits_for_the_follower_behind_an_error() -> None:
         assert "its connection closed" in str(explained)
 
 
-def test_closed_connection_is_named_rather_than_the_errors_it_caused() -> None:
+def test_closed_connection_is_named_rather_than_the_errors_it_caused():
     """The survivor of a broken collective reports first."""
     with Ends() as ends:
         leader = ends.leader(processes=3)
@@ -326,7 +324,7 @@ def test_closed_connection_is_named_rather_than_the_errors_it_caused() -> None:
         assert "process 1" not in failure
 
 
-def test_errors_on_both_sides_are_told_together_own_first() -> None:
+def test_errors_on_both_sides_are_told_together_own_first():
     with pair() as (_, leader, follower):
         threading.Timer(0.1, follower.fail, ["transfer aborted"]).start()
         explained = leader.explain(EngineFailedError("step 54: out of memory"), timeout=WAIT)
@@ -334,7 +332,7 @@ def test_errors_on_both_sides_are_told_together_own_first() -> None:
         assert str(explained) == f"step 54: out of memory; {theirs}"
 
 
-def test_compiling_may_take_long_while_it_progresses() -> None:
+def test_compiling_may_take_long_while_it_progresses():
     """The deadline counts from the last progress, here of 5 × 0.3 s, and then there is none."""
     cluster = Cluster(start_seconds=0.8, step_seconds=0.2, heartbeat_seconds=0.2)
     with Ends() as ends:
@@ -351,7 +349,7 @@ def test_compiling_may_take_long_while_it_progresses() -> None:
         assert ends.failures.empty()
 
 
-def test_a_follower_that_is_asked_to_end_drains_the_deployment_once() -> None:
+def test_a_follower_that_is_asked_to_end_drains_the_deployment_once():
     drains: queue.Queue[str] = queue.Queue()
     with Ends() as ends:
         leader = ends.leader(on_drain=drains.put)

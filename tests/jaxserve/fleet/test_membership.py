@@ -1,5 +1,4 @@
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -28,21 +27,19 @@ def deployment(
 
 
 @golden.table("fleet/shares.yaml")
-def test_shares(
-    layout: tuple[int, int, int, int], processes: int, expected: list[tuple[int, int]]
-) -> None:
+def test_shares(layout, processes, expected):
     assert process_shares(deployment(*layout), processes) == tuple(
         ProcessShare(*share) for share in expected
     )
 
 
-def test_colocated_shares_have_one_mesh() -> None:
+def test_colocated_shares_have_one_mesh():
     colocated = deployment(4, 1, mode="colocated")
     assert process_shares(colocated, 1) == (ProcessShare(4, 0),)
     assert process_shares(colocated, 2) == (ProcessShare(2, 0), ProcessShare(2, 0))
 
 
-def test_a_split_that_is_uneven_shows_the_arithmetic() -> None:
+def test_a_split_that_is_uneven_shows_the_arithmetic():
     def call(*sizes: int, **options: object) -> None:
         process_shares(deployment(*sizes, **options), 3)
 
@@ -55,8 +52,8 @@ def test_a_split_that_is_uneven_shows_the_arithmetic() -> None:
     st.sampled_from(["afd", "colocated"]),
 )
 def test_shares_add_up_and_roles_mix_only_where_nothing_else_divides(
-    dp: int, tp: int, ep: int, ffn_tp: int, processes: int, mode: str
-) -> None:
+    dp, tp, ep, ffn_tp, processes, mode
+):
     layout = deployment(dp, tp, ep, ffn_tp, mode=mode)
     try:
         shares = process_shares(layout, processes)
@@ -73,7 +70,7 @@ def test_shares_add_up_and_roles_mix_only_where_nothing_else_divides(
     assert [share.role for share in shares] == sorted(share.role for share in shares)
 
 
-def test_each_process_has_its_part_of_both_roles_where_asked() -> None:
+def test_each_process_has_its_part_of_both_roles_where_asked():
     asked = {"attention.processes": 2, "ffn.processes": 2}
     assert process_shares(deployment(8, ep=8), 2) == (ProcessShare(8, 0), ProcessShare(0, 8))
     both = load_deployment("demo", {"attention.dp": 8, "ffn.ep": 4, **asked})
@@ -87,7 +84,7 @@ def test_each_process_has_its_part_of_both_roles_where_asked() -> None:
     assert shares == (ProcessShare(4, 0), *(ProcessShare(0, 2),) * 3)
 
 
-def test_identity_says_what_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_says_what_must_be_equal(tmp_path, monkeypatch):
     (tmp_path / "nvidia_nccl_cu13-2.29.2.dist-info").mkdir()
     metadata = tmp_path / "nvidia_nccl_cu13-2.29.2.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.29.2\n")
@@ -101,7 +98,7 @@ def test_identity_says_what_must_be_equal(tmp_path: Path, monkeypatch: pytest.Mo
     assert here.facts["link.route"] == "trampoline"
 
 
-def test_digest_ignores_addresses_and_the_path_of_the_model(tmp_path: Path) -> None:
+def test_digest_ignores_addresses_and_the_path_of_the_model(tmp_path):
     for name, text in (("a", "{}"), ("b", "{}"), ("c", '{"layers": 3}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
@@ -115,7 +112,7 @@ def test_digest_ignores_addresses_and_the_path_of_the_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["copy", "other"])
-def test_followers_have_the_weights_of_the_leader(tmp_path: Path, name: str) -> None:
+def test_followers_have_the_weights_of_the_leader(tmp_path, name):
     """A copy in another folder is the same model; a fine-tune of the same shape is refused."""
     folders = {
         "leader": write_tiny_step3(tmp_path / "leader", seed=0),
@@ -149,7 +146,7 @@ def test_followers_have_the_weights_of_the_leader(tmp_path: Path, name: str) -> 
 
 @pytest.mark.nightly
 @pytest.mark.multihost
-def test_two_processes_with_different_weights_of_the_same_shape(tmp_path: Path) -> None:
+def test_two_processes_with_different_weights_of_the_same_shape(tmp_path):
     ends = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
     addresses = ["--coordinator", ends[0], "--control", ends[1], "--processes", "2"]
     runs = []

@@ -31,7 +31,7 @@ def no_abort(run: Launched, process: int) -> None:
     assert not re.search(rf"process {process} ended with signal", run.output), run.output
 
 
-def test_unequal_device_counts_exchange_arrays_and_leave_in_order() -> None:
+def test_unequal_device_counts_exchange_arrays_and_leave_in_order():
     with launched(*LAYOUT, "--boundaries", "100") as run:
         assert run.end() == 0, run.output
         assert "[0] devices 2 of 5" in run.output
@@ -51,7 +51,7 @@ def test_unequal_device_counts_exchange_arrays_and_leave_in_order() -> None:
     ],
     ids=["cut off", "SIGTERM", "relays"],
 )
-def test_all_leave_in_order(arguments: tuple[str, ...], stops: bool) -> None:
+def test_all_leave_in_order(arguments, stops):
     with launched(*arguments) as run:
         if stops:
             run.wait_for(r"^\[0\] boundary 49 ")
@@ -78,9 +78,7 @@ PLACE = r"; last seen in ffn of lane 0, layer 3, step \d+$"
         )
     ],
 )
-def test_a_lost_follower_is_named_and_not_who_noticed_first(
-    arguments: tuple[str, ...], victim: int, sent: signal.Signals, said: str
-) -> None:
+def test_a_lost_follower_is_named_and_not_who_noticed_first(arguments, victim, sent, said):
     with launched(*arguments, followers_end_in=0.5) as run:
         run.wait_for(r"^\[0\] boundary 49 ")
         pid = run.pid(victim)
@@ -97,7 +95,7 @@ def test_a_lost_follower_is_named_and_not_who_noticed_first(
 
 
 @pytest.mark.nightly
-def test_leader_outlives_the_heartbeats_of_jax() -> None:
+def test_leader_outlives_the_heartbeats_of_jax():
     """JAX's default is to abort the leader as soon as it misses the follower."""
     after = "9"  # JAX waits for 6 s: no less than 6 heartbeats of ours
     with launched(*LAYOUT, "--jax-heartbeat", "1", "--report-after", after) as run:
@@ -111,7 +109,7 @@ def test_leader_outlives_the_heartbeats_of_jax() -> None:
 @pytest.mark.parametrize(
     "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
 )
-def test_follower_says_that_the_leader_is_gone(sent: signal.Signals) -> None:
+def test_follower_says_that_the_leader_is_gone(sent):
     """Also when it takes longer to say so than JAX takes to abort it."""
     with launched(*LAYOUT, "--report-after", "2") as run:
         run.wait_for(r"^\[0\] boundary 99 ")
@@ -130,7 +128,7 @@ def test_follower_says_that_the_leader_is_gone(sent: signal.Signals) -> None:
 
 
 @pytest.mark.nightly
-def test_missing_peer_is_an_error_not_an_abort() -> None:
+def test_missing_peer_is_an_error_not_an_abort():
     """Without the control plane before it, JAX would abort both kinds of process. Here the two are
     on ports of their own, and do not find each other."""
     alone = []
@@ -154,7 +152,7 @@ def test_missing_peer_is_an_error_not_an_abort() -> None:
 
 
 @pytest.mark.nightly
-def test_devices_that_are_not_the_share_are_refused() -> None:
+def test_devices_that_are_not_the_share_are_refused():
     """1A1F on hosts of four devices: the second process would be left with nothing, silently."""
     with launched("--jax", "--own-devices", "4") as run:
         assert run.end() in (1, 2), run.output

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 from tests import golden
 from tests.jaxserve.launch.rendered import files_of, objects, write
@@ -18,7 +17,7 @@ KUBECTL = golden.text("launch/kubectl.txt")
 
 
 @needs_schemas
-def test_each_cluster_has_its_roles_and_one_deployment_file() -> None:
+def test_each_cluster_has_its_roles_and_one_deployment_file():
     """The prefill cluster's file shows who reaches its workers, and on which ports."""
     files = files_of(TWO)
     golden.check("launch/prefill.yaml", files["prefill.yaml"])
@@ -33,9 +32,7 @@ def test_each_cluster_has_its_roles_and_one_deployment_file() -> None:
 
 
 @golden.table("launch/encryption.yaml")
-def test_both_get_one_secret_where_the_network_encrypts(
-    says: str, kept: str, code: int, tmp_path: Path
-) -> None:
+def test_both_get_one_secret_where_the_network_encrypts(says, kept, code, tmp_path):
     write({**files_of(TWO), "kubectl": KUBECTL, "api-keys": "k", "calls": ""}, tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     more = {"PATH": path, "PREFILL": "p", "DECODE": "d", "SAYS": says, "KEPT": kept}
@@ -50,6 +47,6 @@ def test_both_get_one_secret_where_the_network_encrypts(
     assert not kept or secrets == [kept] * 2
 
 
-def test_the_script_is_clean(tmp_path: Path) -> None:
+def test_the_script_is_clean(tmp_path):
     write(files_of(TWO), tmp_path)
     judge("shellcheck", tmp_path / "clusters.sh")

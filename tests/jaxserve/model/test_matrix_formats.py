@@ -42,7 +42,7 @@ def leaves(folder: Path, overrides: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
-def test_matrices_are_as_the_files_have_them(folder: Path) -> None:
+def test_matrices_are_as_the_files_have_them(folder):
     kept, widened = leaves(folder, {}), leaves(folder, IN_FLOAT32)
     assert {leaf.dtype for leaf in widened.values()} == {np.dtype(np.float32)}
     for name, leaf in kept.items():
@@ -64,7 +64,7 @@ def test_matrices_are_as_the_files_have_them(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_bytes(folder: Path, overrides: dict[str, Any], attention: int, ffn: int) -> None:
+def test_bytes(folder, overrides, attention, ffn):
     """Of so many a value in matrices; norms, routers and the rest are in `dtype`."""
     config, _ = read_config(folder)
     deployment = layouts.deployment(folder, overrides)
@@ -85,7 +85,7 @@ def test_bytes(folder: Path, overrides: dict[str, Any], attention: int, ffn: int
         assert whole == [wide * (matrices + norms + routers), wide * in_ffn]
 
 
-def test_only_cpus_mix(folder: Path) -> None:
+def test_only_cpus_mix(folder):
     config, _ = read_config(folder)
     for role in ("attention", "ffn"):
         deployment = layouts.deployment(folder, {f"{role}.weights": "bfloat16"})
@@ -107,16 +107,14 @@ class TestWhatFilesHave:
             ("model.layers.2.self_attn.o_proj.weight", "float32"),
         ],
     )
-    def test_one_tensor_in_float32(
-        self, folder: Path, tmp_path: Path, widened: str, floats: str
-    ) -> None:
+    def test_one_tensor_in_float32(self, folder, tmp_path, widened, floats):
         tensors = load_file(folder / "model.safetensors")
         tensors[widened] = tensors[widened].astype(np.float32)
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         assert read_config(tmp_path)[0].floats == floats
 
-    def test_all_and_none(self, folder: Path, tmp_path: Path) -> None:
+    def test_all_and_none(self, folder, tmp_path):
         assert read_config(folder)[0].floats == "bfloat16"
         sizes = dataclasses.replace(layouts.SIZES, num_hidden_layers=2, moe_layers=(1,))
         assert read_config(write_tiny_step3(tmp_path, sizes))[0].floats == "float32"

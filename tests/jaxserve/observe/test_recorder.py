@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
-from jaxserve.observe.spans import STAGES, AFDStage, Span
+from jaxserve.observe.spans import STAGES, Span
 from jaxserve.roles.layout import StepLoad
 from tests.jaxserve.waiting import Clock, until
 
@@ -38,9 +38,7 @@ def clock() -> Clock:
 
 
 @pytest.mark.parametrize(("stage", "lane"), [("ffn", 0), ("attend", 1)])
-def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
-    clock: Clock, stage: AFDStage, lane: int
-) -> None:
+def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(clock, stage, lane):
     recorder = Recorder(process=3, clock=clock)
     late, early = Gate(), Gate()
     recorder.observe("attend", 0, 1, 7, late)
@@ -56,7 +54,7 @@ def test_a_late_stage_holds_up_no_other_stage_and_no_other_lane(
     recorder.close()
 
 
-def test_what_the_step_had_to_do_and_when_enqueueing_began(clock: Clock) -> None:
+def test_what_the_step_had_to_do_and_when_enqueueing_began(clock):
     recorder = Recorder(clock=clock)
     ready, load = Gate(), StepLoad(16, 4, 3, 9, 60, 100)
     ready.event.set()
@@ -66,7 +64,7 @@ def test_what_the_step_had_to_do_and_when_enqueueing_began(clock: Clock) -> None
     assert span == Span("attend", 0, 1, 7, 2 * MS, 5 * MS, 0, 2 * MS, load)
 
 
-def test_an_end_that_another_thread_has_seen_before(clock: Clock) -> None:
+def test_an_end_that_another_thread_has_seen_before(clock):
     recorder = Recorder(clock=clock)
     first, second = Gate(), Gate()
     for step, gate in enumerate((first, second)):
@@ -79,7 +77,7 @@ def test_an_end_that_another_thread_has_seen_before(clock: Clock) -> None:
     assert [span.end_ns for span in recorder.ended()] == [5 * MS, 7 * MS]
 
 
-def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:
+def test_memory_is_bounded_and_losses_are_counted(clock):
     recorder = Recorder(capacity=4, backlog=2, clock=clock)
     gate = Gate()
     for step in range(3):
@@ -98,7 +96,7 @@ def test_memory_is_bounded_and_losses_are_counted(clock: Clock) -> None:
     recorder.close()
 
 
-def test_closing_ends_the_threads_and_restores_the_switch_interval() -> None:
+def test_closing_ends_the_threads_and_restores_the_switch_interval():
     before = threading.active_count(), sys.getswitchinterval()
     recorder = Recorder()
     ready = Gate()
@@ -113,7 +111,7 @@ def test_closing_ends_the_threads_and_restores_the_switch_interval() -> None:
     assert recorder.dropped == 1
 
 
-def test_it_measures_arrays_that_are_still_being_computed() -> None:
+def test_it_measures_arrays_that_are_still_being_computed():
     matrix = jnp.full((256, 256), 1e-3)
     recorder = Recorder()
     product = matrix
@@ -127,7 +125,7 @@ def test_it_measures_arrays_that_are_still_being_computed() -> None:
     assert all(span.enqueued_ns <= span.start_ns <= span.end_ns for span in spans)
 
 
-def test_two_recorders_restore_the_switch_interval_in_any_order() -> None:
+def test_two_recorders_restore_the_switch_interval_in_any_order():
     before = sys.getswitchinterval()
     first, second = Recorder(), Recorder()
     first.close()

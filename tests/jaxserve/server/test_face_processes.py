@@ -86,12 +86,12 @@ def streams(rig: Rig, channel: grpc.Channel, **fields: Any) -> Any:
     return InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi", **fields))
 
 
-def test_ports_answer_before_the_engine_is_there(rig: Rig) -> None:
+def test_ports_answer_before_the_engine_is_there(rig):
     assert (rig.health, rig.early) == ({"status": "starting"}, 503)
     assert rig.get("/ready").status_code == 200
 
 
-def test_completions(rig: Rig) -> None:
+def test_completions(rig):
     answer = rig.complete(logprobs=2, prompt_logprobs=1).json()
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one two three", "stop")
@@ -105,7 +105,7 @@ def test_completions(rig: Rig) -> None:
     assert (seen[-1].finish.stop_string, rig.engine.params[-1].logit_bias) == ("two", {5: 1.5})
 
 
-def test_a_grammar_is_followed_at_the_engine(rig: Rig) -> None:
+def test_a_grammar_is_followed_at_the_engine(rig):
     """The script does not fit it, so every token is the mask's."""
     answer = rig.complete(structured_outputs={"choice": ["two"]}).json()
     assert answer["choices"][0]["text"] == "two"
@@ -113,7 +113,7 @@ def test_a_grammar_is_followed_at_the_engine(rig: Rig) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "structured_outputs.regex")
 
 
-def test_refusals_keep_their_status_and_defects_are_opaque(rig: Rig) -> None:
+def test_refusals_keep_their_status_and_defects_are_opaque(rig):
     rig.engine.refusal = OverloadedError("8 requests wait already", retry_after_s=1.5)
     response = rig.complete()
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
@@ -122,7 +122,7 @@ def test_refusals_keep_their_status_and_defects_are_opaque(rig: Rig) -> None:
     assert (response.status_code, "secret" in response.text) == (500, False)
 
 
-def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig: Rig) -> None:
+def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig):
     rig.engine.allowed = 3
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel, request_id="left")
@@ -137,7 +137,7 @@ def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig: Rig) -> None:
     until(lambda: rig.faces.live_ids() == [])
 
 
-def test_requests_of_all_processes_have_one_set_of_ids(rig: Rig) -> None:
+def test_requests_of_all_processes_have_one_set_of_ids(rig):
     """Whichever process a connection is served by: an id is taken once, and aborts find it."""
     rig.engine.allowed = 3
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -157,7 +157,7 @@ def test_requests_of_all_processes_have_one_set_of_ids(rig: Rig) -> None:
     assert rig.faces.abort("mine") is False
 
 
-def test_a_lost_connection_to_the_engine_loses_no_token(rig: Rig) -> None:
+def test_a_lost_connection_to_the_engine_loses_no_token(rig):
     rig.engine.allowed = 3
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel)
@@ -168,7 +168,7 @@ def test_a_lost_connection_to_the_engine_loses_no_token(rig: Rig) -> None:
         assert text + "".join(event.delta.text for event in call) == "one two three"
 
 
-def test_metrics_are_of_all_processes(rig: Rig) -> None:
+def test_metrics_are_of_all_processes(rig):
     def count() -> float:
         name = 'jaxserve:generation_tokens_total{model_name="fake"} '
         lines = rig.get("/metrics").text.splitlines()
@@ -186,9 +186,7 @@ def test_metrics_are_of_all_processes(rig: Rig) -> None:
     assert (measured["bubble"], len(measured["timeline"])) == (0.25, 24)
 
 
-def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(rig, monkeypatch):
     monkeypatch.setattr(face_processes, "RESTART_SECONDS", 0.1)
     rig.engine.allowed = 3
     before = rig.pids()
@@ -210,7 +208,7 @@ def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(
         assert rig.complete().json()["choices"][0]["text"] == "one two three"
 
 
-def test_the_end(folder: Path) -> None:
+def test_the_end(folder):
     """A failed engine: clients hear it without its text, and everything ends."""
     rig = Rig(folder)
     rig.engine.allowed = 3
@@ -237,7 +235,7 @@ def test_the_end(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_draining_lets_streams_finish(folder: Path) -> None:
+def test_draining_lets_streams_finish(folder):
     rig = Rig(folder)
     rig.engine.allowed = 3
     url = f"http://{rig.addresses['http']}/v1/completions"
@@ -254,6 +252,6 @@ def test_draining_lets_streams_finish(folder: Path) -> None:
     assert rest[-1] == "data: [DONE]"
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(Exception, match=r"tokenizer"):
         made(tmp_path)

@@ -39,7 +39,7 @@ def rig(faces: Faces) -> Faces:
 # ----------------------------------------------------------------------------- completions
 
 
-def test_answers(rig: Faces) -> None:
+def test_answers(rig):
     """`golden/server/grpc_answers.txt` lists calls."""
     calls = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}
 
@@ -57,7 +57,7 @@ def test_answers(rig: Faces) -> None:
     assert rpc_error(rig.stub.Tokenize, too_long, timeout=SECONDS)[0] == "INVALID_ARGUMENT"
 
 
-def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Faces) -> None:
+def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig):
     events = list(rig.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
     assert events[0].prompt == pb.PromptInfo(request_id="a", prompt_tokens=2)
     assert not any(event.HasField("prompt") for event in events[1:])
@@ -71,7 +71,7 @@ def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig: Faces) ->
     assert rig.engine.prompts == [[5, 6]]
 
 
-def test_an_empty_completion(rig: Faces) -> None:
+def test_an_empty_completion(rig):
     rig.engine.script = []
     rig.engine.pace = 0.2  # so that the prompt's message has not waited for it
     events = list(rig.stream(text="hi"))
@@ -80,7 +80,7 @@ def test_an_empty_completion(rig: Faces) -> None:
     assert events[0].prompt.request_id != ""
 
 
-def test_what_is_there_at_once_is_one_message(rig: Faces, monkeypatch) -> None:
+def test_what_is_there_at_once_is_one_message(rig, monkeypatch):
     monkeypatch.setattr(inference, "ALONE_SECONDS", SECONDS)
     rig.engine.chunk = 100
     events = list(rig.stream(text="hi"))
@@ -89,7 +89,7 @@ def test_what_is_there_at_once_is_one_message(rig: Faces, monkeypatch) -> None:
     assert events[0].delta.text == "one two three"
 
 
-def test_the_prompt_is_told_before_a_late_first_token(rig: Faces) -> None:
+def test_the_prompt_is_told_before_a_late_first_token(rig):
     rig.engine.allowed = 0
     call = rig.stream(text="hi", request_id="a")
     assert next(call).prompt == pb.PromptInfo(request_id="a", prompt_tokens=3)
@@ -100,7 +100,7 @@ def test_the_prompt_is_told_before_a_late_first_token(rig: Faces) -> None:
 # ----------------------------------------------------------- log-probabilities and grammars
 
 
-def test_log_probabilities_of_a_stream(rig: Faces) -> None:
+def test_log_probabilities_of_a_stream(rig):
     """They are those of the whole answer, which `golden/server/grpc_answers.txt` has."""
     fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
     answer = rig.generate(**fields)
@@ -111,14 +111,14 @@ def test_log_probabilities_of_a_stream(rig: Faces) -> None:
     assert prompt == list(answer.prompt_logprobs)
 
 
-def test_model_info(rig: Faces) -> None:
+def test_model_info(rig):
     info = rig.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
     known = {"jaxserve_version": "0.1.0", "eos_token_ids": [1], **rig.engine.model_info()}
     del known["layers"]
     assert {field.name: value for field, value in info.ListFields()} == known
 
 
-def test_abort(rig: Faces) -> None:
+def test_abort(rig):
     rig.engine.allowed = 3
     call = rig.stream(text="hi", request_id="a")
     first_delta(call)
@@ -137,7 +137,7 @@ def first_delta(call: grpc.Call) -> pb.GenerateStreamResponse:
 
 
 @pytest.mark.parametrize("how", ["cancels its stream", "cancels a unary call", "vanishes"])
-def test_a_client_that_leaves_returns_the_pages(rig: Faces, how: str) -> None:
+def test_a_client_that_leaves_returns_the_pages(rig, how):
     rig.engine.allowed = 3
     request = pb.GenerateRequest(text="hi", request_id="a")
     with grpc.insecure_channel(rig.grpc_address) as channel:
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_returns_the_pages(rig: Faces, how: str) -> None:
 
 
 @pytest.mark.parametrize("unary", [True, False])
-def test_the_deadline_reaches_the_engine(rig: Faces, unary: bool) -> None:
+def test_the_deadline_reaches_the_engine(rig, unary):
     rig.engine.allowed = 3
     start = time.monotonic()
     method = rig.stub.Generate if unary else lambda *a, **k: list(rig.stub.GenerateStream(*a, **k))
@@ -167,7 +167,7 @@ def test_the_deadline_reaches_the_engine(rig: Faces, unary: bool) -> None:
     assert rig.engine.wait_until_idle(1)
 
 
-def test_the_server_itself_says_deadline_exceeded(rig: Faces) -> None:
+def test_the_server_itself_says_deadline_exceeded(rig):
     """Where the engine gives up before the client's clock does."""
     rig.engine.allowed = 3
     submit = rig.generator.submit
@@ -179,7 +179,7 @@ def test_the_server_itself_says_deadline_exceeded(rig: Faces) -> None:
     assert rig.grpc_error() == ("DEADLINE_EXCEEDED", "the deadline has passed")
 
 
-def test_a_reader_that_stalls_is_dropped() -> None:
+def test_a_reader_that_stalls_is_dropped():
     """Other requests go on, its pages come back, and its queue stays bounded."""
     rig = Faces(tokenizer=Verbose("y" * 200_000), max_pending_tokens=20)
     rig.engine.script = ids_of("x" * 90)
@@ -209,7 +209,7 @@ def test_a_reader_that_stalls_is_dropped() -> None:
 # ---------------------------------------------------------------------------------- errors
 
 
-def test_a_bad_field_is_named(rig: Faces) -> None:
+def test_a_bad_field_is_named(rig):
     """`golden/server/grpc_fields.txt` lists requests."""
 
     def said(fields: str) -> str:
@@ -228,7 +228,7 @@ def test_a_bad_field_is_named(rig: Faces) -> None:
     golden.check_each("server/grpc_fields.txt", said)
 
 
-def test_refusals_are_counted_by_their_reason(rig: Faces) -> None:
+def test_refusals_are_counted_by_their_reason(rig):
     rig.generate(text="hi")
     rig.refused(text="hi", temperature=9)
     rig.refused(text="")
@@ -240,9 +240,7 @@ def test_refusals_are_counted_by_their_reason(rig: Faces) -> None:
         assert sample in text
 
 
-def test_a_failed_engine_is_unavailable_and_not_healthy(
-    rig: Faces, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_engine_is_unavailable_and_not_healthy(rig, caplog):
     rig.engine.allowed = 3
     call = rig.stream(text="hi", request_id="a1")
     first_delta(call)
@@ -254,7 +252,7 @@ def test_a_failed_engine_is_unavailable_and_not_healthy(
     assert health.Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
 
 
-def test_two_thousand_streams_at_once(rig: Faces) -> None:
+def test_two_thousand_streams_at_once(rig):
     """gRPC's own default cancels some of more than 1,000 RPCs that wait to be taken up."""
     rig.engine.script = ids_of("a")
 
@@ -273,7 +271,7 @@ def test_two_thousand_streams_at_once(rig: Faces) -> None:
 # --------------------------------------------------------------------- a server's own life
 
 
-def test_health_over_a_life() -> None:
+def test_health_over_a_life():
     server = GrpcServer(port=0)
     address = server.start()
     engine = FakeEngine(ids_of("one"))
@@ -303,7 +301,7 @@ def test_health_over_a_life() -> None:
     engine.close()
 
 
-def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Faces) -> None:
+def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig):
     rig.engine.allowed = 3
     call = rig.stream(text="hi")
     first_delta(call)
@@ -315,7 +313,7 @@ def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig: Faces) -> None:
     assert "shut down before the request was complete" in details
 
 
-def test_reflection_is_enough_for_a_client_without_stubs(rig: Faces) -> None:
+def test_reflection_is_enough_for_a_client_without_stubs(rig):
     """Asks for the services, builds the messages and calls, like grpcurl."""
     database = ProtoReflectionDescriptorDatabase(rig.channel)
     assert {"grpc.health.v1.Health", "jaxserve.v1.Inference"} < set(database.get_services())
@@ -335,9 +333,7 @@ def test_reflection_is_enough_for_a_client_without_stubs(rig: Faces) -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Abort", "GetModelInfo"])
-def test_a_body_that_is_no_message(
-    rig: Faces, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_is_no_message(rig, method, caplog):
     call: Any = rig.channel.unary_unary(f"/jaxserve.v1.Inference/{method}")
     code, details = rpc_error(call, b"\xff" * 20, timeout=SECONDS)
     assert (code, details) == ("INVALID_ARGUMENT", "request: the body is no message of this RPC")

@@ -73,7 +73,7 @@ def sources() -> list[Source]:
 # ---------------------------------------------------------- no pickle on any wire or file
 
 
-def test_no_pickle_on_any_wire_or_file(faces: Faces) -> None:
+def test_no_pickle_on_any_wire_or_file(faces):
     unsafe = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for source in sources():
         assert not unsafe & source.imports, source.path
@@ -88,7 +88,7 @@ def test_no_pickle_on_any_wire_or_file(faces: Faces) -> None:
 # ----------------- explicit bind address, loopback by default, refused elsewhere without more
 
 
-def test_addresses() -> None:
+def test_addresses():
     assert Server().host == "127.0.0.1"
     for face in (GrpcServer, HttpServer):
         for host in ("0.0.0.0", "::", "192.0.2.1", ""):
@@ -101,7 +101,7 @@ def test_addresses() -> None:
 # ------------------- authenticate everything but liveness and readiness, constant-time compare
 
 
-def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys(locked, monkeypatch):
     for endpoint in ENDPOINTS:
         path = endpoint.path.replace("{model}", "fake")
         for shown in (None, "", "Bearer", "Bearer wrong", f"Basic {ALICE}", ALICE):
@@ -133,7 +133,7 @@ def test_keys(locked: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------- bound every int and list at the schema
 
 
-def test_bounds() -> None:
+def test_bounds():
     """Bounds of the documented schemas; `golden/server/` has those over both faces."""
     schemas = json.loads(document(ENDPOINTS, keys=False))["components"]["schemas"]
     taken = {endpoint.takes.__name__ for endpoint in ENDPOINTS if endpoint.takes is not None}
@@ -160,7 +160,7 @@ def test_bounds() -> None:
 # ------------------------------------------------------------------- header and body caps
 
 
-def test_sizes(faces: Faces) -> None:
+def test_sizes(faces):
     start = time.monotonic()
     host, _, port = faces.address.rpartition(":")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -191,7 +191,7 @@ HOSTILE: list[tuple[str, Any]] = [  # more in `text/test_structured.py`
 
 
 @pytest.mark.parametrize(("kind", "source"), HOSTILE)
-def test_hostile_grammars(faces: Faces, kind: str, source: Any) -> None:
+def test_hostile_grammars(faces, kind, source):
     start = time.monotonic()
     error = faces.http_error(structured_outputs={kind: source})
     assert error == (400, f"structured_outputs.{kind}")
@@ -205,7 +205,7 @@ def test_hostile_grammars(faces: Faces, kind: str, source: Any) -> None:
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{0,100}){0,100}){0,100}"])
-def test_grammars_that_begin_well(faces: Faces, regex: str) -> None:
+def test_grammars_that_begin_well(faces, regex):
     """Where a step takes too much work, that request ends, and says why."""
     start = time.monotonic()
     response = faces.post(structured_outputs={"regex": regex})
@@ -219,9 +219,7 @@ def test_grammars_that_begin_well(faces: Faces, regex: str) -> None:
     assert faces.post().json()["choices"][0]["text"] == "one two three"
 
 
-def test_long_prompts_are_tokenised_beside_the_event_loop(
-    faces: Faces, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_are_tokenised_beside_the_event_loop(faces, monkeypatch):
     begun, go_on = threading.Semaphore(0), threading.Event()
     encode = faces.generator.encode
 
@@ -253,7 +251,7 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(
 # ----------------------------------------------- templates with fuel, kwargs by allow-list
 
 
-def test_templates() -> None:
+def test_templates():
     loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     faces = Faces(template="{% if forever %}" + loop + "{% endif %}x")
     messages = [{"role": "user", "content": "hi"}]
@@ -272,7 +270,7 @@ def test_templates() -> None:
 # ----------------------------------- no auto_map, no remote code, config.json parsed by us
 
 
-def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
+def test_a_model_folder_runs_no_code(tmp_path):
     folder = layouts.write_model(tmp_path)
     marker = folder / "ran"
     for name in ("evil.py", "modeling_evil.py", "tokenization_evil.py", "__init__.py"):
@@ -297,7 +295,7 @@ def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
 # -------------------------------------------------------------- opaque errors to clients
 
 
-def test_errors_are_opaque(faces: Faces, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_are_opaque(faces, caplog):
     faces.engine.refusal = KeyError("a secret path")
     response = faces.post(request_id="a1")
     assert response.status_code == 500
@@ -312,7 +310,7 @@ def test_errors_are_opaque(faces: Faces, caplog: pytest.LogCaptureFixture) -> No
 # -------------------------------------------------------------- prefix-cache salt per tenant
 
 
-def test_tenants_share_no_prefixes(locked: Faces) -> None:
+def test_tenants_share_no_prefixes(locked):
     for key in (ALICE, BOB):
         for salt in ("", "x"):
             fields = {"prompt": "hi", **({"cache_salt": salt} if salt else {})}
@@ -333,7 +331,7 @@ def test_tenants_share_no_prefixes(locked: Faces) -> None:
 # ------- drain: readiness off, new ones refused, what runs goes on; busy is alive, stuck is not
 
 
-def test_drain(faces: Faces) -> None:
+def test_drain(faces):
     faces.engine.allowed = 3
     call = faces.stream(text="hi")
     assert next(event for event in call if event.HasField("delta"))
@@ -346,7 +344,7 @@ def test_drain(faces: Faces) -> None:
     assert list(call)[-1].finish.reason == pb.FINISH_REASON_STOP
 
 
-def test_liveness_is_a_step_loop_that_moves(faces: Faces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liveness_is_a_step_loop_that_moves(faces, monkeypatch):
     faces.engine.allowed = 3
     call = faces.stream(text="hi")
     assert next(event for event in call if event.HasField("delta"))

@@ -62,9 +62,7 @@ def test_local(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "expected"), [("/of/mine", "/of/mine"), ("", "/at/.cache"), ("here", "/at/.cache")]
 )
-def test_only_an_absolute_folder_counts(
-    variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_an_absolute_folder_counts(variable, expected, monkeypatch):
     monkeypatch.setenv("HOME", "/at")
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)

@@ -59,7 +59,7 @@ def generator(engine: FakeEngine) -> Iterator[TextGenerator]:
     generator.close()
 
 
-def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_text_and_counts(engine, generator):
     consumer = Consumer()
     generation = generator.submit("hi", SamplingParams(), consumer, request_id="a")
     assert consumer.wait() == GenerationOutput(
@@ -77,9 +77,7 @@ def test_text_and_counts(engine: FakeEngine, generator: TextGenerator) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 50])
-def test_a_stop_string_ends_the_request(
-    engine: FakeEngine, generator: TextGenerator, chunk: int
-) -> None:
+def test_a_stop_string_ends_the_request(engine, generator, chunk):
     """Text is cut before it, tokens after it, whatever the engine's chunks; pages come back."""
     engine.chunk = chunk
     engine.script = ids_of("one two three" * 20)
@@ -91,14 +89,14 @@ def test_a_stop_string_ends_the_request(
     assert engine.wait_until_idle()
 
 
-def test_min_tokens_holds_for_stop_strings(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_min_tokens_holds_for_stop_strings(engine, generator):
     engine.script = ids_of("ababab")
     result = result_of(generator, stop=("a",), min_tokens=3, max_tokens=9)
     assert (result.text, result.token_ids) == ("ab", ids_of("aba"))
 
 
 @given(strategies.text(alphabet="ab€", max_size=20), strategies.integers(1, 5))
-def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> None:
+def test_what_comes_out_does_not_depend_on_the_chunks(text, chunk):
     """Pure: the same tokens in other portions give the same text, ids and reason."""
 
     class NoEngine(FakeEngine):
@@ -128,7 +126,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text: str, chunk: int) -> 
         assert (result.text, result.finish_reason) == (text, "length")
 
 
-def test_cancelling_returns_the_pages(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_cancelling_returns_the_pages(engine, generator):
     engine.allowed = 3
     generation, consumer = submitted(generator)
     generation.cancel()
@@ -138,7 +136,7 @@ def test_cancelling_returns_the_pages(engine: FakeEngine, generator: TextGenerat
     assert engine.cancelled == [generation.request_id]
 
 
-def test_a_slow_reader_is_dropped(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_a_slow_reader_is_dropped(engine, generator):
     engine.script = ids_of("x" * 80)
     consumer = Consumer()
     generation = generator.submit("hi", SamplingParams(), consumer, max_pending_tokens=10)
@@ -150,9 +148,7 @@ def test_a_slow_reader_is_dropped(engine: FakeEngine, generator: TextGenerator) 
     assert engine.wait_until_idle()
 
 
-def test_a_reader_that_keeps_up_is_not_dropped(
-    engine: FakeEngine, generator: TextGenerator
-) -> None:
+def test_a_reader_that_keeps_up_is_not_dropped(engine, generator):
     engine.script = ids_of("x" * 80)
     engine.pace = 0.001
     ready = threading.Event()
@@ -168,9 +164,7 @@ def test_a_reader_that_keeps_up_is_not_dropped(
     assert consumer.wait().finish_reason == "stop"
 
 
-def test_a_consumer_that_raises_ends_its_request_alone(
-    engine: FakeEngine, generator: TextGenerator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_consumer_that_raises_ends_its_request_alone(engine, generator, caplog):
     def broken(output: GenerationOutput) -> None:
         raise KeyError("mine")
 
@@ -184,7 +178,7 @@ def test_a_consumer_that_raises_ends_its_request_alone(
     assert "request broken: its consumer failed" in caplog.text
 
 
-def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_a_failed_engine_ends_everything(engine, generator):
     engine.allowed = 3
     _, consumer = submitted(generator)
     until(lambda: consumer.outputs)
@@ -196,7 +190,7 @@ def test_a_failed_engine_ends_everything(engine: FakeEngine, generator: TextGene
     assert generator.live == 0
 
 
-def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> None:
+def test_closing_ends_what_is_live_and_takes_nothing_new(engine):
     engine.allowed = 3
     generator = TextGenerator(engine, LETTERS)
     _, consumer = submitted(generator)
@@ -207,7 +201,7 @@ def test_closing_ends_what_is_live_and_takes_nothing_new(engine: FakeEngine) -> 
         generator.submit("hi", SamplingParams(), consumer)
 
 
-def test_a_bad_prompt_reaches_no_engine(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_a_bad_prompt_reaches_no_engine(engine, generator):
     """`golden/text/wrong_prompts.txt` lists prompts."""
 
     def submit(prompt: str) -> None:
@@ -221,12 +215,12 @@ def test_a_bad_prompt_reaches_no_engine(engine: FakeEngine, generator: TextGener
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 257, "a\nb", "ä"])
-def test_a_bad_request_id(generator: TextGenerator, request_id: str) -> None:
+def test_a_bad_request_id(generator, request_id):
     with pytest.raises(InvalidRequestError, match="request_id: must be 1 to 256 printable"):
         generator.submit("hi", SamplingParams(), Consumer(), request_id=request_id)
 
 
-def test_bad_parameters_and_a_taken_id(engine: FakeEngine, generator: TextGenerator) -> None:
+def test_bad_parameters_and_a_taken_id(engine, generator):
     with pytest.raises(InvalidRequestError, match="temperature"):
         submitted(generator, temperature=3)
     engine.allowed = 3
@@ -235,9 +229,7 @@ def test_bad_parameters_and_a_taken_id(engine: FakeEngine, generator: TextGenera
         generator.submit("hi", SamplingParams(), Consumer(), request_id="a")
 
 
-def test_a_refused_request_leaves_nothing_behind(
-    engine: FakeEngine, generator: TextGenerator
-) -> None:
+def test_a_refused_request_leaves_nothing_behind(engine, generator):
     engine.refusal = OverloadedError("8 wait already", retry_after_s=2)
     with pytest.raises(OverloadedError):
         generator.submit("hi", SamplingParams(), Consumer(), request_id="a")

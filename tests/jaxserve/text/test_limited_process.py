@@ -27,9 +27,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
-    process: LimitedProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_is_replaced_and_the_limit_is_named(process, monkeypatch):
     first = process.ask({"kind": ""})["pid"]
     assert process.ask({"kind": ""})["pid"] == first
     before = descriptors()
@@ -52,19 +50,17 @@ def test_a_process_that_dies_is_replaced_and_the_limit_is_named(
 BLOCKS = golden.text("text/blocked_signals.txt")
 
 
-def test_limits_hold_whatever_signals_the_caller_blocks(process: LimitedProcess) -> None:
+def test_limits_hold_whatever_signals_the_caller_blocks(process):
     command = [sys.executable, "-c", BLOCKS, str(process._task.__file__)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "it took more than 2 s\nit took more than 512 MiB\n"
 
 
-def test_a_process_does_not_see_the_environment(process: LimitedProcess) -> None:
+def test_a_process_does_not_see_the_environment(process):
     assert process.ask({"kind": ""})["environment"] == {"LC_ALL": "C.UTF-8"}
 
 
-def test_nobody_waits_for_ever_for_a_turn(
-    process: LimitedProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_ever_for_a_turn(process, monkeypatch):
     process.ask({"kind": ""})
     with process._lock:  # another thread's turn
         monkeypatch.setattr(limited_process, "ANSWER_SECONDS", 0.01)

@@ -44,9 +44,7 @@ def same(source: str, **values: Any) -> str:
 
 @pytest.mark.parametrize("tools", [None, TOOLS, []], ids=["none", "tools", "empty"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_renders_every_conversation_alike(
-    family: str, tools: list[Any] | None
-) -> None:
+def test_every_family_renders_every_conversation_alike(family, tools):
     source = read(family)
     conversations = list(CONVERSATIONS.values())
     if "tojson" in source:
@@ -70,7 +68,7 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_text_of_every_family() -> None:
+def test_the_text_of_every_family():
     found = {}
     for family, asked in TEXTS.items():
         values = {"tools": None, "add_generation_prompt": True, **asked, **FAMILIES[family]}
@@ -84,7 +82,7 @@ VALUES = yaml.safe_load(golden.text("text/values.yaml"))
 
 
 @golden.table("text/alike.yaml")
-def test_alike(source: str) -> None:
+def test_alike(source):
     same(source, **VALUES)
 
 
@@ -102,12 +100,12 @@ JSON = strategies.recursive(
 
 
 @given(JSON)
-def test_json_of_any_value(value: Any) -> None:
+def test_json_of_any_value(value):
     same("{{ v | tojson }}{{ [v] | tojson(indent=1) }}", v=value)
 
 
 @given(strategies.text(alphabet="{}%#-+'\"\\ \nx.split(),[]|", max_size=40))
-def test_any_text_is_a_template_or_a_clear_error(source: str) -> None:
+def test_any_text_is_a_template_or_a_clear_error(source):
     with contextlib.suppress(TemplateError):
         render(source, x="a b")
 
@@ -115,7 +113,7 @@ def test_any_text_is_a_template_or_a_clear_error(source: str) -> None:
 # ----------------------------------------------------------------------------------- limits
 
 
-def test_what_does_not_work_is_a_clear_error() -> None:
+def test_what_does_not_work_is_a_clear_error():
     """`golden/text/wrong_templates.txt` lists templates."""
 
     def call(source: str) -> None:
@@ -126,7 +124,7 @@ def test_what_does_not_work_is_a_clear_error() -> None:
         call("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}")
 
 
-def test_a_template_cannot_change_what_it_is_given() -> None:
+def test_a_template_cannot_change_what_it_is_given():
     messages = [{"role": "user", "content": [{"type": "text"}]}]
     before = copy.deepcopy(messages)
     render(
@@ -135,16 +133,16 @@ def test_a_template_cannot_change_what_it_is_given() -> None:
     assert messages == before
 
 
-def test_json_becomes_an_object() -> None:
+def test_json_becomes_an_object():
     assert render("{{ (s | from_json).a[1] }}", s='{"a": [1, 2]}') == "2"
 
 
-def test_a_refusal_is_the_templates_own() -> None:
+def test_a_refusal_is_the_templates_own():
     with pytest.raises(TemplateRefusal, match=r"^no 3$"):
         render("{{ raise_exception('no ' ~ n) }}", n=3)
 
 
-def test_variables_are_what_the_caller_may_set() -> None:
+def test_variables_are_what_the_caller_may_set():
     source = (
         "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
         "{% set ns = namespace(x=1) %}{% for m in messages %}{{ m.role.upper() }}{{ loop.index }}"
@@ -164,19 +162,19 @@ def nested(depth: int, wrap: Callable[[Any], Any] = lambda value: [value]) -> An
     return value
 
 
-def test_what_is_no_json_is_named() -> None:
+def test_what_is_no_json_is_named():
     call = functools.partial(plain, name="v")
     golden.check_arguments("text/no_json.txt", ValueError, call, globals())
 
 
 @pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {"a": value}])
-def test_the_depth_that_is_allowed(wrap: Callable[[Any], Any]) -> None:
+def test_the_depth_that_is_allowed(wrap):
     assert plain(nested(63, wrap), name="v") == nested(63, wrap)
     with pytest.raises(ValueError, match=r"is nested too deeply$"):
         plain(nested(64, wrap), name="v")
 
 
-def test_plain_copies() -> None:
+def test_plain_copies():
     value = {"a": [1, ("x", None, True, 1.5)]}
     result = plain(value, name="v")
     assert result == {"a": [1, ["x", None, True, 1.5]]}

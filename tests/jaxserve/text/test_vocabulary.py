@@ -6,7 +6,7 @@ from tests import golden
 from tests.jaxserve.text.letters import raw_letters
 
 
-def test_letters() -> None:
+def test_letters():
     vocabulary = TokenizersVocabulary(raw_letters())
     assert (vocabulary.size, vocabulary.longest_token) == (258, 4)
     assert vocabulary.special_ids == {0, 1}
@@ -19,7 +19,7 @@ def test_letters() -> None:
     assert vocabulary.decode(ids[:2]) == "\ufffd"
 
 
-def test_bytes_of_tokens() -> None:
+def test_bytes_of_tokens():
     """As SentencePiece spells them, and as byte-level BPE does."""
     words = {"<unk>": 0, "▁é": 1, "<0x0A>": 2, "<0x0A>▁": 3, "a": 4}
     vocabulary = TokenizersVocabulary(tokenizers.Tokenizer(models.WordLevel(words, "<unk>")))
@@ -31,9 +31,7 @@ def test_bytes_of_tokens() -> None:
 
 
 @golden.table("text/before_a_prompt.yaml")
-def test_what_comes_before_a_prompt(
-    template: str, add_bos: bool | None, expected: list[int]
-) -> None:
+def test_what_comes_before_a_prompt(template, add_bos, expected):
     raw = raw_letters()
     raw.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[("<s>", 0), ("</s>", 1)]

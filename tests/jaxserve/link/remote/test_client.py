@@ -97,7 +97,7 @@ def rounds(link: MessageClient, first: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
+def test_any_number_of_pieces_lands_on_two_devices(server, pieces):
     with client(server, devices=pieces) as link:
         for number in range(3):
             packed = on_mesh(values(number, pieces, 8), pieces)
@@ -107,13 +107,13 @@ def test_any_number_of_pieces_lands_on_two_devices(server, pieces: int) -> None:
             np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
 
 
-def test_many_messages_over_three_lanes(server) -> None:
+def test_many_messages_over_three_lanes(server):
     with client(server) as link:
         rounds(link, 0, 60)
         assert link.counters == LinkCounters(messages=3 * 60)
 
 
-def test_two_domains_at_once_get_their_own_answers(server, toys) -> None:
+def test_two_domains_at_once_get_their_own_answers(server, toys):
     exchange_side_by_side(server)
     with toys.servers({"cohorts": True}) as [merging]:
         exchange_side_by_side(merging)
@@ -130,7 +130,7 @@ def exchange_side_by_side(server: toy.ToyServer) -> None:
                 np.testing.assert_array_equal(link.receive(0), expected)
 
 
-def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
+def test_nothing_of_a_message_stays_once_it_is_answered(server):
     """Its memory on the device does not wait for the garbage collector."""
     gc.disable()
     try:
@@ -149,7 +149,7 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server) -> None:
         gc.enable()
 
 
-def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served(toys) -> None:
+def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served(toys):
     """However long that takes: the time in which nobody is there does not run."""
     deadlines = {"absent": 0.5}
     with toys.servers({"compile_seconds": 2.0}) as [server], client(server) as link:
@@ -187,7 +187,7 @@ def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served
         ({"token": "guess"}, "token"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(server, options, message) -> None:
+def test_what_does_not_fit_is_refused_by_name(server, options, message):
     with pytest.raises(ConfigError, match=message):
         with client(server, **options):
             pass
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(server, options, message) -> None:
         exchange(link, 0)
 
 
-def test_message_that_is_still_computed_is_not_late(server) -> None:
+def test_message_that_is_still_computed_is_not_late(server):
     """However long the sender's program takes, `send` and the answer's deadline do not mind."""
 
     @jax.jit
@@ -216,7 +216,7 @@ def test_message_that_is_still_computed_is_not_late(server) -> None:
         assert link.counters == LinkCounters(messages=1)
 
 
-def test_message_that_is_an_error_is_raised_and_other_lanes_go_on(server) -> None:
+def test_message_that_is_an_error_is_raised_and_other_lanes_go_on(server):
     kind = toy.kind_of(1, toy.WORDS)
     with client(server, devices=1) as link:
         gone = on_mesh(values(5, 1), 1)
@@ -245,7 +245,7 @@ def kept(pid: int) -> tuple[int, int]:
     return tuple(sum(1 for _ in Path(f"/proc/{pid}/{of}").iterdir()) for of in ("fd", "task"))
 
 
-def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server) -> None:
+def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server):
     """Four zero bytes, noise, half a handshake, and idle connections that are held."""
     before = open_ports(os.getpid())
     with client(server) as link:
@@ -269,7 +269,7 @@ def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server) -> None:
         assert link.counters.failures == 0
 
 
-def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
+def test_killed_server_that_is_started_again_takes_up_its_work(toys):
     with toys.servers({}) as [server], client(server) as link:
         rounds(link, 0, 5)
         for lane in range(LANES):
@@ -283,7 +283,7 @@ def test_killed_server_that_is_started_again_takes_up_its_work(toys) -> None:
         server.ready()
 
 
-def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
+def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys):
     with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         started.sort(key=lambda server: server.address != toy.in_use(link))
@@ -303,9 +303,7 @@ def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys) -> None:
 
 
 @pytest.mark.parametrize("cohorts", [False, True])
-def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(
-    toys, cohorts
-) -> None:
+def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on(toys, cohorts):
     def joined() -> bool:
         return server.report()[0] == ["d0", "doomed"]
 
@@ -330,7 +328,7 @@ def test_domain_that_stops_or_dies_is_forgotten_with_its_arrays_and_others_go_on
         assert link.counters.failures == 0
 
 
-def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> None:
+def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys):
     options = {"stuck_layer": 1}, {}
     with toys.servers(*options) as started, client(*started, deadlines={"answer": 0.5}) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
@@ -345,7 +343,7 @@ def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys) -> 
         )
 
 
-def test_closed_link_lets_nobody_wait(server) -> None:
+def test_closed_link_lets_nobody_wait(server):
     with client(server) as link:
         server.send_signal(signal.SIGSTOP)
         try:
@@ -357,7 +355,7 @@ def test_closed_link_lets_nobody_wait(server) -> None:
             server.send_signal(signal.SIGCONT)
 
 
-def test_an_ffn_worker_that_reads_slowly_delays_no_other_thread(monkeypatch) -> None:
+def test_an_ffn_worker_that_reads_slowly_delays_no_other_thread(monkeypatch):
     link = toy.message_client(["127.0.0.1:1"], attention_mesh(1), [toy.ROWS])
     slow, read = Mock(), threading.Event()
     slow.post.side_effect = lambda message, here: read.wait(30)
@@ -372,7 +370,7 @@ def test_an_ffn_worker_that_reads_slowly_delays_no_other_thread(monkeypatch) -> 
     posting.join(10)
 
 
-def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None:
+def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys):
     with toys.servers({}, {}) as started, client(*started) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
         started.sort(key=lambda server: server.address != toy.in_use(link))
@@ -395,7 +393,7 @@ def test_standby_takes_over_and_the_killed_one_becomes_the_standby(toys) -> None
         assert link.counters.resends >= LANES
 
 
-def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
+def test_stopped_server_is_given_up_and_may_come_back(server):
     with client(server) as link:
         exchange(link, 0)
         server.send_signal(signal.SIGSTOP)
@@ -410,7 +408,7 @@ def test_stopped_server_is_given_up_and_may_come_back(server) -> None:
         assert link.problems == []
 
 
-def test_work_that_the_server_refuses_is_an_error(server) -> None:
+def test_work_that_the_server_refuses_is_an_error(server):
     with client(server) as link:
         exchange(link, 2)
         link.send(0, KIND, toy.REFUSED_LAYER, toy.ROWS, on_mesh(values(0)))

@@ -5,12 +5,12 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from tests import golden
-from tests.jaxserve.server.http.rig import HttpRig, events
+from tests.jaxserve.server.http.rig import events
 from tests.jaxserve.text.letters import ids_of
 from tests.jaxserve.waiting import until
 
 
-def test_a_completion(rig: HttpRig) -> None:
+def test_a_completion(rig):
     response = rig.complete(request_id="a")
     body = response.json()
     assert body.pop("created") > 1_700_000_000
@@ -21,7 +21,7 @@ def test_a_completion(rig: HttpRig) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 13])
-def test_a_stop_string(rig: HttpRig, chunk: int) -> None:
+def test_a_stop_string(rig, chunk):
     rig.engine.chunk, rig.engine.pace = chunk, 0.02  # each chunk is an event of its own
     choice = rig.complete(stop="two").json()["choices"][0]
     found = choice["text"], choice["finish_reason"], choice["stop_reason"]
@@ -31,7 +31,7 @@ def test_a_stop_string(rig: HttpRig, chunk: int) -> None:
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "wo th")
 
 
-def test_special_tokens_are_spelt_out_if_asked_for(rig: HttpRig) -> None:
+def test_special_tokens_are_spelt_out_if_asked_for(rig):
     rig.engine.script = [*ids_of("a"), 0, *ids_of("b")]  # 0 is <s>
     fields = {"prompt": [0, *ids_of("x")], "echo": True, "stop": ["<s>b"]}
     assert rig.complete(**fields).json()["choices"][0]["text"] == "xab"
@@ -39,7 +39,7 @@ def test_special_tokens_are_spelt_out_if_asked_for(rig: HttpRig) -> None:
     assert (choice["text"], choice["stop_reason"]) == ("<s>xa", "<s>b")
 
 
-def test_a_stream(rig: HttpRig) -> None:
+def test_a_stream(rig):
     chunks = events(rig.complete(stream=True))
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two three"
@@ -48,14 +48,14 @@ def test_a_stream(rig: HttpRig) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_usage_of_a_stream(rig: HttpRig) -> None:
+def test_usage_of_a_stream(rig):
     *chunks, last = events(rig.complete(stream=True, stream_options={"include_usage": True}))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 13)
 
 
-def test_usage_as_it_grows(rig: HttpRig) -> None:
+def test_usage_as_it_grows(rig):
     rig.engine.pace = 0.04
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(rig.complete(stream=True, max_tokens=4, stream_options=options))
@@ -67,7 +67,7 @@ def test_usage_as_it_grows(rig: HttpRig) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_a_stream_of_several_choices(rig: HttpRig) -> None:
+def test_a_stream_of_several_choices(rig):
     chunks = events(rig.complete(stream=True, n=3, echo=True))
     texts = ["", "", ""]
     for chunk in chunks:
@@ -81,7 +81,7 @@ def test_a_stream_of_several_choices(rig: HttpRig) -> None:
     assert texts == ["one two three"] * 3
 
 
-def test_a_stream_of_an_empty_completion(rig: HttpRig) -> None:
+def test_a_stream_of_an_empty_completion(rig):
     rig.engine.script = []
     (chunk,) = events(rig.complete(stream=True))
     assert chunk["choices"][0]["finish_reason"] == "stop"
@@ -91,7 +91,7 @@ class TestLogprobs:
     """The fake engine's are minus a hundredth of the id; o, n, e are 80, 79, 70."""
 
     @pytest.mark.parametrize("chunk", [1, 2, 13])
-    def test_of_a_stream(self, rig: HttpRig, chunk: int) -> None:
+    def test_of_a_stream(self, rig, chunk):
         rig.engine.chunk = chunk
         whole = rig.complete(logprobs=2, echo=True).json()["choices"][0]["logprobs"]
         chunks = [c["choices"][0] for c in events(rig.complete(logprobs=2, echo=True, stream=True))]
@@ -99,15 +99,13 @@ class TestLogprobs:
             assert [x for chunk in chunks for x in chunk["logprobs"][key]] == whole[key]
 
 
-def test_cached_tokens(rig: HttpRig) -> None:
+def test_cached_tokens(rig):
     rig.engine.cached_tokens = 2
     usage = rig.complete(prompt=["abc", "def"], n=2).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
-def test_a_failed_engine_is_the_last_event_of_a_stream(
-    rig: HttpRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_engine_is_the_last_event_of_a_stream(rig, caplog):
     """Clients get the request id; which host and process failed is in the log alone."""
     caplog.set_level("INFO", "jaxserve.http")
     with rig.streaming(request_id="a1") as lines:
@@ -121,9 +119,7 @@ def test_a_failed_engine_is_the_last_event_of_a_stream(
     until(lambda: "error=process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text)
 
 
-def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
-    rig: HttpRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(rig, caplog):
     caplog.set_level("INFO", "jaxserve.http")
     why = "domain worker 10.0.0.7:9100 is gone; it has lost 4 workers (fleet.attempts = 3)"
     with rig.streaming(request_id="a1") as lines:
@@ -140,7 +136,7 @@ def test_a_client_whose_workers_are_all_gone_reads_what_it_has_lost(
     until(lambda: f"error={why}" in caplog.text)
 
 
-def test_choices_that_cannot_all_be_had_are_all_given_up(rig: HttpRig) -> None:
+def test_choices_that_cannot_all_be_had_are_all_given_up(rig):
     rig.engine.allowed = 1
     submit, seen = rig.engine.submit, []
 

@@ -11,7 +11,7 @@ from jaxserve.server.http.foreign_fields import understood
 from jaxserve.server.http.message_input import MessagesRequest
 from jaxserve.server.http.requests import ChatRequest
 from tests import golden
-from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig, Make
+from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig
 from tests.jaxserve.text.letters import ids_of
 
 
@@ -34,13 +34,13 @@ def text(rig: HttpRig, **fields: Any) -> str:
     return response.json()["choices"][0]["message"]["content"]
 
 
-def test_no_thoughts_to_limit(make_rig: Make) -> None:
+def test_no_thoughts_to_limit(make_rig):
     rig = make_rig(template=TEMPLATE.replace("<think>", ""))
     error = rig.refused("/v1/chat/completions", thinking_token_budget=3)
     assert error["param"] == "thinking_token_budget"
 
 
-def test_the_models_names(make_rig: Make) -> None:
+def test_the_models_names(make_rig):
     rig = make_rig(model_names=["small", "demo/small"])
     ids = [model["id"] for model in rig.client.get("/v1/models").json()["data"]]
     assert ids == ["small", "demo/small"]
@@ -50,7 +50,7 @@ def test_the_models_names(make_rig: Make) -> None:
     assert rig.chat(model="fake").status_code == 404
 
 
-def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
+def test_what_clients_ask_about_the_server(rig):
     assert rig.client.get("/ping").json() == {"status": "ready"}
     assert rig.client.get("/load").json() == {"server_load": 0}
     info = rig.client.get("/tokenizer_info").json()
@@ -58,7 +58,7 @@ def test_what_clients_ask_about_the_server(rig: HttpRig) -> None:
     assert info["chat_template"] == TEMPLATE
 
 
-def test_ignored_fields_are_told_once(make_rig: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_told_once(make_rig, caplog):
     rig = make_rig()
     with caplog.at_level("WARNING", "jaxserve.server.http.service"):
         for _ in range(2):
@@ -70,7 +70,7 @@ def test_ignored_fields_are_told_once(make_rig: Make, caplog: pytest.LogCaptureF
 OWN = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 
-def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
+def test_a_template_of_the_request_is_refused(rig):
     messages = [{"role": "user", "content": "hi"}]
     for path in ("/v1/chat/completions", "/tokenize"):
         error = rig.refused(path, messages=messages, chat_template=OWN)
@@ -78,7 +78,7 @@ def test_a_template_of_the_request_is_refused(rig: HttpRig) -> None:
         assert "server.request_templates" in error["message"]
 
 
-def test_the_models_template_does_not_wait_for_those_of_requests(make_rig: Make) -> None:
+def test_the_models_template_does_not_wait_for_those_of_requests(make_rig):
     endless = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
     rig = make_rig(request_templates=True)
     rig.client.timeout = 60  # two seconds of processor time take longer on a busy machine
@@ -92,7 +92,7 @@ def test_the_models_template_does_not_wait_for_those_of_requests(make_rig: Make)
     assert answered >= 10  # a rendering takes two seconds, and the template is rendered once
 
 
-def test_a_template_of_the_request(make_rig: Make) -> None:
+def test_a_template_of_the_request(make_rig):
     rig = make_rig(request_templates=True)
     assert text(rig, chat_template=OWN) == "one two three"
     assert rig.engine.prompts == [ids_of("<hi>")]
@@ -110,9 +110,7 @@ LEFT_OUT = (
 )
 
 
-def test_unknown_fields_are_left_out_and_told_once(
-    make_rig: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_fields_are_left_out_and_told_once(make_rig, caplog):
     rig = make_rig(unknown_fields=True)
     given: dict[str, Any] = dict.fromkeys(LEFT_OUT, True)
     given |= {"stream_options": {"include_usage": None, "x": 1}, "best_of": None, "tfs_z": 1}
@@ -125,7 +123,7 @@ def test_unknown_fields_are_left_out_and_told_once(
             assert rig.refused("/v1/chat/completions", **{name: value})["param"] == name
 
 
-def test_null_is_a_missing_field(make_rig: Make) -> None:
+def test_null_is_a_missing_field(make_rig):
     rig = make_rig(unknown_fields=True)
     nothing = {"system": None, "tools": None, "nobody": None, "stop_sequences": None}
     answer = rig.client.post("/v1/messages", json=RIGHT["/v1/messages"] | nothing)
@@ -145,7 +143,7 @@ def test_null_is_a_missing_field(make_rig: Make) -> None:
 
 
 @golden.table("server/spellings.yaml")
-def test_other_servers_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_other_servers_spellings(theirs, ours):
     base = {"messages": [{"role": "user", "content": "hi"}]}
     body = msgspec.json.encode(base | theirs | {"stop": "x"})
     assert understood(body, ChatRequest, pytest.fail) == msgspec.convert(

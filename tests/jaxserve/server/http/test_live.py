@@ -89,7 +89,7 @@ def run(page: Any, ends: str = "stop") -> None:
     shows(page, "progress", re.compile(f"{ends}$"))
 
 
-def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
+def test_a_completion_streams(rig, visit):
     """Its text is no markup."""
     written = "one t<img src=x onerror=alert(1)>"
     rig.engine.script = ids_of(written)
@@ -108,7 +108,7 @@ def test_a_completion_streams(rig: HttpRig, visit: Open) -> None:
     assert (params.max_tokens, params.temperature, params.logprobs) == (128, 0.6, 5)
 
 
-def test_it_can_be_cancelled_and_the_engine_hears_it(rig: HttpRig, visit: Open) -> None:
+def test_it_can_be_cancelled_and_the_engine_hears_it(rig, visit):
     rig.engine.allowed = 5
     page = visit(rig)
     page.get_by_role("button", name="Run").click()
@@ -124,7 +124,7 @@ def test_it_can_be_cancelled_and_the_engine_hears_it(rig: HttpRig, visit: Open) 
     assert output(page) == "one two three"
 
 
-def test_probabilities_on_hover_and_by_keyboard(rig: HttpRig, visit: Open) -> None:
+def test_probabilities_on_hover_and_by_keyboard(rig, visit):
     page = visit(rig)
     run(page)
     page.locator("#output .token").first.hover()
@@ -141,7 +141,7 @@ def test_probabilities_on_hover_and_by_keyboard(rig: HttpRig, visit: Open) -> No
     assert tip.is_visible()
 
 
-def test_a_wrong_field_shows_what_the_server_says(rig: HttpRig, visit: Open) -> None:
+def test_a_wrong_field_shows_what_the_server_says(rig, visit):
     page = visit(rig, "400 ")
     for value in ("7", "warm"):
         page.get_by_label("temperature").fill(value)
@@ -153,7 +153,7 @@ def test_a_wrong_field_shows_what_the_server_says(rig: HttpRig, visit: Open) -> 
     assert rig.engine.prompts == []
 
 
-def test_a_conversation(make_rig: Make, visit: Open) -> None:
+def test_a_conversation(make_rig, visit):
     rig = make_rig(max_length=500)
     page = visit(rig)
     page.get_by_role("tab", name="Chat").click()
@@ -190,7 +190,7 @@ def test_a_conversation(make_rig: Make, visit: Open) -> None:
 MARKDOWN = golden.text("server/answer.md")
 
 
-def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig: Make, visit: Open) -> None:
+def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig, visit):
     rig = make_rig(MARKDOWN)
     page = visit(rig, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("tab", name="Chat").click()
@@ -214,9 +214,7 @@ def test_an_answer_in_markdown_has_no_markup_of_its_own(make_rig: Make, visit: O
     assert page.locator(".turn.assistant .token").first.is_visible()
 
 
-def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(
-    make_rig: Make, visit: Open
-) -> None:
+def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(make_rig, visit):
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
     rig = make_rig(f"<think>\nHm.\n</think>\n\nWait.\n{call}", max_length=500)
     page = visit(rig)
@@ -244,7 +242,7 @@ def test_reasoning_and_calls_are_folded_and_a_call_gets_its_result(
     assert "[assistant]Wait.\n[tool]sunny[" in rig.generator.tokenizer.decode(rig.engine.prompts[1])
 
 
-def test_a_stopped_answer_stays_in_the_conversation(rig: HttpRig, visit: Open) -> None:
+def test_a_stopped_answer_stays_in_the_conversation(rig, visit):
     rig.engine.allowed = 3
     page = visit(rig, viewport={"width": 390, "height": 800})
     page.get_by_role("tab", name="Chat").click()
@@ -262,14 +260,14 @@ def test_a_stopped_answer_stays_in_the_conversation(rig: HttpRig, visit: Open) -
     assert conversation["y"] + conversation["height"] <= message["y"]
 
 
-def test_no_chat_without_a_template(make_rig: Make, visit: Open) -> None:
+def test_no_chat_without_a_template(make_rig, visit):
     rig = make_rig(template=None)
     page = visit(rig)
     expect(page.get_by_role("tab", name="Chat")).to_be_disabled()
     assert page.get_by_text("no chat: the model has no template").is_visible()
 
 
-def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> None:
+def test_the_live_view_moves_while_a_request_runs(rig, visit):
     page = visit(rig)
     page.get_by_text("no step measured yet").wait_for()
     rig.engine.pace, rig.engine.allowed = 0.05, 3
@@ -300,7 +298,7 @@ def test_the_live_view_moves_while_a_request_runs(rig: HttpRig, visit: Open) -> 
 
 
 @pytest.mark.nightly
-def test_a_row_for_each_resource_and_what_they_mean(rig: HttpRig, visit: Open) -> None:
+def test_a_row_for_each_resource_and_what_they_mean(rig, visit):
     """Two lanes of three layers, of which the last is a pass of the drafts; nothing runs now."""
     rig.engine.layers = 2
     rig.engine.view = pipeline_view(24)
@@ -333,9 +331,7 @@ def boxes_of(page: Any, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.nightly
-def test_the_timeline_is_zoomed_and_frozen_and_no_stage_sets_its_scale(
-    rig: HttpRig, visit: Open
-) -> None:
+def test_the_timeline_is_zoomed_and_frozen_and_no_stage_sets_its_scale(rig, visit):
     """Four steps of which each takes 2 ms, but the last, whose attention took 100 ms."""
     ms, spans = 1_000_000, []
     for step, length in enumerate((1, 1, 1, 100)):
@@ -363,7 +359,7 @@ def test_the_timeline_is_zoomed_and_frozen_and_no_stage_sets_its_scale(
 
 
 @pytest.mark.nightly
-def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
+def test_the_timeline_can_be_saved(rig, visit):
     page = visit(rig)
     page.get_by_text("no step measured yet").wait_for()
     assert page.get_by_role("button", name="Save JSON").is_disabled()
@@ -387,7 +383,7 @@ def test_the_timeline_can_be_saved(rig: HttpRig, visit: Open) -> None:
 
 
 @pytest.mark.nightly
-def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
+def test_drafts_and_workers_by_role(rig, visit):
     rig.engine.drafts = DraftCounts(runs=100, drafted=200, accepted=[80, 50])
     rig.engine.workers = [
         WorkerLoad(name="a:1", role="domain", status="ready", running=3, kv_usage=[0.2]),
@@ -413,7 +409,7 @@ def test_drafts_and_workers_by_role(rig: HttpRig, visit: Open) -> None:
 
 
 @pytest.mark.nightly
-def test_requests_times_and_refusals(rig: HttpRig, visit: Open) -> None:
+def test_requests_times_and_refusals(rig, visit):
     page = visit(rig)
     shows(page, "first", "– p50 · – p99")
     with rig.streaming(request_id="mine"):
@@ -428,7 +424,7 @@ def test_requests_times_and_refusals(rig: HttpRig, visit: Open) -> None:
     expect(page.locator("#requests tbody tr")).to_have_count(0)
 
 
-def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
+def test_the_key_stays_in_headers(make_rig, visit):
     rig = make_rig(access=Access(ApiKeys([KEY])))
     page = visit(rig, "401 ")
     page.get_by_text("the API key is missing or wrong").first.wait_for()
@@ -444,7 +440,7 @@ def test_the_key_stays_in_headers(make_rig: Make, visit: Open) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_sticks_out_and_text_is_no_markup(make_rig: Make, visit: Open, width: int) -> None:
+def test_nothing_sticks_out_and_text_is_no_markup(make_rig, visit, width):
     text = "<img src=x onerror=alert(1)>"
     rig = make_rig(text)
     rig.engine.view = pipeline_view(24)
@@ -455,7 +451,7 @@ def test_nothing_sticks_out_and_text_is_no_markup(make_rig: Make, visit: Open, w
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_policy_allows_the_page_and_nothing_else(shared: HttpRig) -> None:
+def test_the_policy_allows_the_page_and_nothing_else(shared):
     headers = shared.client.get("/").headers
     assert headers["content-security-policy"] == policy(PAGE)
     directives = dict(part.strip().split(" ", 1) for part in policy(PAGE).split(";"))
@@ -467,14 +463,14 @@ def test_the_policy_allows_the_page_and_nothing_else(shared: HttpRig) -> None:
     assert headers["content-type"] == "text/html; charset=utf-8"
 
 
-def test_the_page_asks_for_nothing_from_elsewhere() -> None:
+def test_the_page_asks_for_nothing_from_elsewhere():
     """The page's text has no address but that of the SVG namespace."""
     assert set(re.findall(rb"(?:https?:)?//[\w.]+/", PAGE)) == {b"http://www.w3.org/"}
     assert b"innerHTML" not in PAGE
     assert b"style=" not in PAGE  # the policy would forbid it
 
 
-def test_figures(rig: HttpRig) -> None:
+def test_figures(rig):
     rig.engine.view = pipeline_view(24)
     rig.complete()
     answer = rig.client.get("/pipeline")
@@ -489,7 +485,7 @@ def test_figures(rig: HttpRig) -> None:
     assert found["experts"]["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
 
 
-def test_the_page_is_package_data() -> None:
+def test_the_page_is_package_data():
     """The page is found beside the module, wherever that was installed."""
     pyproject = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
     packed = pyproject.partition("[tool.setuptools.package-data]")[2].partition("#")[0]

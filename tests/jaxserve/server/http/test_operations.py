@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
 import httpx
@@ -37,7 +36,7 @@ def admin(rig: HttpRig, drained: threading.Event) -> Iterator[httpx.Client]:
     server.stop(0)
 
 
-def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
+def test_state_and_abort(rig, admin):
     with rig.streaming(request_id="mine") as lines:
         state = admin.get("/state").json()
         (live,) = state["live"]
@@ -51,9 +50,7 @@ def test_state_and_abort(rig: HttpRig, admin: httpx.Client) -> None:
         assert "[DONE]" not in rest
 
 
-def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
-    rig: HttpRig, admin: httpx.Client
-) -> None:
+def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(rig, admin):
     fields, key = {"prompt": "hi", "stream": True}, {"Idempotency-Key": "mine"}
     with rig.streaming(key):
         asked = b'/v1/completions\n{"prompt":"hi","stream":true}'
@@ -67,7 +64,7 @@ def test_a_request_with_a_key_has_the_same_id_when_it_comes_again(
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"logprobs": 1}, {"n": 2}, {"stop": "x"}])
-def test_a_key_with_other_parameters_is_refused(rig: HttpRig, other: dict[str, object]) -> None:
+def test_a_key_with_other_parameters_is_refused(rig, other):
     fields, key = {"prompt": "hi", "stream": True, "seed": 1}, {"Idempotency-Key": "mine"}
     with rig.streaming(key, **fields):
         answer = rig.client.post("/v1/completions", json=fields | other, headers=key)
@@ -76,16 +73,14 @@ def test_a_key_with_other_parameters_is_refused(rig: HttpRig, other: dict[str, o
     assert rig.engine.wait_until_idle()
 
 
-def test_no_client_chooses_the_id_of_a_request_with_a_key(
-    rig: HttpRig, admin: httpx.Client
-) -> None:
+def test_no_client_chooses_the_id_of_a_request_with_a_key(rig, admin):
     with rig.streaming(request_id=keyed_id("", "mine", b"")):
         (live,) = admin.get("/state").json()["live"]
         assert not has_key(live)
     assert rig.engine.wait_until_idle()
 
 
-def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:
+def test_rebalance(rig, admin):
     answer = admin.post("/experts/rebalance", json={"dry_run": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_experts")
     asked = []
@@ -107,7 +102,7 @@ def test_rebalance(rig: HttpRig, admin: httpx.Client) -> None:
     assert asked == [True, False, False]
 
 
-def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
+def test_roles(rig, admin):
     answer = admin.get("/roles")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_fleet")
     one = WorkerStatus(worker="a:1", role="domain", status="ready", weights="f00d")
@@ -131,9 +126,7 @@ def test_roles(rig: HttpRig, admin: httpx.Client) -> None:
         assert admin.post(f"/roles/{name}", json=body).status_code == 400
 
 
-def test_reset_of_the_prefix_cache(
-    rig: HttpRig, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_of_the_prefix_cache(rig, admin, monkeypatch):
     answer = admin.post("/reset_prefix_cache", headers=JSON)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_prefix_cache")
     monkeypatch.setattr(rig.engine, "reset_prefix_cache", lambda: 7, raising=False)
@@ -141,7 +134,7 @@ def test_reset_of_the_prefix_cache(
     assert rig.client.post("/reset_prefix_cache").status_code == 404
 
 
-def test_log_level(admin: httpx.Client) -> None:
+def test_log_level(admin):
     try:
         assert admin.post("/log_level", json={"level": "DEBUG"}).status_code == 200
         assert logging.getLogger("jaxserve").level == logging.DEBUG
@@ -152,7 +145,7 @@ def test_log_level(admin: httpx.Client) -> None:
     assert admin.post("/log_level", json=wrong).status_code == 400
 
 
-def test_drain(admin: httpx.Client, drained: threading.Event) -> None:
+def test_drain(admin, drained):
     """Also for a page of the admin port itself."""
     assert admin.get("/drain").status_code == 405
     for headers in (JSON, JSON | {"Origin": str(admin.base_url).rstrip("/")}):
@@ -171,9 +164,7 @@ def test_drain(admin: httpx.Client, drained: threading.Event) -> None:
         (JSON | {"Origin": "http://127.0.0.1:1"}, 403),
     ],
 )
-def test_a_web_page_changes_nothing(
-    rig: HttpRig, admin: httpx.Client, drained: threading.Event, headers: dict, status: int
-) -> None:
+def test_a_web_page_changes_nothing(rig, admin, drained, headers, status):
     reset = rig.engine.reset_prefix_cache = Mock(return_value=7)
     rig.engine.rolling = Mock(spec=Rolling)
     paths = [endpoint.path for endpoint in ADMIN_ENDPOINTS if endpoint.method == "POST"]
@@ -185,7 +176,7 @@ def test_a_web_page_changes_nothing(
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "192.0.2.1", ""])
-def test_a_name_that_is_not_ours(admin: httpx.Client, drained: threading.Event, host: str) -> None:
+def test_a_name_that_is_not_ours(admin, drained, host):
     """A web page whose name points to loopback (DNS rebinding)."""
     for method, path in (("GET", "/state"), ("POST", "/drain"), ("POST", "/abort")):
         response = admin.request(method, path, headers={"Host": host})
@@ -193,12 +184,12 @@ def test_a_name_that_is_not_ours(admin: httpx.Client, drained: threading.Event, 
     assert not drained.is_set()
 
 
-def test_the_public_port_has_none_of_it(shared: HttpRig) -> None:
+def test_the_public_port_has_none_of_it(shared):
     for path in ("/state", "/drain", "/abort", "/log_level"):
         assert shared.client.post(path).status_code == 404
 
 
-def test_responses_and_refusals_are_counted(rig: HttpRig) -> None:
+def test_responses_and_refusals_are_counted(rig):
     assert rig.complete().status_code == 200
     rig.refused(temperature=3)
     assert rig.client.get("/v1/models/other").status_code == 404
@@ -216,9 +207,7 @@ def test_responses_and_refusals_are_counted(rig: HttpRig) -> None:
     assert "process_resident_memory_bytes" in text
 
 
-def test_a_profile_is_written_one_at_a_time(
-    admin: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_written_one_at_a_time(admin, tmp_path, monkeypatch):
     asked = {"directory": str(tmp_path / "new"), "seconds": 0.5}
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: admin.post("/profile", json=asked), range(2)))

@@ -6,7 +6,6 @@ import time
 import httpx
 import pytest
 
-from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.server.http.test_server import raw
 from tests.jaxserve.waiting import until
 
@@ -14,7 +13,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class TestSizes:
-    def test_a_body_that_does_not_say_so(self, shared: HttpRig) -> None:
+    def test_a_body_that_does_not_say_so(self, shared):
         def parts():
             for _ in range(100):
                 yield b"x" * 10**6
@@ -27,7 +26,7 @@ class TestSizes:
             pass  # the server hung up before the client had sent everything
         assert time.monotonic() - start < 5
 
-    def test_headers_at_once(self, shared: HttpRig) -> None:
+    def test_headers_at_once(self, shared):
         few = {f"x-{number}": "y" for number in range(60)}
         assert shared.client.get("/version", headers=few).status_code == 200
         many = {f"x-{number}": "y" for number in range(110)}
@@ -38,13 +37,13 @@ class TestSizes:
             assert message in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize("length", ["-1", "1e3", "x", "10, 20"])
-    def test_lengths_that_are_none(self, shared: HttpRig, length: str) -> None:
+    def test_lengths_that_are_none(self, shared, length):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with raw(shared) as client:
             client.sendall(head + b"Content-Length: " + length.encode() + b"\r\n\r\n")
             assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
 
-    def test_two_lengths(self, shared: HttpRig) -> None:
+    def test_two_lengths(self, shared):
         """Request smuggling: both ways of saying where a body ends. Nothing after it is read."""
         with raw(shared) as client:
             client.sendall(
@@ -58,7 +57,7 @@ class TestSizes:
         assert b"both transfer-encoding and content-length" in answers
         assert answers.count(b"HTTP/1.1") == 1
 
-    def test_a_deeply_nested_body(self, shared: HttpRig) -> None:
+    def test_a_deeply_nested_body(self, shared):
         for body in (b"[" * 10**6, b'{"a":' * 10**5, b'{"messages": ' + b"[" * 10**6):
             response = shared.client.post("/v1/chat/completions", content=body, headers=JSON)
             assert response.status_code == 400
@@ -72,7 +71,7 @@ class TestForms:
     """Bodies that are not JSON, or of types that any web page may send, are refused."""
 
     @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "x"])
-    def test_other_types(self, shared: HttpRig, kind: str) -> None:
+    def test_other_types(self, shared, kind):
         response = shared.client.post(
             "/v1/completions", content=b'{"prompt": "hi"}', headers={"Content-Type": kind}
         )
@@ -81,26 +80,24 @@ class TestForms:
     @pytest.mark.parametrize(
         "body", [b"", b"null", b"7", b"[]", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"{"]
     )
-    def test_no_json(self, shared: HttpRig, body: bytes) -> None:
+    def test_no_json(self, shared, body):
         response = shared.client.post("/v1/completions", content=body, headers=JSON)
         assert response.status_code == 400
         assert response.json()["error"]["param"] in ("body", "prompt")
 
     @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
-    def test_numbers_that_are_none(self, shared: HttpRig, number: str) -> None:
+    def test_numbers_that_are_none(self, shared, number):
         response = shared.client.post(
             "/v1/completions", content=f'{{"prompt": "hi", "temperature": {number}}}', headers=JSON
         )
         assert response.status_code == 400
 
-    def test_line_ends_do_not_get_into_headers(self, shared: HttpRig) -> None:
+    def test_line_ends_do_not_get_into_headers(self, shared):
         error = shared.refused(request_id="a\r\nSet-Cookie: x")
         assert error["param"] == "request_id"
 
 
-def test_clients_do_not_write_lines_into_the_log(
-    shared: HttpRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clients_do_not_write_lines_into_the_log(shared, caplog):
     with caplog.at_level("INFO", "jaxserve.http"):
         shared.client.get("/x%0Aready%1b[2J" + "y" * 1000)
         # The line is written after the answer.
@@ -112,7 +109,7 @@ def test_clients_do_not_write_lines_into_the_log(
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics", "/pipeline", "/none"])
-def test_no_answer_can_be_made_a_page_of(shared: HttpRig, path: str) -> None:
+def test_no_answer_can_be_made_a_page_of(shared, path):
     """No frame around it, no script in it, no word of its reader's origin or of the server."""
     headers = shared.client.get(path).headers
     assert "server" not in headers
@@ -127,7 +124,7 @@ def test_no_answer_can_be_made_a_page_of(shared: HttpRig, path: str) -> None:
     assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
-def test_a_flood_of_pipelined_requests_is_served_in_order(shared: HttpRig) -> None:
+def test_a_flood_of_pipelined_requests_is_served_in_order(shared):
     with raw(shared) as client:
         client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
         client.shutdown(socket.SHUT_WR)

@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig, Make, events, until_first_event
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
@@ -22,7 +22,7 @@ from tests.jaxserve.waiting import until
 STREAM = {"prompt": "hi", "stream": True}
 
 
-def test_health_over_a_life() -> None:
+def test_health_over_a_life():
     life = HttpServer(port=0)
     client = httpx.Client(base_url=f"http://{life.start()}", timeout=SECONDS)
     assert client.get("/health").json() == {"status": "starting"}
@@ -57,7 +57,7 @@ def test_health_over_a_life() -> None:
     engine.close()
 
 
-def test_what_is_served(shared: HttpRig) -> None:
+def test_what_is_served(shared):
     models = shared.client.get("/v1/models").json()
     (model,) = models["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 100)
@@ -66,7 +66,7 @@ def test_what_is_served(shared: HttpRig) -> None:
     assert shared.client.get("/version").json() == {"version": "0.1.0"}
 
 
-def test_unknown_paths_and_methods(shared: HttpRig) -> None:
+def test_unknown_paths_and_methods(shared):
     response = shared.client.get("/v1/nothing")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_path")
     response = shared.client.get("/v1/completions")
@@ -77,7 +77,7 @@ def test_unknown_paths_and_methods(shared: HttpRig) -> None:
         assert error["message"].startswith(f"'{path}' is not served here: jaxserve generates text")
 
 
-def test_request_ids(shared: HttpRig) -> None:
+def test_request_ids(shared):
     named = shared.client.get("/version", headers={"X-Request-Id": "my id"})
     assert named.headers["x-request-id"] == "my id"
     made = [shared.client.get("/version").headers["x-request-id"] for _ in range(2)]
@@ -86,7 +86,7 @@ def test_request_ids(shared: HttpRig) -> None:
     assert long.headers["x-request-id"] != "x" * 200
 
 
-def test_two_requests_of_one_name_do_not_meet(rig: HttpRig) -> None:
+def test_two_requests_of_one_name_do_not_meet(rig):
     rig.engine.pace = 0.02
     answers: list[int] = []
     threads = [
@@ -100,7 +100,7 @@ def test_two_requests_of_one_name_do_not_meet(rig: HttpRig) -> None:
     assert answers == [200, 200, 200]
 
 
-def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkeypatch) -> None:
+def test_too_many_requests_are_refused_before_they_are_read(rig, monkeypatch):
     monkeypatch.setattr(rig.server._service, "max_active", 1)
     rig.engine.allowed = 1
     with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
@@ -113,7 +113,7 @@ def test_too_many_requests_are_refused_before_they_are_read(rig: HttpRig, monkey
     until(lambda: rig.complete().status_code == 200)
 
 
-def test_draining_finishes_what_runs_and_refuses_the_rest(rig: HttpRig) -> None:
+def test_draining_finishes_what_runs_and_refuses_the_rest(rig):
     rig.engine.pace = 0.03
     with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
         lines = until_first_event(call)
@@ -127,7 +127,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(rig: HttpRig) -> None:
     assert not stopping.is_alive()
 
 
-def test_what_does_not_finish_in_time_is_cut_with_a_word(rig: HttpRig) -> None:
+def test_what_does_not_finish_in_time_is_cut_with_a_word(rig):
     with rig.streaming() as lines:
         rig.server.refuse()
         assert rig.engine.drain(0.1) is False
@@ -136,7 +136,7 @@ def test_what_does_not_finish_in_time_is_cut_with_a_word(rig: HttpRig) -> None:
     assert "shut down before the request was complete" in rest[-1]
 
 
-def test_a_request_that_runs_too_long_is_given_up(make_rig: Make) -> None:
+def test_a_request_that_runs_too_long_is_given_up(make_rig):
     rig = make_rig(request_seconds=0.3)
     rig.engine.allowed = 3
     response = rig.complete()
@@ -149,7 +149,7 @@ def test_a_request_that_runs_too_long_is_given_up(make_rig: Make) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_client_that_vanishes_returns_the_pages(rig: HttpRig, stream: bool, reset: bool) -> None:
+def test_a_client_that_vanishes_returns_the_pages(rig, stream, reset):
     rig.engine.allowed = 3
     client = raw(rig)
     client.sendall(request_bytes({"prompt": "hi", "stream": stream, "n": 2}))
@@ -163,7 +163,7 @@ def test_a_client_that_vanishes_returns_the_pages(rig: HttpRig, stream: bool, re
     assert rig.complete().status_code == 200  # nobody else noticed
 
 
-def test_a_thousand_vanishing_clients_leave_nothing_behind(rig: HttpRig) -> None:
+def test_a_thousand_vanishing_clients_leave_nothing_behind(rig):
     """No page, no task, no file descriptor."""
     rig.complete()
     rig.engine.allowed = 1
@@ -191,7 +191,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("pending", [20, 10**6])
-def test_a_reader_that_stalls_is_dropped(make_rig: Make, monkeypatch, pending: int) -> None:
+def test_a_reader_that_stalls_is_dropped(make_rig, monkeypatch, pending):
     """The limit is the number of tokens that wait, or the clock once the engine has finished."""
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.5)
     rig = make_rig(tokenizer=Verbose("y" * 200_000), max_pending_tokens=pending)
@@ -207,7 +207,7 @@ def test_a_reader_that_stalls_is_dropped(make_rig: Make, monkeypatch, pending: i
     client.close()
 
 
-def test_a_connection_that_says_nothing_is_closed(make_rig: Make, monkeypatch) -> None:
+def test_a_connection_that_says_nothing_is_closed(make_rig, monkeypatch):
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
     rig = make_rig()
     silent, slow, second = raw(rig), raw(rig), raw(rig)
@@ -223,7 +223,7 @@ def test_a_connection_that_says_nothing_is_closed(make_rig: Make, monkeypatch) -
     assert events(rig.complete(stream=True))
 
 
-def test_a_body_that_does_not_come_is_given_up(make_rig: Make, monkeypatch) -> None:
+def test_a_body_that_does_not_come_is_given_up(make_rig, monkeypatch):
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.3)
     rig = make_rig()
     with raw(rig) as client:
@@ -231,9 +231,7 @@ def test_a_body_that_does_not_come_is_given_up(make_rig: Make, monkeypatch) -> N
         assert client.makefile("rb").readline() == b"HTTP/1.1 408 Request Timeout\r\n"
 
 
-def test_a_body_that_is_no_http_is_answered_once(
-    rig: HttpRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_is_no_http_is_answered_once(rig, caplog):
     head = "POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     with raw(rig) as client:
         client.sendall(f"{head}no number of bytes\r\n".encode())
@@ -244,7 +242,7 @@ def test_a_body_that_is_no_http_is_answered_once(
     assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
 
 
-def test_a_body_that_is_too_large_gets_its_answer(rig: HttpRig) -> None:
+def test_a_body_that_is_too_large_gets_its_answer(rig):
     """While the client still sends; its connection goes on after that."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with raw(rig) as client:
@@ -258,9 +256,7 @@ def test_a_body_that_is_too_large_gets_its_answer(rig: HttpRig) -> None:
 
 
 @pytest.mark.parametrize("limit", ["REST_SECONDS", "REST_BYTES"])
-def test_a_body_that_goes_on_after_its_answer_is_cut_off(
-    make_rig: Make, monkeypatch, limit: str
-) -> None:
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(make_rig, monkeypatch, limit):
     monkeypatch.setattr(server, limit, 0.3)
     rig = make_rig()
     with raw(rig) as client:
@@ -295,7 +291,7 @@ def request_bytes(fields: dict[str, object]) -> bytes:
 # ----------------------------------------------------------------------------------- ports
 
 
-def test_version_6() -> None:
+def test_version_6():
     life = HttpServer("::1", 0)
     try:
         address = life.start()
