@@ -241,14 +241,7 @@ def test_nodes_of_gpus_are_not_slices():
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("v6e:8x8", {"attention_dp": 32, "ffn_ep": 4, "ffn_tp": 8}),
-        ("v5e:4x8", {"attention_dp": 4, "attention_tp": 4, "ffn_ep": 2, "ffn_tp": 8}),
-        ("v7x:2x2x4", {"attention_dp": 16, "ffn_ep": 2, "ffn_tp": 8}),
-    ],
-)
+@golden.table("config/slices.yaml")
 def test_real_slices_are_cut_along_their_links(name, layout):
     """The topologies that libtpu describes."""
     pytest.importorskip("libtpu")

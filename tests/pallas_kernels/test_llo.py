@@ -21,13 +21,7 @@ def test_bundles():
     assert [at for at, bundle in enumerate(bundles) if bundle.header] == [1]
 
 
-@pytest.mark.parametrize(
-    ("copies", "expected"),
-    [
-        (0, 11),  # leaps over the copies, 0x4 and 0x5
-        (3, 13),  # all from 0x1 to 0xd
-    ],
-)
+@golden.table("pallas_kernels/rounds.yaml")
 def test_the_shortest_way_that_does_the_work(copies, expected):
     assert shortest_round(parse(PROGRAM), copies, delay=1) == Round(expected, 3, copies)
 

@@ -147,14 +147,7 @@ def test_on_a_cpu_there_is_nothing_to_tune(tmp_path, capsys):
     assert "nothing to tune on cpu" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tune", "--seconds", "5"], "--seconds 5 is less than a candidate's: --candidate-sec"),
-        (["--tune", "--op", "norm_quantize"], "--op norm_quantize: no tiles to tune"),
-        (["--op", "attention", "--case", "gpt"], "known: step3, deepseek-v3,"),
-    ],
-)
+@golden.table("pallas_kernels/tune_arguments.yaml")
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments)

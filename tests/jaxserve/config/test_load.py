@@ -39,14 +39,7 @@ class TestFile:
 
 
 class TestOverrides:
-    @pytest.mark.parametrize(
-        "overrides",
-        [
-            {"attention.dp": 3, "lanes": 2, "dtype": "float32"},
-            ["attention.dp=3", "lanes=2", "dtype=float32"],
-            ["attention.dp=3", "lanes=3", "lanes=2", "dtype=float32"],  # the last one wins
-        ],
-    )
+    @golden.table("config/dict_or_list.yaml")
     def test_as_a_dict_or_a_list(self, write, overrides):
         deployment = load_deployment(write("model: x\nlanes: 4\n"), overrides)
         assert (deployment.lanes, deployment.dtype) == (2, "float32")
@@ -82,14 +75,7 @@ def test_known_keys_are_dotted():
     assert "attention" not in keys
 
 
-@pytest.mark.parametrize(
-    "fits",
-    [
-        "ffn.ep=4 ffn.shared=ranks:3",
-        "mode=colocated attention.dp=4 ffn.ep=9 ffn.shared=ranks:3",
-        "attention.dp=4 ffn.ep=4 ffn.instances=2",
-    ],
-)
+@golden.table("config/ranks_that_fit.yaml")
 def test_ranks_and_instances_that_fit(fits):
     load_deployment(HERE, fits.split())
 

@@ -95,20 +95,6 @@ class TestRequests:
             assert outputs[f"request {length - 1}"] == Output(expected, "length")
         idle(engine)
 
-    @pytest.mark.parametrize(
-        ("params", "output"),
-        [
-            ({}, Output([3, 4, 5], "stop")),
-            ({"ignore_eos": True}, Output([*range(3, 12)], "length")),
-            ({"min_tokens": 3}, Output([*range(3, 8)], "stop")),
-        ],
-    )
-    def test_ends(self, make, params, output):
-        """The model's end ids are 5 and 7; a collector adds the id that ended a request."""
-        engine, _ = make(eos_token_ids=(5, 7))
-        assert ask(engine, [1, 2, 3], SamplingParams(max_tokens=9, **params)) == output
-        idle(engine)
-
     def test_ids_are_drawn(self, make):
         engine, _ = make()
         ids = {
@@ -171,15 +157,6 @@ class TestOneStepAhead:
         assert driver.log == [("begin", 0), ("advance", 0), ("begin", 1), ("advance", 1)]
         driver.gate.set()
         assert collector.wait()["request 0"] == Output([1, 2, 3], "length")
-
-    def test_lanes_do_not_wait_for_each_other(self, make):
-        engine, driver = make(overrides={"lanes": 2})
-        driver.gate.clear()
-        collector = submitted(engine, SamplingParams(max_tokens=4), 2)
-        until(lambda: driver.count("advance") >= 3)
-        driver.gate.set()
-        for output in collector.wait().values():
-            assert output == Output([1, 2, 3, 4], "length")
 
     def test_followers_hear_of_every_boundary_before_the_driver(self, make):
         heard = []
@@ -454,13 +431,7 @@ class TestFailure:
         )
         assert 1.0 <= time.monotonic() - started < 8
 
-    @pytest.mark.parametrize(
-        ("fault", "message"),
-        [
-            ("fault", "step loop: RuntimeError('device lost') after ('attend', 0, 3, 7)"),
-            ("result_fault", "step 0 of lane 0: device lost"),
-        ],
-    )
+    @golden.table("engine/faults.yaml")
     def test_a_driver_or_a_computation_that_fails(self, make, fault, message, caplog):
         """The error is explained by what is known of other processes, and a defect is logged."""
 

@@ -96,19 +96,6 @@ def test_a_page_that_comes_back_goes_to_the_oldest_who_missed_a_step():
     scheduler.check_integrity()
 
 
-def test_the_preempted_of_all_groups_queue_by_age():
-    scheduler = make_scheduler(groups=2, pages=4, max_length=8)
-    for request_id, token in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
-        scheduler.add(make_request(request_id, [token]))
-    for _ in range(4):
-        scheduler.complete(scheduler.plan(0), sampled({0: 5, 1: 5}, {0: 5, 1: 5}))
-    scheduler.add(make_request("e", [6]))
-    assert scheduler.plan(0) == step(
-        4, 1, 8, [row(0, [5], 5, [0, 2, 1])], [row(0, [5], 5, [0, 2, 1])]
-    )
-    assert scheduler.waiting_ids() == ["c", "d", "e"]
-
-
 def test_the_preempted_move_to_a_group_with_room():
     scheduler = make_scheduler(groups=2, pages=4, max_length=8)
     scheduler.add(make_request("a", [1]))

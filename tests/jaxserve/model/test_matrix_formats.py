@@ -15,6 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.role_bytes import role_bytes
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.opened import Opened
 from tests.reference.tiny_step3 import write_tiny_step3
@@ -98,15 +99,7 @@ def test_only_cpus_mix(folder):
 class TestWhatFilesHave:
     """`ModelConfig.floats`: BF16 only where every matrix but the router's is."""
 
-    @pytest.mark.parametrize(
-        ("widened", "floats"),
-        [
-            ("model.norm.weight", "bfloat16"),
-            ("model.layers.1.moe.gate.weight", "bfloat16"),
-            ("lm_head.weight", "float32"),
-            ("model.layers.2.self_attn.o_proj.weight", "float32"),
-        ],
-    )
+    @golden.table("model/tensors_in_float32.yaml")
     def test_one_tensor_in_float32(self, folder, tmp_path, widened, floats):
         tensors = load_file(folder / "model.safetensors")
         tensors[widened] = tensors[widened].astype(np.float32)

@@ -11,6 +11,7 @@ from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.norm_quantize import rms_norm_quantize
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
 from tests.reference.tiny_step3 import TinyStep3
@@ -87,16 +88,7 @@ def test_layers_of_a_kind_share_their_programs(tmp_path):
     assert list(dense.formats) == ["dense"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "calls"),
-    [
-        ({"link__dispatch": "int8"}, 1),
-        ({"link__dispatch": "fp8"}, 1),
-        ({"link__dispatch": "bfloat16"}, 0),
-        # Each device quantises its share of the rows alone.
-        ({"link__dispatch": "int8", "attention__tp": 2}, 0),
-    ],
-)
+@golden.table("roles/norm_quantises.yaml")
 def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
     seen = []
 

@@ -45,23 +45,6 @@ class TestWriteRows:
         assert not k_pages.any()
         assert not v_pages.any()
 
-    def test_any_number_of_arrays(self):
-        latent = jnp.zeros((2, 1, PAGE, 3), jnp.float8_e4m3fn)
-        scales = jnp.zeros((2, 1, PAGE))
-        rows = jnp.asarray([1.0, 2.0, 3.0])
-        latents = jnp.broadcast_to(rows[:, None, None], (3, 1, 3)).astype(latent.dtype)
-        where = (
-            jnp.asarray([[1, 0]], jnp.int32),
-            jnp.zeros(3, jnp.int32),
-            jnp.asarray([0, 5, -1], jnp.int32),
-        )
-        new_latent, new_scales = write_rows((latent, scales), (latents, rows[:, None]), *where)
-        assert new_latent.dtype == jnp.float8_e4m3fn
-        expected = [[0, 2, 0, 0], [1, 0, 0, 0]]
-        np.testing.assert_array_equal(new_scales[:, 0], expected)
-        for element in range(3):
-            np.testing.assert_array_equal(new_latent[:, 0, :, element], expected)
-
     def test_in_place_when_donated(self):
         pages = (jnp.zeros((8, 1, PAGE, 2), jnp.int8), jnp.zeros((8, 1, PAGE)))
         addresses = [array.unsafe_buffer_pointer() for array in pages]

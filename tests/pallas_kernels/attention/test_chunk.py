@@ -23,18 +23,6 @@ class TestReference(ChunkSuite):
         self.check(batch(np.random.default_rng(1), [90, 1, tokens - 95], [0, 7, 200], tokens))
 
 
-def test_literal():
-    """Keys all alike, so that every token sees the mean of the values up to its own."""
-    ones = jnp.ones((4, 1, 2))
-    values = jnp.asarray([[[2.0]], [[4.0]], [[100.0]], [[6.0]]])
-    sequence = jnp.asarray([0, 0, 1, 0], jnp.int32)
-    position = jnp.asarray([5, 6, 0, 7], jnp.int32)
-    output, lse = chunk_attention(ones, ones, values, sequence, position, scale=0.5)
-    assert np.asarray(output).ravel().tolist() == [2, 3, 100, 4]
-    # Each score is 0.5 · 2 = 1.
-    np.testing.assert_allclose(np.asarray(lse)[:, 0], 1 + np.log([1, 2, 1, 3]), rtol=1e-6)
-
-
 def test_who_sees_nan_gets_nan_and_no_other():
     """Tokens of two sequences in turn; the second token of the first one has a broken value."""
     ones = jnp.ones((4, 1, 2))

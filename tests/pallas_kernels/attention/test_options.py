@@ -73,41 +73,7 @@ def test_ragged_batches(sizes, lengths, new, seed):
     check(make(sizes, [*chunks, *[PADDING] * padding], seed), sizes)
 
 
-def test_window_literal():
-    """Scores are equal, so that the output is the mean of what is visible."""
-    v_pages = jnp.asarray([[1.0, 2, 4, 8], [16, 32, 64, jnp.nan]]).reshape(2, 1, PAGE, 1)
-    k_pages = jnp.zeros_like(v_pages)
-    output, lse = paged_attention(
-        jnp.ones((4, 1, 1)),
-        k_pages,
-        v_pages,
-        jnp.asarray([[0, 1]], jnp.int32),
-        jnp.zeros(4, jnp.int32),
-        jnp.asarray([0, 1, 4, 6], jnp.int32),
-        scale=1.0,
-        window=2,
-        with_lse=True,
-    )
-    np.testing.assert_allclose(output[:, 0, 0], [1, 1.5, 12, 48], rtol=1e-6)
-    np.testing.assert_allclose(lse[:, 0], np.log([1, 2, 2, 2]), atol=1e-6)
-
-
-def test_window_reads_its_pages_only():
-    """A page that has slid out of the window may be anything, also another sequence's NaNs."""
-    sizes = SIZES._replace(window=PAGE)
-    case = make(sizes, [(20, 2)])
-    queries, *pages, table, sequence, position = case.arguments
-    pages = [array.at[table[0, :3]].set(jnp.nan) for array in pages]
-    check(case._replace(arguments=(queries, *pages, table, sequence, position)), sizes)
-
-
 class TestMerge:
-    def test_literal(self):
-        """Sums of exponentials 1 and 3: a quarter and three quarters."""
-        outputs = [jnp.full((1, 1, 1), 8.0), jnp.full((1, 1, 1), 4.0)]
-        lses = [jnp.zeros((1, 1)), jnp.full((1, 1), np.log(3.0))]
-        np.testing.assert_allclose(merge(outputs, lses), [[[5.0]]], rtol=1e-6)
-
     def test_parts_that_saw_nothing(self):
         outputs = [jnp.full((2, 1, 1), jnp.nan), jnp.asarray([[[7.0]], [[jnp.nan]]])]
         lses = [jnp.full((2, 1), -jnp.inf), jnp.asarray([[500.0], [-jnp.inf]])]

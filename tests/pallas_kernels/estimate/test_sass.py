@@ -59,13 +59,7 @@ def test_a_real_loop_is_as_fast_as_the_tensor_cores():
     assert cost.flops == 4 * 2 * 64 * 256 * 16
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nothing", "no instruction with a control code"),
-        ("   -:-:-:Y:05  /*0000*/  BRA `(.L_x_9)", "branches to .L_x_9, which is nowhere"),
-    ],
-)
+@golden.table("pallas_kernels/no_sass.yaml")
 def test_another_text(text, said):
     with pytest.raises(ValueError, match=said):
         sass.parse(text)

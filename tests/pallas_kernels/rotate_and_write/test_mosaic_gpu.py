@@ -30,14 +30,7 @@ def test_queries_come_as_attention_multiplies_them():
         assert [array.dtype for array in written] == [array.dtype for array in case.pages]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("plgpu.barrier_wait(smem.loaded)", "pass", "a load before a copy"),
-        ("for start in (0, size)", "for start in (0,)", "wait for ever"),
-        ('"k" in norms:\n        copies', '"k" in norms and 0:\n        copies', "wait for ever"),
-    ],
-)
+@golden.table("pallas_kernels/rotate_orders.yaml")
 def test_an_order_that_is_taken_for_granted(old, new, said, monkeypatch):
     changed = mutated(mosaic_gpu._rotated_key, (old, new))
     monkeypatch.setattr(mosaic_gpu, "_rotated_key", changed)

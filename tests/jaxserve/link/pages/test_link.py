@@ -23,6 +23,7 @@ from jaxserve.link.pages.client import OPEN_SECONDS, Breaker, PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
 from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
+from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve.link.pages import toy_holder as toy
 from tests.jaxserve.waiting import until
@@ -190,14 +191,7 @@ class TestRefusals:
             assert found is mismatch
             assert ended(link, server).failure is None  # the next one is not affected
 
-    @pytest.mark.parametrize(
-        ("theirs", "options", "message"),
-        [
-            ({}, {"facts": {"model": "other"}}, "model = other, here toy"),
-            ({}, {"token": "another"}, "another token than that of"),
-            ({"cache_format": "fp8"}, {}, "none that is taken here: int32"),
-        ],
-    )
+    @golden.table("link/other_workers.yaml")
     def test_a_worker(self, theirs, options, message):
         with serving(**theirs) as (server, _), client(**options) as link:
             text, mismatch = ended(link, server).failure

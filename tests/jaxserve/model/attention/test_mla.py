@@ -15,6 +15,7 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.module import Formats
+from tests import golden
 from tests.jaxserve.model.attention.layers import (
     EXACT,
     MIXED_STEPS,
@@ -56,15 +57,7 @@ class TestMLA(BiasesSuite):
         for device in range(1, tp):
             np.testing.assert_array_equal(np.asarray(latent)[:, device], np.asarray(latent)[:, 0])
 
-    @pytest.mark.parametrize(
-        ("cache", "rope", "tolerance", "pages"),
-        [
-            ("fp8", "auto", 0.08, [(40, "uint8")]),
-            ("int8", "auto", 0.03, [(40, "int8")]),
-            # The rotated part in an array of its own.
-            ("int8", "bfloat16", 0.03, [(32, "int8"), (8, "bfloat16")]),
-        ],
-    )
+    @golden.table("model/latents_in_8_bits.yaml")
     def test_cache_in_8_bits(self, cache, rope, tolerance, pages):
         """A chunk sees its own rows as the cache holds them, so that it does not matter how a
         prompt is cut."""

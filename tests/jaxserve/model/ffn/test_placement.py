@@ -49,14 +49,7 @@ def test_table_counts_replicas_and_names_their_slots():
     assert table.tolist() == [[3, 0, 3, 5], [1, 1, 1, 1], [1, 2, 2, 2]]
 
 
-@pytest.mark.parametrize(
-    ("placement", "problem"),
-    [
-        ((0, 1, 1, 1), "no slot holds expert 2"),
-        ((0, 1, 2), "a placement of 3 slots, not 4"),
-        ((0, 1, 2, 3), "a slot for expert 3 of 3"),
-    ],
-)
+@golden.table("model/placements.yaml")
 def test_placements_that_lack_an_expert_are_refused(placement, problem):
     with pytest.raises(ValueError, match=problem):
         check_placement(placement, SlotSizes(3, 2))
