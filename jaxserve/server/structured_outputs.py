@@ -66,7 +66,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
-    if len(made.get("allOf") or ()) > 1:
+    if isinstance(joined := made.get("allOf"), list) and len(joined) > 1:
         raise GrammarError("allOf of several schemas cannot be strict")
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(parts := made.get(key), dict):

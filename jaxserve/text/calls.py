@@ -339,7 +339,7 @@ class CallFormat(msgspec.Struct, frozen=True):
             uses.append(f" {rule}" if key in required else f" {rule}?")
             if _is_text(part):
                 choices = part.get("enum") if isinstance(part, dict) else None
-                if choices:
+                if choices and isinstance(choices, list):
                     text = " | ".join(quoted(f"{choice}{closing}") for choice in choices)
                     rules.append(f"{rule}: {quoted(opening)} ({text})")
                 else:
@@ -348,7 +348,8 @@ class CallFormat(msgspec.Struct, frozen=True):
                     rules.append(f"{text}: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/")
             else:
                 rules.append(f"{rule}: {quoted(opening)} json{index}_{place} {quoted(closing)}")
-                rules.append(f"json{index}_{place}: %json {json.dumps({**shared, **part})}")
+                own = {**shared, **({} if part is True else part)}
+                rules.append(f"json{index}_{place}: %json {json.dumps(own)}")
         return [head + "".join(uses) + ends, *rules]
 
 
@@ -371,13 +372,15 @@ def new_id() -> str:
 
 def _kinds(schema: Any) -> set[str]:
     """The JSON types that a schema names; "any" where it names none."""
+    if schema is True:
+        return {"any"}
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    kinds = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
     for several in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(several) or ():
-            kinds |= _kinds(part)
+        if isinstance(parts := schema.get(several), list):
+            kinds = kinds.union(*map(_kinds, parts))
     if not kinds and isinstance(schema.get("enum"), list):
         kinds = {"string" if isinstance(one, str) else "other" for one in schema["enum"]}
     return kinds or {"any"}

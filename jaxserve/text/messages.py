@@ -209,7 +209,9 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     for index, tool in enumerate(_list(tools, "tools")):
-        _object(tool, f"tools[{index}]")
+        place = f"tools[{index}]"
+        if (function := _object(tool, place).get("function")) is not None:
+            _object(function, f"{place}.function")
     return plain_field(tools, "tools")
 
 

@@ -202,7 +202,8 @@ class TokenGrammar:
 
     def _check(self, matcher: llguidance.LLMatcher) -> None:
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            error = _first_line(matcher.get_error())
+            raise GrammarError("allows no further text" if error == "NoExtensionBias" else error)
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> str:

@@ -33,6 +33,7 @@ from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined
 from jaxserve.text.calls import CallPart
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
+from jaxserve.text.messages import checked_tools
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.structured import TokenGrammar
 from jaxserve.text.tokenizer import Tokenizer
@@ -137,7 +138,8 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     if tools is None and mode == "required":
         raise InvalidRequestError("tool_choice", "is set, but there are no tools")
     if names is not None and tools is not None:
-        tools = [tool for tool in tools if (tool.get("function") or {}).get("name") in names]
+        known = checked_tools(tools) or []
+        tools = [tool for tool in known if (tool.get("function") or {}).get("name") in list(names)]
     return None if mode == "none" else tools
 
 

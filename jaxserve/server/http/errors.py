@@ -144,6 +144,8 @@ def http_error(error: Exception, request_id: str) -> HttpError:
 PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+LONE_SURROGATE = re.compile(rb"(?i)\\u(?:d[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..\\u)d[c-f])")
+"""Half of a character beyond 16 bits, as clients send that cut texts by JavaScript's length."""
 STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
 MAX_KEYS = 8
 """Wrong keys that are shown."""
@@ -162,7 +164,8 @@ def decoding_error(error: Exception, body: bytes) -> InvalidRequestError:
         return InvalidRequestError("body", "is nested too deeply")
     message = str(error)
     if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequestError("body", f"is no JSON: {message}")
+        half = "; \\uD800 to \\uDFFF stand in pairs" if LONE_SURROGATE.search(body) else ""
+        return InvalidRequestError("body", f"is no JSON: {message}{half}")
     path, of_key = "", False
     if place := PLACE.search(message):
         message, path = message[: place.start()], place["path"]

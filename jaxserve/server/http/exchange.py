@@ -67,8 +67,7 @@ class HttpExchange:
       log: further fields of the access log.
       reason: code of the error that ended it; None without one.
       error_form: whose API it calls, as errors are written.
-      left_out: called with the name of an unknown field of the body; None: only our own
-        fields are taken.
+      left_out: called with the name of an unknown field of the body; None: it is an error.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
@@ -130,8 +129,7 @@ class HttpExchange:
                 self.asked = f"{self.scope['path']}\n".encode() + fields
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            # Bodies of this server's own routes are strict.
-            if self.left_out is None or not issubclass(kind, Strict):
+            if not issubclass(kind, Strict):  # of this server's own routes
                 raise decoding_error(error, body) from None
             return understood(body, kind, self.left_out)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

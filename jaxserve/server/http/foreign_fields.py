@@ -3,17 +3,20 @@
 Called where a body does not fit its type; knows names of fields, not handlers.
 """
 
+import functools
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.errors import PLACE, STEP, UNKNOWN, decoding_error
+from jaxserve.server.http.requests import GenerationFields
 
 MOST = 64
-"""Fields of one body that are left out; more are an error."""
+"""Most fields of one body that are left out; a field of all items of a list counts once."""
 NULL = re.compile(r"^Expected `.*`, got `null`$")
 
 SPELLINGS = {
@@ -21,38 +24,54 @@ SPELLINGS = {
     "enable_thinking": "chat_template_kwargs.enable_thinking",
     "grammar": "structured_outputs.grammar",
     "json_schema": "structured_outputs.json",
+    "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
     "no_stop_trim": "include_stop_str_in_output",
     "num_predict": "max_tokens",
+    "random_seed": "seed",
     "regex": "structured_outputs.regex",
     "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
 }
-"""Fields of SGLang, Ollama and llama.cpp, and what they are called here. Dots lead into objects."""
+"""Fields of SGLang, Ollama, llama.cpp, Mistral and of other routes, and what they are called here.
+Dots lead into objects. The length of an answer has the route's own name."""
 OPTIONS = {"options", "sampling_params"}
 """Objects whose fields belong to the request itself (Ollama's and SGLang's own routes)."""
 
 CHANGING = {
+    *GenerationFields.__struct_fields__,
     *("custom_logit_processor", "custom_params", "diversity_penalty", "dry_multiplier"),
     *("dynatemp_range", "epsilon_cutoff", "eta_cutoff", "image_data", "images", "input_embeds"),
     *("lora_path", "lora_request", "mirostat", "models", "no_repeat_ngram_size", "plugins"),
     *("prompt_embeds", "return_hidden_states", "smoothing_factor", "tfs_z", "top_a"),
     *("top_n_sigma", "transforms", "typical_p", "xtc_probability"),
 }
-"""Fields of others that change the answer and that this server does not have."""
-NEUTRAL: Mapping[str, float] = {"tfs_z": 1, "typical_p": 1}
+"""Fields that change the answer: those of this server's other routes, and those that it lacks."""
+CHANGING -= {
+    *("model", "stream", "stream_options", "priority", "request_id", "speculative", "cache_salt"),
+    *("guided_decoding_backend", "return_tokens_as_token_ids", *GenerationFields.IGNORED),
+}
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("length_penalty", "n", "repetition_penalty", "tfs_z", "typical_p"), 1),
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+}
 """Values with which a field of `CHANGING` changes nothing, beside false, 0 and what is empty."""
 
 
-def understood[Body](body: bytes, kind: type[Body], left_out: Callable[[str], None]) -> Body:
+def understood[Body](body: bytes, kind: type[Body], left_out: Callable[[str], None] | None) -> Body:
     """Decodes a body that has fields of other servers.
 
     Null stands for a missing field. What `SPELLINGS` translates is taken; unknown fields are left
     out.
 
     Args:
-      left_out: called with the name of every field that is left out.
+      left_out: called with the name of every field that is left out; None: such a field is an
+        error.
 
     Raises:
       InvalidRequestError: a field is wrong, or is one of `CHANGING`.
@@ -67,9 +86,9 @@ def understood[Body](body: bytes, kind: type[Body], left_out: Callable[[str], No
                 return msgspec.convert(value, kind, str_keys=True)
             except msgspec.ValidationError as error:
                 name = _remove(value, str(error))
-                if name is None:
+                if name is None or (name and left_out is None):
                     raise
-                if name:
+                if name and left_out is not None:
                     left_out(name)
         return msgspec.convert(value, kind, str_keys=True)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -98,14 +117,27 @@ def _remove(value: Any, message: str) -> str | None:
         return None
     try:
         *before, last = steps
-        for step in before:
-            value = value[step]
-        if not isinstance(value, dict):
+        found = functools.reduce(operator.getitem, before, value)
+        if not isinstance(found, dict):
             return None
-        found = value.pop(last)
+        kind, null = found.get("type"), found[last] is None
     except (LookupError, TypeError, ValueError):
         return None
-    return "" if found is None else ".".join(map(str, steps))
+    for one in _alike(value, before):
+        if one.get("type") == kind and last in one and (one[last] is None) == null:
+            one.pop(last)
+    return "" if null else ".".join(map(str, steps))
+
+
+def _alike(value: Any, steps: Sequence[str | int]) -> Iterator[dict[str, Any]]:
+    """The objects at a path and at the same place in other items of the lists on it."""
+    if not steps:
+        yield from [value] if isinstance(value, dict) else []
+    elif isinstance(value, list):
+        for one in value:
+            yield from _alike(one, steps[1:])
+    elif isinstance(value, dict):
+        yield from _alike(value.get(steps[0]), steps[1:])
 
 
 def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
@@ -117,10 +149,6 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
             body.pop(name)
             for key, value in given.items():
                 body.setdefault(key, value)
-    for name in sorted(CHANGING & set(body) - set(fields)):
-        value = body.pop(name)
-        if value and value != NEUTRAL.get(name):
-            raise InvalidRequestError(name, "is not supported here, and changes the answer")
     _thoughts(body, fields)
     if "response_format" in fields and (form := body.pop("format", None)):
         schema = {"type": "json_schema", "json_schema": {"schema": form}}
@@ -134,6 +162,8 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
         value = body.pop(name)
         if value is None or (outer == "max_tokens" and value == -1):
             continue
+        if outer == "max_tokens" and "max_output_tokens" in fields:
+            outer = "max_output_tokens"
         if outer == "chat_template_kwargs" and outer not in fields:
             continue  # no template is rendered
         if outer not in fields:
@@ -142,6 +172,10 @@ def _translate(body: dict[str, Any], fields: tuple[str, ...]) -> None:
             body.setdefault(outer, value)
         elif isinstance(inside := body.get(outer) or {}, dict):
             body[outer] = {inner: value, **inside}
+    for name in sorted(CHANGING & set(body) - set(fields)):
+        value = body.pop(name)
+        if value and value != NEUTRAL.get(name):
+            raise InvalidRequestError(name, "is not supported here, and changes the answer")
 
 
 def _thoughts(body: dict[str, Any], fields: tuple[str, ...]) -> None:

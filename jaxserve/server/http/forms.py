@@ -11,7 +11,7 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.http.requests import ChatRequest, GenerationFields, SamplingFields
 from jaxserve.server.http.service import Service
-from jaxserve.server.structured_outputs import ANY_OBJECT, closed, form
+from jaxserve.server.structured_outputs import ANY_OBJECT, FIELD, closed, form
 from jaxserve.text import structured
 from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.structured import Form, GrammarError, TokenGrammar, TokenRules, quoted
@@ -191,7 +191,10 @@ def _structured_outputs(request: GenerationFields) -> tuple[str, Form] | None:
         "grammar": request.guided_grammar,
     }
     if wanted is None:
-        return form(older) if any(value is not None for value in older.values()) else None
+        if all(value is None for value in older.values()):
+            return None
+        field, asked = form(older)
+        return field.replace(f"{FIELD}.", "guided_"), asked
     names = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
     close = wanted.disable_additional_properties is True
     return form({name: getattr(wanted, name) for name in names}, close=close)

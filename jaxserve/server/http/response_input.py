@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.http.errors import decoding_error
+from jaxserve.server.http.foreign_fields import understood
 from jaxserve.server.http.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -143,17 +143,20 @@ def items_of(request: ResponseRequest) -> list[JsonObject]:
 
 
 def as_chat(
-    request: ResponseRequest, earlier: Sequence[JsonObject] = ()
+    request: ResponseRequest,
+    earlier: Sequence[JsonObject] = (),
+    left_out: Callable[[str], None] | None = None,
 ) -> tuple[ChatRequest, list[int]]:
     """The request as a chat, and for every message the index of its first item.
 
     Args:
       earlier: items of the conversation before the request's.
+      left_out: called with the name of an item's unknown field; None: it is an error.
 
     Raises:
       InvalidRequestError: an item is invalid or of an unknown type.
     """
-    messages, origins = _messages(request.instructions, earlier, items_of(request))
+    messages, origins = _messages(request.instructions, earlier, items_of(request), left_out)
     same = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
     same["store"] = None
     form = request.text.format if request.text is not None else None
@@ -284,7 +287,10 @@ _ITEMS: dict[str, type[_Item]] = {
 
 
 def _messages(
-    instructions: str | None, earlier: Sequence[JsonObject], items: Sequence[JsonObject]
+    instructions: str | None,
+    earlier: Sequence[JsonObject],
+    items: Sequence[JsonObject],
+    left_out: Callable[[str], None] | None,
 ) -> tuple[list[JsonObject], list[int]]:
     """Converts items to messages: reasoning, text and tool calls of one answer are one message.
     Earlier items count as the first one."""
@@ -305,7 +311,7 @@ def _messages(
         add(-1, "system", content=instructions)
     for place, raw in enumerate([*earlier, *items], -len(earlier)):
         index = max(0, place)
-        item = _read(raw, index)
+        item = _read(raw, index, left_out)
         if isinstance(item, _Message) and item.role == "assistant":
             whole = answer(
                 index, lambda message: not message["content"] and "tool_calls" not in message
@@ -326,19 +332,17 @@ def _messages(
     return messages, origins
 
 
-def _read(raw: JsonObject, index: int) -> _Item:
+def _read(raw: JsonObject, index: int, left_out: Callable[[str], None] | None) -> _Item:
     """Checks one item."""
     place = f"input[{index}]"
-    kind = raw.get("type", "message")
-    if kind not in _ITEMS:
+    kind = raw.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
         raise InvalidRequestError(
             f"{place}.type", f"{kind!r} is not supported; {', '.join(_ITEMS)} are"
         )
-    body = msgspec.json.encode(raw)
     try:
-        return msgspec.json.decode(body, type=_ITEMS[kind])
-    except msgspec.ValidationError as error:
-        wrong = decoding_error(error, body)
+        return understood(msgspec.json.encode(raw), _ITEMS[kind], left_out)
+    except InvalidRequestError as wrong:
         field = place if wrong.field == "body" else f"{place}.{wrong.field}"
         raise InvalidRequestError(field, wrong.message) from None
 

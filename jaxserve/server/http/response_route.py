@@ -54,7 +54,7 @@ async def create_response(service: Service, exchange: HttpExchange) -> None:
     earlier: list[JsonObject] = []
     if before := request.previous_response_id:
         earlier = msgspec.json.decode(_kept(service, exchange, before).items)
-    chat, origins = as_chat(request, earlier)
+    chat, origins = as_chat(request, earlier, exchange.left_out)
     if request.truncation == "auto":
         await _shorten(service, chat, origins)
     with in_words_of(NAMES, origins, items="input", system="instructions"):

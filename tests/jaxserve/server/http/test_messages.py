@@ -15,7 +15,7 @@ import pytest
 from jaxserve.errors import OverloadedError
 from jaxserve.server.access import Access, ApiKeys
 from tests import golden
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, Make
 from tests.jaxserve.text.letters import LETTERS, ids_of
 
 if TYPE_CHECKING:
@@ -181,16 +181,13 @@ class TestErrors:
                 list(stream)
 
 
-def test_keys_come_as_anthropics_clients_send_them() -> None:
+def test_keys_come_as_anthropics_clients_send_them(make_rig: Make) -> None:
     import anthropic
 
-    rig = HttpRig(access=Access(ApiKeys(["k" * 32])))
-    try:
-        for key in ({"api_key": "k" * 32}, {"auth_token": "k" * 32}):
-            with anthropic.Anthropic(base_url=rig.url, max_retries=0, **key) as sdk:
-                assert create(sdk, max_tokens=20).stop_reason == "end_turn"
-        with anthropic.Anthropic(base_url=rig.url, api_key="other", max_retries=0) as sdk:
-            with pytest.raises(anthropic.AuthenticationError, match="missing or wrong"):
-                create(sdk)
-    finally:
-        rig.close()
+    rig = make_rig(access=Access(ApiKeys(["k" * 32])))
+    for key in ({"api_key": "k" * 32}, {"auth_token": "k" * 32}):
+        with anthropic.Anthropic(base_url=rig.url, max_retries=0, **key) as sdk:
+            assert create(sdk, max_tokens=20).stop_reason == "end_turn"
+    with anthropic.Anthropic(base_url=rig.url, api_key="other", max_retries=0) as sdk:
+        with pytest.raises(anthropic.AuthenticationError, match="missing or wrong"):
+            create(sdk)
