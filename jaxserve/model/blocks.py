@@ -234,22 +234,13 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    if any(isinstance(spec, Compressed) for spec in config.attentions()):
-        _check_compressed(deployment)
-
-
-def _check_compressed(deployment: Deployment) -> None:
-    """Raises ConfigError, which names the key, if a deployment asks for what no run with compressed
-    attention has been compared with."""
-    for key, value, applies in (
-        ("speculative.method", deployment.speculative.method, deployment.drafts > 0),
-        ("cache.format", deployment.cache_format, has_scales(deployment.cache_format)),
-        ("pipeline", deployment.pipeline, deployment.pipeline == "step"),
-        (
-            "link.transport",
-            deployment.link.transport,
-            deployment.topology.crosses_runtimes,
-        ),
-    ):
-        if applies:
+    refused = {
+        "speculative.method": (deployment.speculative.method, deployment.drafts > 0),
+        "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
+        "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
+        "link.transport": (deployment.link.transport, deployment.topology.crosses_runtimes),
+    }
+    # What no run with compressed attention has been compared with.
+    for key, (value, asked) in refused.items():
+        if asked and any(isinstance(spec, Compressed) for spec in config.attentions()):
             raise ConfigError(f"{key} = {value}: not with compressed attention (DeepSeek-V4)")

@@ -18,6 +18,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError
 from tests import golden
 from tests.reference.catalogue import CATALOGUE
+from tests.reference.tiny_deepseek_v4 import TinyDeepseekV4
 from tests.reference.tiny_models import TinyModel, write_safetensors
 from tests.reference.tiny_sizes import (
     TinyDeepseek,
@@ -100,6 +101,7 @@ BASES = {
     "step3": TinyStep3().config(),
     "step3p5": TinyStep3p5().config(),
     "gpt_oss": TinyGptOss().config(),
+    "deepseek_v4": TinyDeepseekV4().config(),
 }
 
 
