@@ -35,7 +35,7 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
         divided = zip(moe.leaves, moe.specs(rules), strict=True)
         experts = [(leaf, NamedSharding(mesh, spec)) for leaf, spec in divided if leaf.of_slots]
     step = _activations(config, deployment)
-    if deployment.topology.has("colocated"):
+    if deployment.topology.has("colocated") and config.platform == "tpu":
         layers = sum(kind.ffn.router is not None for kind in config.decoder)
         step += layers * _arranged(experts)
     if config.platform == "gpu":
