@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers
-from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.dispatch.contract import MOST_MESSAGES, MessageSize
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.cohorts import Cohorts
 from jaxserve.link.remote.passes import POLICIES
@@ -143,7 +143,7 @@ def serve_messages(
 ) -> None:
     """Serves until all domains have measured."""
     hello, work = make_hello("ffn", {}), _Sleeps(fixed, each)
-    policy = POLICIES[batching]()
+    policy = POLICIES[batching](MOST_MESSAGES)
     server = MessageServer(address, hello, _TOKEN, work, transport="pull", policy=policy)
     server.start()
     _wait(lambda: _files(folder, "measured") == domains)

@@ -28,7 +28,7 @@ from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
 from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
-from jaxserve.link.remote.work import MessageLanding
+from jaxserve.link.remote.work import MessageLanding, sizes_together
 from jaxserve.link.session.channel import listen
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
@@ -45,8 +45,9 @@ from jaxserve.roles.ffn import (
     build_ffn,
     ffn_executables,
 )
-from jaxserve.roles.ffn_bytes import ffn_bytes
+from jaxserve.roles.ffn_bytes import ffn_bytes, most_messages
 from jaxserve.roles.held_weights import serve_weights
+from jaxserve.roles.host_resources import available_memory
 from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import LeafSource
 
@@ -116,23 +117,29 @@ def open_ffn(
 def message_server(
     role: RoleRuntime, deployment: Deployment, source: LeafSource, token: str, address: str
 ) -> tuple[MessageServer, "FFNMessages"]:
-    """The end of the link, and the ffn worker of this runtime behind it, loaded, compiled and run
-    once.
+    """Returns the end of the link, and the ffn worker of this runtime behind it, loaded, compiled
+    and run once.
 
-    It is ready for domains with the attention mesh and the step sizes of the deployment; for others
-    it gets ready when they join.
+    It is ready for as many domains as the deployment has, with its attention mesh and step sizes.
+    For others it compiles when they join.
     """
+    own = {role.role: role.mesh.local_devices}
+    memory = available_memory(role.config, deployment, own, ffn_bytes)
+    most = most_messages(role.config, deployment, memory[role.role])
     templates = FFNTemplates(role.config, deployment, AbstractSubmeshes(deployment))
     built = build_ffn(templates, deployment, role.mesh, source, role.names)
     work = FFNMessages(role, deployment, *built)
-    work.warm_up([role.contract.size(tokens) for tokens in token_sizes(deployment)])
+    sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
+    prepared = sizes_together(sizes, min(most, deployment.domains))
+    work.compile([size for size in prepared if size.messages > 1])
+    work.warm_up(prepared)
     server = MessageServer(
         address,
         role.hello,
         token,
         work,
         transport=deployment.link.transport,
-        policy=POLICIES[deployment.link.batching](),
+        policy=POLICIES[deployment.link.batching](most),
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
     )

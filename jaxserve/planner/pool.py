@@ -6,7 +6,7 @@ Run by `bench domains`.
 """
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import msgspec
 import numpy as np
@@ -73,19 +73,20 @@ class _Workers:
         whole, row, context = pool.attend
         seconds = whole + row * pool.rows + context * dealt.sum(axis=0) / 1000
         self._seconds = seconds.reshape(pool.workers, pool.lanes).tolist()
+        self._noise = _noise(random, pool.jitter)
         self._free = [0.0] * pool.workers
         self._slow = [(0.0, 0.0)] * pool.workers
 
     def attend(self, message: Waiting, at: float) -> float:
         """Returns when a message has left that its worker can begin at `at`."""
-        pool, random, worker = self._pool, self._random, int(message.domain)  # type: ignore[call-overload]
+        pool, worker = self._pool, int(message.domain)  # type: ignore[call-overload]
         begin, (first, last) = max(at, self._free[worker]), self._slow[worker]
         seconds = self._seconds[worker][message.lane] + (0 if message.layer else pool.head)
-        seconds *= float(np.exp(pool.jitter * random.standard_normal()))
+        seconds *= next(self._noise)
         if pool.slow > 1:
             while last < begin:
                 pause = pool.slow_seconds * (1 - pool.slow_part) / pool.slow_part
-                first = last + random.exponential(pause)
+                first = last + self._random.exponential(pause)
                 last = first + pool.slow_seconds
             self._slow[worker] = first, last
             seconds *= pool.slow if first <= begin else 1.0
@@ -95,11 +96,18 @@ class _Workers:
         return begin + seconds
 
 
+def _noise(random: np.random.Generator, sigma: float) -> Iterator[float]:
+    """Yields lognormal factors without end."""
+    while True:
+        yield from np.exp(sigma * random.standard_normal(4096)).tolist()
+
+
 def simulate_pool(
     pool: ExpertPool, policy: Turns, *, seed: int = 0, iterations: int = 100, warm_up: int = 20
 ) -> Served:
     """Simulates until the lanes have gone through all layers `iterations` times on the mean."""
     random = np.random.default_rng(seed)
+    noise = _noise(random, 0.01)
     workers, arrivals = _Workers(pool, random), list[tuple[float, int, Waiting]]()
     lanes = [(worker, lane) for worker in range(pool.workers) for lane in range(pool.lanes)]
     sent, ended, started = 0, 0, 0.0
@@ -136,7 +144,7 @@ def simulate_pool(
             batch, end = list(decision.batch), decision.at
             if batch:
                 seconds = pool.fixed + pool.row * pool.rows * len(batch)
-                end = now + seconds * float(np.exp(0.01 * random.standard_normal()))
+                end = now + seconds * next(noise)
     whole = pool.workers - bool(pool.dead[1])
     return Served(
         tokens=len(counted) * pool.rows / (now - started) / whole,

@@ -83,14 +83,21 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shar
 
 
 def ffn_activations(
-    step: StepSizes, mesh: "ExchangeMesh", dp: int, pieces: int, kinds: Mapping[FFN, bool]
+    step: StepSizes,
+    mesh: "ExchangeMesh",
+    dp: int,
+    pieces: int,
+    kinds: Mapping[FFN, bool],
+    domains: int = 1,
+    messages: int = 1,
 ) -> int:
     """Returns the bytes of activations on an ffn device, which sees the rows of all DP groups.
 
-    For every lane: a message's rows and their answer in transit. For the one layer that runs at a
-    time: all rows packed, unpacked, and the result in FP32; the hidden rows of the dense FFN or
-    shared expert; and for every row and routed expert of it the sorted row, gate, up and hidden
-    values, and the output, with room for an FP32 copy, which accelerators do not make.
+    For every lane of every domain: a message's rows and their answer in transit. For the one layer
+    that runs at a time, over the messages of a pass: all rows packed, unpacked, and the result in
+    FP32; the hidden rows of the dense FFN or shared expert; and for every row and routed expert of
+    it the sorted row, gate, up and hidden values, and the output, with room for an FP32 copy, which
+    accelerators do not make.
 
     Routing decides at run time how many of these rows belong to a device; in the worst case all do,
     with the all-to-all, too. An all-to-all also holds results in the model's dtype, the device's
@@ -101,11 +108,14 @@ def ffn_activations(
       dp: DP groups of a domain.
       pieces: attention devices.
       kinds: whether an all-to-all exchanges the rows of a layer's routed experts, by its kind.
+      domains: attention workers whose messages arrive here.
+      messages: messages that a pass runs side by side, padding included.
     """
     size, d, packed = step.size, step.d_model, step.packed
     rows, devices = dp * step.tokens, mesh.ranks * mesh.tensor
     arriving = -(-rows // pieces) * -(-pieces // devices) * mesh.instances
-    lanes = step.lanes if mesh.split else 1
+    lanes = max(step.lanes * domains, messages) if mesh.split else 1
+    rows *= messages
     hidden = 2 * FP32 + size
 
     def layer(spec: FFN, alltoall: bool) -> int:

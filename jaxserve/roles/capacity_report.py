@@ -6,6 +6,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
 from jaxserve.config.topology import Role
+from jaxserve.link.dispatch.contract import MOST_MESSAGES
 from jaxserve.model.ffn.traffic import (
     ExchangeKind,
     Moved,
@@ -17,6 +18,7 @@ from jaxserve.model.ffn.traffic import (
 )
 from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.roles.capacity import RoleBytes, gb_text
+from jaxserve.roles.ffn_bytes import most_messages, pass_activations
 from jaxserve.roles.parameters import count_parameters
 from jaxserve.roles.role_bytes import role_bytes
 
@@ -44,12 +46,34 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
         lines.append(f"{'' if place else 'exchange':11}  {said}")
     parts = role_bytes(config, deployment)
     lines += _table(parts, memory)
+    if deployment.topology.crosses_runtimes:
+        lines.append(describe_passes(config, deployment, memory["ffn"]))
     lines += [
         f"{part.role}.memory_gb is not set: whether it fits is not known here"
         for part in parts
         if memory[part.role] is None
     ]
     return "\n".join(lines)
+
+
+def describe_passes(config: ModelConfig, deployment: Deployment, available: int | None) -> str:
+    """Returns a line about the messages that passes of an ffn worker over `pull` have side by side,
+    and their memory.
+
+    Args:
+      available: bytes of an ffn device; None: unknown.
+    """
+    batching, domains = deployment.link.batching, deployment.domains
+    if not deployment.link.merges:
+        return f"ffn passes   of one message (link.batching: {batching})"
+    most = most_messages(config, deployment, available)
+    used = min(most, 1 << (domains - 1).bit_length())
+    bound = f"{most} is the most" if most == MOST_MESSAGES else f"memory allows {most}"
+    return (
+        f"ffn passes   of up to {used} messages side by side, domains = {domains} (link.batching: "
+        f"{batching}): {gb_text(pass_activations(config, deployment, used))} GB of activations a "
+        f"device; {bound}"
+    )
 
 
 def _table(parts: Sequence[RoleBytes], memory: Mapping[Role, int | None]) -> list[str]:

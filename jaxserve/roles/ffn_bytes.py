@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.link.dispatch.contract import MOST_MESSAGES
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
@@ -34,7 +35,7 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
     if (moe := templates.moe) is not None:
         divided = zip(moe.leaves, moe.specs(rules), strict=True)
         experts = [(leaf, NamedSharding(mesh, spec)) for leaf, spec in divided if leaf.of_slots]
-    step = _activations(config, deployment)
+    step = pass_activations(config, deployment)
     if deployment.topology.has("colocated") and config.platform == "tpu":
         layers = sum(kind.ffn.router is not None for kind in config.decoder)
         step += layers * _arranged(experts)
@@ -82,10 +83,31 @@ def _decoded(experts: ExpertLeaves, dtype: jnp.dtype) -> int:
     )
 
 
-def _activations(config: ModelConfig, deployment: Deployment) -> int:
-    """Returns the bytes of a step's activations on an ffn device."""
-    mesh, attention = exchange_mesh(deployment), deployment.attention
+def pass_activations(config: ModelConfig, deployment: Deployment, messages: int = 1) -> int:
+    """Returns the bytes of activations on an ffn device while it runs the largest messages.
+
+    Args:
+      messages: messages of a pass, padding included.
+    """
+    mesh, a = exchange_mesh(deployment), deployment.attention
     alltoall = exchange_of(config, deployment) == "alltoall"
     kinds = {kind.ffn: alltoall for kind in config.kinds()}
-    step = step_sizes(config, deployment)
-    return ffn_activations(step, mesh, attention.dp, attention.devices, kinds)
+    step, domains = step_sizes(config, deployment), deployment.domains
+    return ffn_activations(step, mesh, a.dp, a.devices, kinds, domains, messages)
+
+
+def most_messages(config: ModelConfig, deployment: Deployment, available: int | None) -> int:
+    """Returns the most messages, a power of two, that a pass of an ffn worker with a runtime of its
+    own may have: as many as fit.
+
+    Args:
+      available: bytes of a device; None: unknown.
+    """
+    count = MOST_MESSAGES if deployment.link.merges else 1
+    if count == 1 or available is None:
+        return count
+    (alone,) = ffn_bytes(config, deployment)
+    room = available - alone.total + alone.activations
+    while count > 1 and pass_activations(config, deployment, count) > room:
+        count //= 2
+    return count

@@ -25,6 +25,10 @@ class MessageSize(NamedTuple):
     """Messages, each of these pieces, that an ffn worker runs side by side."""
 
 
+MOST_MESSAGES = 16
+"""Most messages that an ffn worker runs side by side, where its memory allows it."""
+
+
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes of everything that crosses between an attention worker and an ffn worker.
 

@@ -9,7 +9,6 @@ overlap, so no domain takes more than its part of a pass.
 
 - `Turns` serves one message a pass. The domain that was served longest ago is next.
 - With `most` above 1 it adds the other domains' messages of that layer which wait at the time.
-- `Cohorts` (`cohorts.py`) waits for lanes that are expected, as long as that pays.
 - `Cohorts` (`cohorts.py`) also waits for messages that it expects, where that costs less than
   running without them.
 """
@@ -34,6 +33,7 @@ class Waiting:
       shape: everything else that must be equal in a batch.
       cohort: lanes with the same value are run together where possible.
       arrived: seconds, set by the policy.
+      key: identity of the message's lane.
     """
 
     domain: Hashable
@@ -42,11 +42,10 @@ class Waiting:
     shape: Hashable
     cohort: Hashable
     arrived: float = dataclasses.field(default=0.0, init=False)
+    key: Key = dataclasses.field(init=False)
 
-    @property
-    def key(self) -> Key:
-        """Identity of the message's lane."""
-        return self.domain, self.lane
+    def __post_init__(self) -> None:
+        self.key = self.domain, self.lane
 
 
 class Decision[Message: Waiting](NamedTuple):

@@ -5,7 +5,7 @@ all is calm. A straggler would break that for good unless the others wait for it
 See `docs/decisions/expert-pools-batch-by-cohort.md`.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 
 from jaxserve.link.remote.batching import NEVER, Decision, Key, Turns, Waiting, batches
@@ -80,8 +80,8 @@ class Cohorts(Turns):
     def __init__(self, most: int, price: float = 1 / 3, longest: float = 1.3):
         super().__init__(most)
         self._price, self._longest = price, longest
-        self._lanes: dict[Key, _Lane] = {}
-        self._cohorts: dict[Hashable, _Cohort] = {}
+        self._lanes: dict[Key, _Lane] = defaultdict(_Lane)
+        self._cohorts: dict[Hashable, _Cohort] = defaultdict(_Cohort)
         self._ready: deque[list[Waiting]] = deque()
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
         self.iteration = FIRST_ITERATION
@@ -94,9 +94,9 @@ class Cohorts(Turns):
         message.arrived, key = now, message.key
         if key in self._waiting:
             self._remove(self._waiting[key])
-        cohort = self._cohorts.setdefault(message.cohort, _Cohort())
+        cohort = self._cohorts[message.cohort]
         self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
-        self._lanes.setdefault(key, _Lane()).arrives(message.layer, now)
+        self._lanes[key].arrives(message.layer, now)
         cohort.missing.discard(key)
 
     def take(self, now: float, *, idle: bool) -> Decision:
@@ -142,39 +142,49 @@ class Cohorts(Turns):
         oldest = next(iter(self._waiting.values()))
         overdue = oldest.arrived + self._longest * self.iteration
         if idle and now >= overdue:
-            return self._alone(oldest), now
+            return self._overdue(oldest, now), now
         looks = {
             cohort: self._look(cohort, now) if idle else NEVER if cohort.missing else now
             for cohort in self._cohorts.values()
             if cohort.waiting
         }
         if due := [cohort for cohort, at in looks.items() if at <= now]:
-            return self._run(min(due, key=lambda cohort: cohort.ran), now), now
+            cohort = min(due, key=lambda cohort: cohort.ran)
+            return self._run(cohort, cohort.position, now), now
         return [], max(now, min(overdue, *looks.values()))
 
-    def _run(self, cohort: _Cohort, now: float) -> list[Waiting]:
-        """Takes the messages of the cohort's next layer; lanes without one are left behind."""
-        layer = cohort.position
-        batch = list(cohort.waiting[layer].values())
-        for message in batch:
-            self._remove(message)
-        if layer <= cohort.layer:
-            # A pause between requests is no iteration.
-            lasted = min(now - cohort.began, 2 * self.iteration)
-            self.iteration += 0.3 * (lasted - self.iteration)
-        if layer <= cohort.layer or not cohort.began:
-            cohort.began = now
+    def _run(self, cohort: _Cohort, layer: int, now: float) -> list[Waiting]:
+        """Takes the cohort's messages of a layer; lanes in step without one are left behind."""
+        batch = self._at(cohort, layer)
         keys = {message.key for message in batch}
+        if layer <= cohort.layer or not cohort.began:
+            if cohort.began and not keys.isdisjoint(cohort.in_step):
+                # A pause between requests is no iteration.
+                lasted = min(now - cohort.began, 2 * self.iteration)
+                self.iteration += 0.3 * (lasted - self.iteration)
+            cohort.began = now
         self.left_behind += len(cohort.in_step - keys)
         cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
         cohort.in_step, cohort.missing = keys, set(keys)
         return batch
 
-    def _alone(self, oldest: Waiting) -> list[Waiting]:
-        """Takes the message that waited longest."""
-        self._cohorts[oldest.cohort].in_step.discard(oldest.key)
-        self._remove(oldest)
-        return [oldest]
+    def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
+        """Takes the message that waited longest, with those of its cohort that wait beside it. They
+        go on as the cohort if they are more than the lanes in step: else a cohort that fell apart
+        would never be whole again, since passes of few messages keep the pool busy."""
+        cohort, layer = self._cohorts[oldest.cohort], oldest.layer
+        beside = cohort.waiting[layer]
+        if layer == cohort.position or len(beside) > len(cohort.in_step):
+            return self._run(cohort, layer, now)
+        cohort.in_step.difference_update(beside)
+        return self._at(cohort, layer)
+
+    def _at(self, cohort: _Cohort, layer: int) -> list[Waiting]:
+        """Takes the cohort's messages of a layer."""
+        batch = list(cohort.waiting[layer].values())
+        for message in batch:
+            self._remove(message)
+        return batch
 
     def _look(self, cohort: _Cohort, now: float) -> float:
         """Returns when to look again at a cohort while the pool is idle; now if it is to run."""

@@ -20,15 +20,13 @@ AHEAD = 1
 """Passes in the devices' queues beside the running one: enough to keep the devices busy."""
 LONGEST_SECONDS = 1.0
 """Longest time without another look, whatever the policy says."""
-MOST_MESSAGES = 16
-"""Most messages of a pass, on whose memory and programs it depends."""
 
-POLICIES: Mapping[str, Callable[[], Turns]] = {
-    "rotation": Turns,
-    "merge": lambda: Turns(MOST_MESSAGES),
-    "cohort": lambda: Cohorts(MOST_MESSAGES),
+POLICIES: Mapping[str, Callable[[int], Turns]] = {
+    "rotation": lambda most: Turns(),
+    "merge": Turns,
+    "cohort": Cohorts,
 }
-"""Policies by `link.batching`."""
+"""Policies by `link.batching`, made for the most messages that a pass may have."""
 
 
 class Passes:

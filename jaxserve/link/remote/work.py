@@ -10,7 +10,8 @@ ones, while the domain is told to come back. Used by `server.py`; knows nothing 
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -62,6 +63,12 @@ class Work(Protocol):
         ...
 
 
+def sizes_together(sizes: Iterable[MessageSize], together: int) -> tuple[MessageSize, ...]:
+    """Returns the sizes of passes of up to `together` messages: powers of two side by side."""
+    counts = [1 << power for power in range((together - 1).bit_length() + 1)]
+    return tuple(size._replace(messages=count) for size in sizes for count in counts)
+
+
 class Preparations:
     """Compilations for domains that ask to join."""
 
@@ -84,8 +91,7 @@ class Preparations:
         """
         if pieces < 1 or not rows or min(rows) < 1:
             raise Refusal(f"messages of {pieces} pieces of {list(rows)} rows")
-        counts = [1 << power for power in range((together - 1).bit_length() + 1)]
-        sizes = tuple(MessageSize(pieces, row, n) for row in sorted(set(rows)) for n in counts)
+        sizes = sizes_together((MessageSize(pieces, row) for row in sorted(set(rows))), together)
         what = f"{pieces} pieces of {', '.join(map(str, sorted(set(rows))))} rows"
         with self._lock:
             if reason := self._failed.pop(sizes, ""):
@@ -107,11 +113,15 @@ class Preparations:
         raise Refusal(f"compiles for messages of {what}", later=True)
 
     def _prepare(self, sizes: tuple[MessageSize, ...]) -> None:
-        new = [size for size in sizes if not self._work.ready([size])]
+        new, held = [size for size in sizes if not self._work.ready([size])], 0.0
         try:
             self._work.compile(new)
-            with self._passes.between():
-                self._work.warm_up(new)
+            for size in new:  # the other domains wait for one at a time
+                with self._passes.between():
+                    begin = time.monotonic()
+                    self._work.warm_up([size])
+                    held = max(held, time.monotonic() - begin)
+            logger.info("link: ready for %d sizes; passes waited %.3g s at most", len(new), held)
         except Exception as error:
             logger.exception("link: not ready for messages of %s", sizes)
             with self._lock:

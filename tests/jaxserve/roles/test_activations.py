@@ -27,4 +27,9 @@ def test_bytes_on_an_ffn_device():
     # A layer's 20 rows: packed, unpacked, their result in FP32, and half of 24 hidden numbers.
     layer = 20 * (18 + 16 * (2 + 4) + 12 * (2 * 4 + 2))
     kind = FFN(d_ff=24)
-    assert ffn_activations(STEP, ExchangeMesh(2, 1, 4), 2, 4, {kind: False}) == 3 * arriving + layer
+    step = STEP, ExchangeMesh(2, 1, 4), 2, 4, {kind: False}
+    assert ffn_activations(*step) == 3 * arriving + layer
+    # Messages of all lanes of two domains; passes of four. With one lane, padding in their place.
+    assert ffn_activations(*step, 2, 4) == 6 * arriving + 4 * layer
+    step = STEP._replace(lanes=1), *step[1:]
+    assert ffn_activations(*step, 3, 4) == 4 * arriving + 4 * layer

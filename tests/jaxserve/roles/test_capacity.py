@@ -285,6 +285,31 @@ class TestFit:
             check_capacity(config, deployment, memory, role_bytes)
 
 
+class TestPasses:
+    @pytest.mark.parametrize(("memory", "said"), [
+        (76, "up to 4 messages side by side, domains = 3 (link.batching: cohort): 4.75 GB of "
+             "activations a device; 16 is the most"),
+        (44, "up to 4 messages side by side, domains = 3 (link.batching: cohort): 4.75 GB of "
+             "activations a device; memory allows 4"),
+        (41.5, "up to 2 messages side by side, domains = 3 (link.batching: cohort): 2.40 GB of "
+               "activations a device; memory allows 2"),
+        (39.5, "up to 1 messages side by side, domains = 3 (link.batching: cohort): 1.22 GB of "
+               "activations a device; memory allows 1"),
+    ])  # fmt: skip
+    def test_they_have_as_many_messages_as_fit(self, memory, said):
+        """Weights and room for an expert take 38.15 GB."""
+        config, deployment = load("step3-fleet", ffn_memory_gb=memory)
+        check_capacity(config, deployment, memory_of(deployment), role_bytes)
+        text = describe(config, deployment, memory_of(deployment))
+        assert f"ffn passes   of {said}" in text.splitlines()
+
+    def test_rotation_runs_one(self):
+        text = describe(
+            *load("step3-fleet", link_batching="rotation"), {"attention": None, "ffn": None}
+        )
+        assert "ffn passes   of one message (link.batching: rotation)" in text.splitlines()
+
+
 class TestDescription:
     def test_the_table_of_released_models(self):
         """Parameters, what a token meets, and the weights of every device."""

@@ -3,7 +3,6 @@
 import pytest
 
 from jaxserve.link.remote.batching import Turns, Waiting
-from jaxserve.link.remote.cohorts import Cohorts
 from jaxserve.link.remote.passes import POLICIES
 
 
@@ -49,9 +48,9 @@ def test_a_merged_pass_has_one_layer_and_shape_and_each_domain_once():
     assert [taken(policy) for _ in range(5)] == ["ade", "b", "c", "fa", ""]
 
 
-@pytest.mark.parametrize("make", [*POLICIES.values(), lambda: Cohorts(8)])
+@pytest.mark.parametrize("make", POLICIES.values())
 def test_messages_of_a_lost_domain_vanish_and_a_newer_one_replaces_a_lane_s(make):
-    policy = make()
+    policy = make(8)
     for layer in (3, 4):
         policy.put(message("a", layer=layer), 0.0)
         policy.put(message("b", layer=layer), 0.0)

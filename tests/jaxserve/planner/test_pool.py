@@ -1,0 +1,24 @@
+"""The expert pool's policies in simulated time."""
+
+import math
+
+import msgspec
+import pytest
+
+from jaxserve.link.remote.cohorts import Cohorts
+from jaxserve.planner.pool import ExpertPool, simulate_pool
+
+POOL = ExpertPool(workers=60, layers=40, rows=8, fixed=1e-3, row=1e-5 / 60)
+
+
+@pytest.mark.parametrize("changes", [{}, {"link": 3e-4, "jitter": 0.15}])
+def test_cohorts_form_where_a_pass_a_message_would_take_far_longer_than_an_iteration(changes):
+    """180 lanes come one after the other. Passes of one message each would take 180 ms a layer."""
+    pool = msgspec.structs.replace(POOL, **changes)
+    asked = {"iterations": 4, "warm_up": 4}
+    own, lockstep = (
+        simulate_pool(pool, Cohorts(pool.workers, *price), **asked)
+        for price in ((), (math.inf, math.inf))
+    )
+    assert own.tokens > 0.98 * lockstep.tokens
+    assert own.longest < 2.2 * own.p50
