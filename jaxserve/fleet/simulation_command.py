@@ -1,11 +1,13 @@
 """`plan simulate`: a deployment, or a fleet with a router, in simulated time.
 
 A deployment file with `prefill.workers`, or any file with `--requests`, is a fleet with arrivals
-(`simulation.py`). Any other file is one deployment, whose lanes make a number of steps
+(`simulation.py`). With `--workers`, attention workers share an ffn worker over `pull`
+(`planner/pool.py`). Any other file is one deployment, whose lanes make a number of steps
 (`planner/simulate.py`).
 """
 
 import argparse
+import math
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,15 @@ from jaxserve.fleet.simulation import (
     Loss,
     decode_workers,
 )
+from jaxserve.link.remote.cohorts import Cohorts
+from jaxserve.link.remote.passes import POLICIES
 from jaxserve.observe import timeline_view
 from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads, read_skew
 from jaxserve.planner.options import jitter, read_deployment, read_scenario
+from jaxserve.planner.pool import expert_pool, simulate_pool
 from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Conditions, Simulation, Traffic
@@ -64,6 +69,8 @@ NUMBERS = {
 def run(options: argparse.Namespace) -> None:
     """Simulates the deployment, or the fleet, and shows the result."""
     deployment = read_deployment(options)
+    if options.workers:
+        return show(options, _pool(options))
     fleet = deployment.prefill.workers or options.requests is not None
     show(options, _fleet(options, deployment) if fleet else _alone(options))
 
@@ -204,6 +211,48 @@ def _gain(
         "balance of experts, placed": f"{balance[1]:.3f}",
         "tokens/s, placed ÷ at home": f"{rate[1] / rate[0] if rate[0] else 0.0:.3f}",
     }
+
+
+# ------------------------------------------------------------- attention workers on an ffn worker
+
+
+def _pool(options: argparse.Namespace) -> Report:
+    """Simulates independent attention workers under every policy of the ffn worker.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    made = read_scenario(options, options.prompt + options.output // 2)
+    if not made.deployment.topology.crosses_runtimes:
+        raise ConfigError(f"--workers: link.transport = {made.deployment.link.transport}, not pull")
+    if options.lose and ([name for name, *_ in options.lose] != ["domain 0"] or options.duty < 1):
+        raise ConfigError("--workers: one --lose of domain 0, or --duty")
+    count, (_, at, away) = options.workers, (*options.lose, ("", 0.0, 0.0))[0]
+    pool = expert_pool(
+        made,
+        count,
+        options.prompt + options.output / 2,
+        spread=options.spread,
+        jitter=jitter(options).spread.get("attend", 0.0),
+        slow=options.straggle,
+        dead=(at, at + away),
+        duty=options.duty,
+    )
+    asked = {"seed": options.seed, "iterations": options.steps, "warm_up": options.warm_up}
+    policies = {name: (make(count), 1) for name, make in POLICIES.items()}
+    policies["lockstep"] = Cohorts(count, math.inf, math.inf), 1
+    policies["3 domains in turn"] = Cohorts(count, math.inf, math.inf), 3
+    found = {
+        name: simulate_pool(pool, policy, domains=domains, **asked)
+        for name, (policy, domains) in policies.items()
+    }
+    rows = [["", "tokens/s a worker", "iteration ms p50", "p99", "longest", "messages a pass"]]
+    for name, one in found.items():
+        iteration = (f"{seconds * 1e3:.1f}" for seconds in (one.p50, one.p99, one.longest))
+        rows.append([name, f"{one.tokens:.0f}", *iteration, f"{one.messages:.1f}"])
+    told = Part("What went in", lines=_told(pool=pool), aside=True)
+    title = f"{count} attention workers on an ffn worker, simulated"
+    return Report(title, [Part(rows=rows), told], {"pool": pool, "result": found})
 
 
 # ------------------------------------------------------------------------------------- a fleet

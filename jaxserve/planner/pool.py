@@ -2,16 +2,22 @@
 
 A policy of `link/remote/batching.py` or `cohorts.py` decides, as in the message server. A worker
 attends to one lane at a time, in the order of answers. It may straggle, or do nothing for a while.
-Run by `bench domains`.
+Run by `plan simulate --workers` and `bench domains`.
 """
 
 import heapq
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxserve.link.remote.batching import Turns, Waiting
+from jaxserve.planner.scenario import Scenario
+from jaxserve.planner.stage_times import StepTimes, even_rows
+
+PERIOD = 0.2
+"""Seconds from one pause of worker 0 to the next."""
 
 
 class ExpertPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +35,7 @@ class ExpertPool(msgspec.Struct, frozen=True, kw_only=True):
       slow, slow_part, slow_seconds: a straggler's factor, the part of the time in which a worker is
         one, and for how long.
       dead: begin and end of a time in which worker 0 does nothing.
+      duty: part of every 0.2 s in which worker 0 works, as one that is stopped and continued.
     """
 
     workers: int
@@ -47,10 +54,16 @@ class ExpertPool(msgspec.Struct, frozen=True, kw_only=True):
     slow_part: float = 0.01
     slow_seconds: float = 0.1
     dead: tuple[float, float] = (0.0, 0.0)
+    duty: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        """True if worker 0 is as the others."""
+        return self.duty == 1.0 and not self.dead[1]
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulation, without worker 0 where that dies."""
+    """Result of a simulation, without worker 0 where that dies or pauses."""
 
     tokens: float
     """Tokens a second and worker."""
@@ -58,6 +71,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of an iteration."""
     p99: float
     longest: float
+    messages: float
+    """Messages of a pass, on average."""
 
 
 class _Workers:
@@ -92,8 +107,14 @@ class _Workers:
             seconds *= pool.slow if first <= begin else 1.0
         if not worker and pool.dead[0] <= begin < pool.dead[1]:
             begin = pool.dead[1]
-        self._free[worker] = begin + seconds
-        return begin + seconds
+        end = begin + seconds
+        if not worker and pool.duty < 1:
+            works = PERIOD * pool.duty
+            periods, rest = divmod(begin, PERIOD)
+            more, rest = divmod(min(rest, works) + seconds, works)
+            end = (periods + more) * PERIOD + rest
+        self._free[worker] = end
+        return end
 
 
 def _noise(random: np.random.Generator, sigma: float) -> Iterator[float]:
@@ -102,15 +123,60 @@ def _noise(random: np.random.Generator, sigma: float) -> Iterator[float]:
         yield from np.exp(sigma * random.standard_normal(4096)).tolist()
 
 
+def expert_pool(made: Scenario, workers: int, context: float, **more: Any) -> ExpertPool:
+    """Returns the pool of a deployment, with stage times of its hardware, for attention workers as
+    its own.
+
+    Args:
+      context: mean tokens of a sequence.
+      more: further attributes of the pool.
+    """
+    deployment, times = made.deployment, made.rooflines()
+    groups, slots = deployment.attention.dp, deployment.scheduler.slots
+
+    def step(context: float, domains: int = 1) -> StepTimes:
+        count = domains * groups * slots
+        return times.step(even_rows(domains * groups, count, count, count * context, padded=slots))
+
+    first, one, all_workers = step(1.0), step(context), step(context, workers)
+    rows, layers = groups * slots, times.layers
+    attend = [float(np.mean([layer.max() for layer in each.attend])) for each in (first, one)]
+    passes = [float(np.mean(each.ffn)) for each in (one, all_workers)]
+    row = (passes[1] - passes[0]) / (rows * (workers - 1)) if workers > 1 else 0.0
+    return ExpertPool(
+        workers=workers,
+        fixed=passes[0] - row * rows,
+        row=row,
+        lanes=deployment.lanes,
+        layers=layers,
+        rows=rows,
+        link=float(np.mean(one.dispatch + one.combine)),
+        attend=(attend[0], 0.0, 1000 * (attend[1] - attend[0]) / (context * rows)),
+        head=one.leave + one.host,
+        context=context,
+        **more,
+    )
+
+
 def simulate_pool(
-    pool: ExpertPool, policy: Turns, *, seed: int = 0, iterations: int = 100, warm_up: int = 20
+    pool: ExpertPool,
+    policy: Turns,
+    *,
+    seed: int = 0,
+    iterations: int = 100,
+    warm_up: int = 20,
+    domains: int = 1,
 ) -> Served:
-    """Simulates until the lanes have gone through all layers `iterations` times on the mean."""
+    """Simulates until the lanes have gone through all layers `iterations` times on the mean.
+
+    Args:
+      domains: groups of workers whose lanes are in cohorts of their own.
+    """
     random = np.random.default_rng(seed)
     noise = _noise(random, 0.01)
     workers, arrivals = _Workers(pool, random), list[tuple[float, int, Waiting]]()
     lanes = [(worker, lane) for worker in range(pool.workers) for lane in range(pool.lanes)]
-    sent, ended, started = 0, 0, 0.0
+    sent, ended, started, passes, served = 0, 0, 0.0, 0, 0
     batch: list[Waiting] = []
     now = end = 0.0
     begun, counted = dict[Hashable, float](), list[float]()
@@ -121,7 +187,7 @@ def simulate_pool(
         heapq.heappush(arrivals, (workers.attend(message, at) + pool.link, sent, message))
 
     for worker, lane in lanes:
-        send(Waiting(worker, lane, 0, None, lane), 0.0)
+        send(Waiting(worker, lane, 0, None, (lane, worker % domains)), 0.0)
     while ended < len(lanes) * (iterations + warm_up):
         now = max(now, min(end, arrivals[0][0] if arrivals else end))
         while arrivals and arrivals[0][0] <= now:
@@ -133,7 +199,7 @@ def simulate_pool(
                 send(message, now + pool.link)
                 if not message.layer:
                     ended += 1
-                    if started and (message.domain or not pool.dead[1]):
+                    if started and (message.domain or pool.whole):
                         counted.append(now - begun.get(message.key, 0.0))
                     begun[message.key] = now
             batch = []
@@ -143,12 +209,14 @@ def simulate_pool(
             decision = policy.take(now, idle=True)
             batch, end = list(decision.batch), decision.at
             if batch:
+                passes, served = passes + 1, served + len(batch)
                 seconds = pool.fixed + pool.row * pool.rows * len(batch)
                 end = now + seconds * next(noise)
-    whole = pool.workers - bool(pool.dead[1])
+    counted_workers = pool.workers - (not pool.whole)
     return Served(
-        tokens=len(counted) * pool.rows / (now - started) / whole,
+        tokens=len(counted) * pool.rows / (now - started) / counted_workers,
         p50=float(np.percentile(counted, 50)),
         p99=float(np.percentile(counted, 99)),
         longest=max(counted),
+        messages=served / passes,
     )

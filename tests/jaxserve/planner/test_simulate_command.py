@@ -48,6 +48,19 @@ def test_what_a_rebalance_brings(capsys):
 
 
 @pytest.mark.nightly
+def test_attention_workers_on_one_ffn_worker(capsys):
+    asked = ["simulate", "--config", "step3-fleet", "--workers", "6", "--steps", "3", "--json"]
+    asked += ["--warm-up", "3", "--straggle", "2", "--duty", "0.5", "--jitter", "0.03"]
+    assert main(asked) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["pool"] | {"slow": 2.0, "duty": 0.5, "jitter": 0.03} == tree["pool"]
+    found = tree["result"]
+    assert list(found) == ["rotation", "merge", "cohort", "lockstep", "3 domains in turn"]
+    assert found["rotation"]["messages"] == 1 < found["cohort"]["messages"] <= 6
+    assert found["cohort"]["tokens"] > 1.2 * found["lockstep"]["tokens"]
+
+
+@pytest.mark.nightly
 def test_a_thousand_devices_and_a_hundred_steps_take_a_minute_of_one_core():
     """3 domains x 248 + 256 devices, 3 lanes of 8 sequences: 17,856 at a time."""
     command = [sys.executable, "-m", "jaxserve.plan", "simulate", "--config", "deepseek-v3"]
