@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.launched import output_of
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import ids_of, write_letters
+from tests.jaxserve.waiting import until
 
 
 @pytest.fixture
@@ -107,9 +108,14 @@ def test_more_prompts_than_the_engine_takes(llm: LLM, engine: FakeEngine) -> Non
     assert engine.prompts == [[i] for i in range(20)]
 
 
+def once_running(engine: FakeEngine, call: Callable[[], object]) -> None:
+    """Calls from another thread, once a request runs."""
+    threading.Thread(target=lambda: (until(lambda: engine.running), call())).start()
+
+
 def test_a_failing_engine_ends_the_call(llm: LLM, engine: FakeEngine) -> None:
     engine.allowed = 3
-    threading.Timer(0.1, engine.fail, ["process 1 is gone"]).start()
+    once_running(engine, lambda: engine.fail("process 1 is gone"))
     with pytest.raises(EngineFailedError, match="process 1 is gone"):
         llm.generate(["a", "b"])
 
@@ -150,7 +156,7 @@ def test_leaving_a_stream_cancels_it(llm: LLM, engine: FakeEngine) -> None:
 
 def test_closing_from_another_thread_ends_a_call(llm: LLM, engine: FakeEngine) -> None:
     engine.allowed = 3
-    threading.Timer(0.1, llm.close).start()
+    once_running(engine, llm.close)
     with pytest.raises(EngineFailedError, match="closed"):
         llm.generate("hi")
 

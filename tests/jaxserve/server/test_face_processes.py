@@ -86,6 +86,13 @@ def streams(rig: Rig, channel: grpc.Channel, **fields: Any) -> Any:
     return InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi", **fields))
 
 
+def connected(rig: Rig) -> Any:
+    """The connection of the process that has the only live request."""
+    live = rig.faces._port.live
+    (connection,) = until(lambda: len(live) == 1 and [*live.values()])
+    return connection
+
+
 def test_ports_answer_before_the_engine_is_there(rig):
     assert (rig.health, rig.early) == ({"status": "starting"}, 503)
     assert rig.get("/ready").status_code == 200
@@ -127,7 +134,7 @@ def test_an_abandoned_stream_and_a_deadline_free_the_engine(rig):
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel, request_id="left")
         next(call)
-        assert rig.faces.live_ids() == ["left"]
+        until(lambda: rig.faces.live_ids() == ["left"])
         call.cancel()
         assert rig.engine.wait_until_idle(SECONDS)
         generate = InferenceStub(channel).Generate
@@ -143,7 +150,7 @@ def test_requests_of_all_processes_have_one_set_of_ids(rig):
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(rig.addresses["grpc"], options) as owner:
         call = streams(rig, owner, request_id="mine")
-        next(call)
+        until(lambda: rig.faces.live_ids() == ["mine"])
         for _ in range(6):  # connections go to either process
             with grpc.insecure_channel(rig.addresses["grpc"], options) as other:
                 with pytest.raises(grpc.RpcError, match="'mine' is already running"):
@@ -154,7 +161,7 @@ def test_requests_of_all_processes_have_one_set_of_ids(rig):
             InferenceStub(other).Abort(pb.AbortRequest(request_id="mine"), timeout=SECONDS)
         assert rpc_error(list, call) == ("CANCELLED", "the request was aborted")
     call = None
-    assert rig.faces.abort("mine") is False
+    until(lambda: not rig.faces.abort("mine"))
 
 
 def test_a_lost_connection_to_the_engine_loses_no_token(rig):
@@ -162,8 +169,7 @@ def test_a_lost_connection_to_the_engine_loses_no_token(rig):
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel)
         text = next(call).delta.text
-        (face,) = rig.faces._port.live.values()
-        face.fail("cut")
+        connected(rig).fail("cut")
         rig.engine.allowed = None
         assert text + "".join(event.delta.text for event in call) == "one two three"
 
@@ -193,8 +199,7 @@ def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(rig, mon
     with grpc.insecure_channel(rig.addresses["grpc"]) as channel:
         call = streams(rig, channel)
         next(call)
-        (router,) = rig.faces._port.live.values()
-        victim = int(router.name.rpartition("pid ")[2].rstrip(")"))
+        victim = int(connected(rig).name.rpartition("pid ")[2].rstrip(")"))
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(grpc.RpcError):
             list(call)

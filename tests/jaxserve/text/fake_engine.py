@@ -18,6 +18,7 @@ from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestErro
 from jaxserve.observe.spans import STAGES, Span
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
+from tests.jaxserve.waiting import SECONDS
 
 EOS = 1
 
@@ -191,7 +192,7 @@ class FakeEngine:
         """Requests that hold pages."""
         return len(self._running)
 
-    def wait_until_idle(self, timeout: float = 5.0) -> bool:
+    def wait_until_idle(self, timeout: float = SECONDS) -> bool:
         """Whether no request holds pages any more, within `timeout` seconds."""
         end = time.monotonic() + timeout
         while self._running and time.monotonic() < end:
