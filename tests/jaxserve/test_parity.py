@@ -26,22 +26,16 @@ from jaxserve.model.attention import kv_cache
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
+from tests.reference import make_golden
 from tests.reference.catalogue import CATALOGUE, random_model
 from tests.reference.decoder_numpy import DecoderNumpy
-from tests.reference.make_golden import (
-    GOLDEN,
-    OUTPUT_TOKENS,
-    find_seed,
-    load_transformers,
-    run_transformers,
-)
 from tests.reference.tiny_models import TinyModel, prompts
 
 pytestmark = pytest.mark.unoptimised
 
 TOLERANCE = 1e-4
 PROMPTS = prompts()
-GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=make_golden.OUTPUT_TOKENS, temperature=0, ignore_eos=True)
 
 LIMITS: dict[str, Any] = {
     "dtype": "float32",
@@ -88,7 +82,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def golden(cls, name: str) -> "Expected":
-        stored = load_file(GOLDEN / f"{name}.safetensors")
+        stored = load_file(make_golden.GOLDEN / f"{name}.safetensors")
         ends = np.cumsum([len(prompt) for prompt in PROMPTS])
         return cls(np.split(stored["logits"], ends[:-1]), stored["tokens"].tolist())
 
@@ -97,12 +91,12 @@ class Expected(NamedTuple):
         model = DecoderNumpy.from_folder(folder)
         return cls(
             [model.logits(prompt) for prompt in PROMPTS],
-            [model.greedy(prompt, OUTPUT_TOKENS) for prompt in PROMPTS],
+            [model.greedy(prompt, make_golden.OUTPUT_TOKENS) for prompt in PROMPTS],
         )
 
     @classmethod
     def live(cls, model: TinyModel) -> "Expected":
-        reference = run_transformers(model, PROMPTS)
+        reference = make_golden.run_transformers(model, PROMPTS)
         return cls(
             [rows[: len(p)] for rows, p in zip(reference.logits, PROMPTS, strict=True)],
             reference.tokens,
@@ -223,12 +217,12 @@ def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name, spare, tmp_pa
         np.testing.assert_allclose(np.stack([*rows.values()]), expected, rtol=0, atol=TOLERANCE)
     with layouts.serving(runtime) as engine:
         found = layouts.generate(engine, texts, GREEDY)
-    assert found == [reference.greedy(text, OUTPUT_TOKENS) for text in texts]
+    assert found == [reference.greedy(text, make_golden.OUTPUT_TOKENS) for text in texts]
     # A worker that takes over a lost one's requests computes prompts and emitted tokens again.
     lost = [text + tokens[:3] for text, tokens in zip(texts, found, strict=True)]
     with layouts.serving(runtime) as engine:
         again = layouts.generate(engine, lost, GREEDY)
-    kept = OUTPUT_TOKENS - 3
+    kept = make_golden.OUTPUT_TOKENS - 3
     assert [tokens[:kept] for tokens in again] == [tokens[3:] for tokens in found]
 
 
@@ -262,11 +256,11 @@ class TestLiveTransformers:
         """Of "deepseek_v3" it leaves the MTP module out, but not its entry in config.json."""
         model = CATALOGUE[name]
         written = model.write(tmp_path / "ours")
-        load_transformers(written, model).save_pretrained(tmp_path / "theirs")
+        make_golden.load_transformers(written, model).save_pretrained(tmp_path / "theirs")
         runtime = build_runtime(load_deployment(tmp_path / "theirs", COLOCATED))
         check_everything(runtime, Expected.golden(name))
 
     @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
     def test_random_variation(self, seed, tmp_path):
-        model, _ = find_seed(random_model(seed), varied=False)
+        model, _ = make_golden.find_seed(random_model(seed), varied=False)
         check_everything(load(model, tmp_path, COLOCATED), Expected.live(model))

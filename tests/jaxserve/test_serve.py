@@ -123,25 +123,6 @@ def until_not_serving(channel: grpc.Channel) -> None:
     until(lambda: health(channel) != health_pb2.HealthCheckResponse.SERVING)
 
 
-def test_a_signal_under_load_finishes_what_runs(folder, start):
-    process = start(folder)
-    with grpc.insecure_channel(process.address()) as channel:
-        assert health(channel) == health_pb2.HealthCheckResponse.SERVING
-        events = stream(channel)
-        until_the_first_token(events)
-        process.popen.send_signal(signal.SIGINT)
-        until_not_serving(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream(channel))
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        rest = list(events)
-        assert "".join(event.delta.text for event in rest) == "x" * 39
-        assert rest[-1].finish.reason == pb.FINISH_REASON_STOP
-    code, errors = process.end()
-    assert code == 0, errors
-    assert "draining for up to 30 s" in errors
-
-
 @pytest.mark.parametrize("number", [0, 2])
 def test_http_is_drained_as_well(folder: Path, start: Callable[..., Process], number: int) -> None:
     """A stream goes on to its end, /ready says no meanwhile, the admin port ended it all.

@@ -10,25 +10,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.reference import make_golden
 from tests.reference.block_fp8 import block_quantise
 from tests.reference.catalogue import CATALOGUE
-from tests.reference.make_golden import (
-    CLOSE_EXPERTS,
-    CLOSE_LOGITS,
-    GOLDEN,
-    OUTPUT_TOKENS,
-    router_margin,
-)
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyQwen3
 
-INDEX = json.loads((GOLDEN / "golden.json").read_text())
+INDEX = json.loads((make_golden.GOLDEN / "golden.json").read_text())
 
 
 class TestGoldenFiles:
     def test_one_a_model_and_no_other(self):
         assert list(INDEX["models"]) == list(CATALOGUE)
-        files = {path.stem for path in GOLDEN.glob("*.safetensors")}
+        files = {path.stem for path in make_golden.GOLDEN.glob("*.safetensors")}
         assert files == set(CATALOGUE)
         assert INDEX["transformers"] == "5.23.0"
 
@@ -36,16 +30,16 @@ class TestGoldenFiles:
     def test_belong_to_the_catalogues_weights(self, name):
         model, entry = CATALOGUE[name], INDEX["models"][name]
         assert model.digest() == entry["digest"], "run `python -m tests.reference.make_golden`"
-        golden = load_file(GOLDEN / f"{name}.safetensors")
+        golden = load_file(make_golden.GOLDEN / f"{name}.safetensors")
         assert golden["logits"].shape == (1 + 9 + 37, VOCAB)
-        assert golden["tokens"].shape == (3, OUTPUT_TOKENS)
+        assert golden["tokens"].shape == (3, make_golden.OUTPUT_TOKENS)
         last = golden["logits"][[0, 9, 46]]
         np.testing.assert_array_equal(last.argmax(axis=-1), golden["tokens"][:, 0])
 
     def test_no_choice_is_a_close_one(self):
         for name, entry in INDEX["models"].items():
-            assert entry["margins"]["logits"] > CLOSE_LOGITS, name
-            assert entry["margins"].get("experts", 1) > CLOSE_EXPERTS, name
+            assert entry["margins"]["logits"] > make_golden.CLOSE_LOGITS, name
+            assert entry["margins"].get("experts", 1) > make_golden.CLOSE_EXPERTS, name
 
 
 class TestBlocks:
@@ -67,11 +61,11 @@ class TestRouterMargin:
     def test_softmax_by_logit(self):
         model = TinyModel("x", TinyQwen3("qwen3_moe", num_experts=4, num_experts_per_tok=2))
         logits = np.asarray([[3, 1, 2.5, 0], [1, 2, 3, 4.0]])
-        assert router_margin(model, logits, None) == 1.0
+        assert make_golden.router_margin(model, logits, None) == 1.0
 
     def test_groups_count(self):
         sizes = TinyDeepseek(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=1)
         logits = np.zeros((1, 4))  # scores of 0.5
         bias = np.asarray([0.4, 0.0, 0.3, 0.05])
         # The groups have 1.4 and 1.35, the first one's experts 0.9 and 0.5.
-        assert router_margin(TinyModel("x", sizes), logits, bias) == pytest.approx(0.05)
+        assert make_golden.router_margin(TinyModel("x", sizes), logits, bias) == pytest.approx(0.05)

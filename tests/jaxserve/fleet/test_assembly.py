@@ -6,10 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint import tensors
 from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
-from jaxserve.fleet.assembly import build_runtime, open_engine, open_model
+from jaxserve.fleet.assembly import build_runtime, open_engine
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.layout import FROM_DEVICE, Bucket, deployment_buckets
 from tests.jaxserve import layouts
@@ -41,17 +40,6 @@ class TestErrorsBeforeAnythingIsLoaded:
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
         with pytest.raises(CheckpointError, match=r"11 problems:\n  missing model\.layers\.4\."):
             build_runtime(layouts.deployment(folder, {}))
-
-    def test_headers_are_read_once(self, tiny_model, monkeypatch):
-        """They say what the matrices' dtype is and whether all tensors exist, at every start."""
-        read = []
-        tensors.listed.cache_clear()
-        real = tensors.read_header
-        monkeypatch.setattr(tensors, "read_header", lambda path: (read.append(path), real(path))[1])
-        files = sorted(tiny_model.glob("*.safetensors"))
-        for _ in range(2):
-            open_model(layouts.deployment(tiny_model, {}))
-            assert sorted(read) == files
 
     def test_too_little_memory(self, tiny_model):
         small = layouts.deployment(tiny_model, {"attention.memory_gb": 0.001})

@@ -12,7 +12,7 @@ from jaxserve.chaos.proxy import Proxy
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
-from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
+from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.fleet import router as router_module
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.ports import free_port
@@ -355,53 +355,6 @@ def test_a_router_that_is_gone_leaves_nothing():
         domain.gate.set()
         fleet.results.until(lambda: "mine" in fleet.results.last)
         assert fleet.results.tokens["mine"] == expected([9], 5, 3)
-        fleet.until_idle()
-
-
-def test_backpressure():
-    """The domain runs four, one waits there; five prompts are held; further ones are refused. Of
-    200 requests, each of which comes again until it is taken, every one ends, in order."""
-    limits = {"fleet__domain_waiting": 1, "fleet__prefill_waiting": 2, "pages__held": 3}
-    with rig(1, 1, **limits) as fleet:
-        (prefill,), domain = fleet.prefills, fleet.domains[0].engine
-        domain.allowed = 1
-        taken, refused = [], []
-
-        def settled() -> bool:
-            """Each request is held, or has the token that it may get for now."""
-            with fleet.router._lock:
-                requests = fleet.router._coordinator.requests.values()
-                return all(r.place == "held" or r.emitted for r in requests)
-
-        for n in range(20):
-            try:
-                fleet.submit([*LONG, n], 5, f"{n}")
-                taken.append(n)
-            except OverloadedError as error:
-                refused.append(str(error))
-            until(settled)
-        until(lambda: len(prefill.engine.held) == 5)
-        assert len(domain.running) == 5
-        assert len(taken) == 10
-        assert refused[0].startswith("no room: 5 prompts computed or held or waiting at 1 prefill")
-        domain.allowed = 10
-        most = 0
-        for n in range(20, 200):
-
-            def accepted(n: int = n) -> bool:
-                with contextlib.suppress(OverloadedError):
-                    fleet.submit([*LONG, n], 5, f"{n}")
-                    return True
-                return False
-
-            until(accepted)
-            taken.append(n)
-            most = max(most, len(prefill.engine.held) + len(prefill.engine.prompts))
-        fleet.check(taken, 5)
-        assert len(taken) == 190
-        assert most <= 5
-        order = [prompt[-1] for prompt, _, _ in domain.submits]
-        assert order == sorted(order), "the first that came is served first"
         fleet.until_idle()
 
 

@@ -126,18 +126,6 @@ class TestGreedy:
             assert draw([logits], [{"temperature": temperature}]) == [int(np.argmax(logits))]
 
 
-class TestSupport:
-    """Which tokens come at all."""
-
-    LOGITS = np.log(np.asarray([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
-
-    def test_literal(self):
-        def call(row):
-            return set(draws(self.LOGITS, 1000, **row).tolist())
-
-        golden.check_values("model/sampler_support.txt", call, globals())
-
-
 @given(
     seed=st.integers(0, 99),
     top_k=st.sampled_from([0, 1, 20, 64, 65, 500]),
@@ -356,12 +344,6 @@ class TestAdjust:
 
     def test_counts_of_another_sequence_mean_nothing(self):
         assert self.run({0: 7}, repetition=1.0).tolist() == self.LOGITS[0].tolist()
-
-    def test_the_mask_comes_last(self):
-        row = {"masked": 1, "allowed": words_of([1, 31, 32]), "token_ids": [0, 1]}
-        logits = self.run({}, biases=[100.0, 1.0], **row)
-        assert np.flatnonzero(np.isfinite(logits)).tolist() == [1, 31, 32]
-        assert logits[1] == 0.0
 
     def test_a_banned_token_comes_where_nothing_else_may(self):
         row = {"masked": 1, "allowed": words_of([7]), "token_ids": [7, MAX], "biases": [-1e30, 0]}

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket, RulesLayout
 from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
-from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan, words
+from jaxserve.roles.step_plan import SlotRules, StepPlan, words
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve.roles.test_step_plan import PLAN
 
@@ -60,30 +60,6 @@ def decode(rows, kv_lengths, pages=(), new=()) -> StepPlan:
         new_sequences=list(new),
         pages=words(np.asarray(pages, np.int32).reshape(-1, 3).T),
     )
-
-
-def test_what_was_said_once_is_remembered():
-    lane = LaneState(groups=2, slots=4, pages=5)
-    lane.step(PLAN)
-    arrays = lane.step(decode([2, 5], [10, 2], pages=[(5, 1, 9)]))
-    fields = BatchLayout(4, 4).fields(arrays.batch)
-    assert fields["kv_length"].tolist() == [[0, 0, 10, 0], [0, 2, 0, 0]]
-    assert fields["temperature"].view(np.float32).tolist() == [[0, 0, 0.5, 0], [0] * 4]
-    assert fields["seed"].tolist() == [[0, 0, -1, 0], [0] * 4]
-    assert arrays.page_table.tolist() == [
-        [[4, 2, 0], [0] * 3, [5, 1, 3], [0] * 3],  # slot 0 takes no part
-        [[0] * 3, [6, 9, 0], [0] * 3, [0] * 3],
-    ]
-    assert lane.step(decode([0], [8])).page_table[0, 0].tolist() == [4, 2, 0]
-
-
-def test_a_new_sequence_starts_with_an_empty_page_table():
-    lane = LaneState(groups=2, slots=4, pages=5)
-    lane.step(PLAN)
-    arrays = lane.step(decode([2], [1], pages=[(2, 0, 7)], new=[NewSequence(2, top_k=3)]))
-    assert arrays.page_table[0, 2].tolist() == [7, 0, 0]
-    fields = BatchLayout(4, 4).fields(arrays.batch[0])
-    assert (fields["top_k"][2], fields["seed"][2], fields["temperature"][2]) == (3, 0, 0)
 
 
 def test_arrays_are_not_changed_by_later_steps():

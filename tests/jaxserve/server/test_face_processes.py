@@ -239,24 +239,6 @@ def test_the_end(folder):
             os.kill(pid, 0)
 
 
-@pytest.mark.nightly
-def test_draining_lets_streams_finish(folder):
-    rig = Rig(folder)
-    rig.engine.allowed = 3
-    url = f"http://{rig.addresses['http']}/v1/completions"
-    fields = {"prompt": "hi", "stream": True}
-    with httpx.stream("POST", url, json=fields, timeout=SECONDS) as call:
-        lines = call.iter_lines()
-        assert "choices" in next(lines)
-        rig.faces.refuse()
-        until(lambda: rig.complete().status_code == 503)
-        rig.engine.allowed = None
-        assert rig.engine.drain(SECONDS)
-        rig.close()
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-
-
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(Exception, match=r"tokenizer"):
         made(tmp_path)

@@ -63,23 +63,6 @@ class TestWriteRows:
 
 
 class TestPagedAttention:
-    def test_literal(self):
-        # One head of size 1 and scores ln 1, ln 3: the second position counts three times.
-        k_pages = jnp.asarray([0.0, np.log(3.0), 50.0, 50.0]).reshape(1, 1, PAGE, 1)
-        v_pages = jnp.asarray([[1.0, 0.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]).reshape(
-            1, 1, PAGE, 2
-        )
-        output, _ = paged_attention(
-            jnp.ones((3, 1, 1)),
-            k_pages,
-            v_pages,
-            int32([[0]]),
-            int32([0, 0, 0]),
-            int32([0, 1, -1]),
-            scale=1.0,
-        )
-        np.testing.assert_allclose(output[:, 0], [[1, 0], [4, 0.75], [0, 0]], rtol=1e-6)
-
     def test_large_scores_do_not_overflow(self):
         pages = jnp.full((1, 1, PAGE, 1), 1e4)
         output, _ = paged_attention(

@@ -45,22 +45,6 @@ def run(sequence_of_token, position, largest):
     return [tuple(map(int, column)) for column in fields[:, :total].T]
 
 
-def test_literal():
-    """A chunk of five, a decode token, padding, and a chunk whose tokens all see position 6."""
-    sequence = [2, 2, 2, 2, 2, 0, 3, 1, 1, 1]
-    position = [7, 8, 9, 10, 11, 30, -1, 6, 6, 6]
-    assert run(sequence, position, 4) == [
-        (0, 4, 2, 11, 1),
-        (4, 1, 2, 12, 1),
-        (5, 1, 0, 31, 1),
-        (7, 3, 1, 7, 0),
-    ]
-
-
-def test_padding_alone():
-    assert run([0] * 5, [-1] * 5, 4) == []
-
-
 def test_sequences_outside_of_the_table_are_clamped_into_it():
     assert run([-3, 99], [4, 5], 4) == [(0, 1, 0, 5, 1), (1, 1, SEQUENCES - 1, 6, 1)]
 

@@ -15,8 +15,7 @@ from pallas_kernels.grouped_matmul import (
     mosaic_gpu_walk,
     mosaic_gpu_weights_first,
 )
-from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps_of_fp8
-from pallas_kernels.quantize import QuantArray, quantize_weight
+from pallas_kernels.quantize import quantize_weight
 from pallas_kernels.quantize.product import quant_product
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.grouped_matmul.test_mosaic_gpu import FORMS, few_blocks, rows_come_first
@@ -88,45 +87,6 @@ def test_where_no_group_has_rows_no_tile_is_read_but_the_first(monkeypatch):
     monkeypatch.setattr(mosaic_gpu_walk, "_tile_at", changed)
     with pytest.raises(AssertionError, match="index -1 of"):
         replay(product, *arguments)
-
-
-def network_in_two_steps():
-    """Rows that came in FP8, the first columns of wider ones, in two tiles that form a cluster.
-
-    Returns: found and expected.
-    """
-    rng = np.random.default_rng(0)
-    shapes = (D_FF, D_MODEL), (D_FF, D_MODEL), (D_MODEL, D_FF)
-    weights = [quantize_weight(jnp.asarray(rng.normal(size=shape)) / 16, "fp8") for shape in shapes]
-    wide = jnp.asarray(rng.normal(size=(128, D_MODEL + 128)), jnp.float8_e4m3fn)
-    scales = jnp.asarray(1 + rng.random((128, 1)), jnp.float32)
-    like = jnp.zeros((128, D_MODEL), jnp.bfloat16)
-
-    def network(values, scales, *weights):
-        narrow = QuantArray(values, scales, (1, 0))
-        found = swiglu_steps_of_fp8(like, narrow, weights)
-        assert found is not None
-        hidden, project = found
-        return project(hidden(narrow))
-
-    came = (np.asarray(wide[:, :D_MODEL], np.float32) * scales).astype(jnp.bfloat16)
-    with use_target(Target("reference", "cpu")):
-        expected = jax.jit(dense_swiglu)(came, tuple(weights))
-    found = replay(network, wide, scales, *weights)
-    return np.asarray(found, np.float32), np.asarray(expected, np.float32)
-
-
-@pytest.mark.usefixtures("clusters")
-def test_a_network_in_two_steps(monkeypatch):
-    """Hidden rows in FP8 blocks are another rounding than the reference's."""
-    found, expected = network_in_two_steps()
-    scale = np.abs(expected).max(axis=1, keepdims=True)
-    assert np.all(np.abs(found - expected) <= 5e-2 * scale)
-    change = ("rows.scales,", "rows.scales[::-1],")
-    changed = mutated(mosaic_gpu.hidden_in_blocks, change)
-    monkeypatch.setattr(mosaic_gpu, "hidden_in_blocks", changed)
-    found, _ = network_in_two_steps()
-    assert np.any(np.abs(found - expected) > 5e-2 * scale)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.quantize import QuantArray, quantize_weight
@@ -42,29 +41,6 @@ def test_leading_axes(format):
     for group, (place, rows) in enumerate(zip(np.ndindex(3, 2), x.reshape(6, 4, 10), strict=True)):
         expected = [weight.product(row, group) for row in np.asarray(rows)]
         np.testing.assert_allclose(got[place], expected, 1e-5, 1e-4)
-
-
-@pytest.mark.parametrize("format", ["fp8", ("fp8", (2, 4)), "int8"], ids=str)
-def test_inside_shard_map(format):
-    """d_out on two devices needs no sum, d_in on two more does; scales go where their values go."""
-    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("in", "out"))
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(5, 16)).astype(np.float32)
-    weight = Weight(rng, (1, 12, 16), format, jnp.float32, [1])
-    w = jax.tree.map(lambda leaf: leaf[0], weight.jax)
-    scale_columns = "in" if w.block[1] else None
-    specs = QuantArray(PartitionSpec("out", "in"), PartitionSpec("out", scale_columns), w.block)
-    sharded = jax.shard_map(
-        lambda x, w: jax.lax.psum(matmul(x, w), "in"),
-        mesh=mesh,
-        in_specs=(PartitionSpec(None, "in"), specs),
-        out_specs=PartitionSpec(None, "out"),
-    )
-    whole, expected = weight.numpy, 0
-    for half in (slice(0, 8), slice(8, 16)):  # each device quantises its own columns of rows
-        weight.numpy = whole[:, :, half]
-        expected = expected + np.stack([weight.product(row, 0) for row in x[:, half]])
-    np.testing.assert_allclose(jax.jit(sharded)(x, w), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-from pallas_kernels.grouped_matmul.packed_sums import (
-    Parts,
-    Unsummed,
-    sum_and_pack,
-    sum_packed,
-    unpack,
-)
+from pallas_kernels.grouped_matmul import mosaic_gpu_sums, packed_sums
 from pallas_kernels.grouped_matmul.routed import Choices, sort_choices
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.hopper_replay import mutated, replay
@@ -88,7 +81,7 @@ def test_sums_are_packed(target, has_base, has_choices, major):
     base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
     taken = order if has_choices else order._replace(here=np.zeros_like(here))
     expected = summed(base.astype(np.float32) * has_base, taken, rows, gates)
-    sums = Unsummed(
+    sums = packed_sums.Unsummed(
         jnp.asarray(base) if has_base else None,
         Choices(jnp.asarray(rows), jnp.asarray(gates), order) if has_choices else None,
     )
@@ -106,11 +99,11 @@ def test_what_was_packed_is_added_up(target):
     rng = np.random.default_rng(0)
     parts = [packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in range(4)]
     expected = np.sum([sums_of(part) for part in parts], axis=0)
-    found = RUNS[target](lambda: sum_packed(jnp.asarray(parts), D))
-    again = np.asarray(RUNS[target](lambda: sum_and_pack(jnp.asarray(parts), D)))
+    found = RUNS[target](lambda: packed_sums.sum_packed(jnp.asarray(parts), D))
+    again = np.asarray(RUNS[target](lambda: packed_sums.sum_and_pack(jnp.asarray(parts), D)))
     np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
     agree(again, packed_numpy(expected))
-    np.testing.assert_array_equal(unpack(jnp.asarray(parts[0]), D), sums_of(parts[0]))
+    np.testing.assert_array_equal(packed_sums.unpack(jnp.asarray(parts[0]), D), sums_of(parts[0]))
 
 
 @pytest.mark.parametrize("target", RUNS)
@@ -125,7 +118,7 @@ def test_choices_that_came_packed(target, has_base):
     rows[int(np.sum(order.sizes)) :] = -1  # as a scale: no number
     base = rng.normal(size=(TOKENS, D)).astype(jnp.bfloat16)
     expected = summed(base.astype(np.float32) * has_base, order, sums_of(rows))
-    sums = Unsummed(
+    sums = packed_sums.Unsummed(
         jnp.asarray(base) if has_base else None, Choices(jnp.asarray(rows), None, order), D
     )
     assert sums.shape == (TOKENS, D)
@@ -139,9 +132,9 @@ def test_choices_that_came_packed(target, has_base):
 def test_parts_are_sums():
     rng = np.random.default_rng(0)
     parts = jnp.asarray([packed_numpy(rng.normal(size=(3, D)).astype(np.float32)) for _ in "ab"])
-    sums = Parts(parts, D)
-    np.testing.assert_array_equal(sums.total(), sum_packed(parts, D))
-    np.testing.assert_array_equal(sums.packed(WORDS), sum_and_pack(parts, D))
+    sums = packed_sums.Parts(parts, D)
+    np.testing.assert_array_equal(sums.total(), packed_sums.sum_packed(parts, D))
+    np.testing.assert_array_equal(sums.packed(WORDS), packed_sums.sum_and_pack(parts, D))
     with pytest.raises(ValueError, match="rows of 256 words, and parts have 384"):
         sums.packed(256)
 
@@ -154,8 +147,8 @@ def test_pieces_of_rows(target):
     rows = packed_numpy(rng.normal(size=(6 * TOP_K, D)).astype(np.float32))
     base = rng.normal(size=(6, D)).astype(np.float32)
     expected = summed(base, order, sums_of(rows))
-    sums = Unsummed(jnp.asarray(base), Choices(jnp.asarray(rows), None, order), D)
-    parts = Parts(jnp.asarray([rows[:6], rows[6:12]]), D)
+    sums = packed_sums.Unsummed(jnp.asarray(base), Choices(jnp.asarray(rows), None, order), D)
+    parts = packed_sums.Parts(jnp.asarray([rows[:6], rows[6:12]]), D)
     found = RUNS[target](lambda: tuple(sums.pieces(WORDS, 2)))
     added = RUNS[target](lambda: tuple(parts.pieces(WORDS, 3)))
     np.testing.assert_allclose(sums.total(), expected, 1e-5, 1e-6)
@@ -186,8 +179,8 @@ def test_other_rows_are_noticed(monkeypatch, name, change, test):
 def test_rows_without_a_kernel():
     """Other widths are XLA's, and so are no rows."""
     with use_target(H200):
-        assert Unsummed(jnp.ones((2, 5))).packed(9).shape == (2, 9)
-        assert Unsummed(jnp.ones((0, D))).packed(WORDS).shape == (0, WORDS)
+        assert packed_sums.Unsummed(jnp.ones((2, 5))).packed(9).shape == (2, 9)
+        assert packed_sums.Unsummed(jnp.ones((0, D))).packed(WORDS).shape == (0, WORDS)
 
 
 def test_blocks_of_rows(monkeypatch):
@@ -196,10 +189,10 @@ def test_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(
         mosaic_gpu_sums, "pack", lambda *given, everywhere: (asked.append(given[3]),)
     )
-    six = Unsummed(jnp.ones((6, D)))
+    six = packed_sums.Unsummed(jnp.ones((6, D)))
     with use_target(H200):
         for major in ((2, 3), (4, 1), (1, 4)):
-            inspect.unwrap(Unsummed.packed)(six, WORDS, major)
+            inspect.unwrap(packed_sums.Unsummed.packed)(six, WORDS, major)
         with pytest.raises(ValueError, match="6 rows are not 2 x 4 equal blocks"):
             six.packed(WORDS, (2, 4))
     assert asked == [(2, 3), (1, 1), (1, 1)]

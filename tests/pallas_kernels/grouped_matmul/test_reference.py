@@ -7,24 +7,18 @@ import pytest
 
 from pallas_kernels.grouped_matmul.api import grouped_swiglu
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.grouped_matmul.suite import (
-    PLAIN_ROWS,
-    ROWS_AS_THEY_ARE,
-    ROWS_IN_BLOCKS,
-    GroupedMatmulSuite,
-    Weight,
-)
+from tests.pallas_kernels.grouped_matmul import suite
 
 
-class TestReference(GroupedMatmulSuite):
+class TestReference(suite.GroupedMatmulSuite):
     target = Target("reference", "cpu")
 
     @pytest.mark.parametrize(
         ("test", "format", "dtype"),
         [
-            *(("test_matmul", *case) for case in PLAIN_ROWS),
-            *(("test_matmul_of_rows_in_blocks", *case) for case in ROWS_IN_BLOCKS),
-            *(("test_matmul_of_rows_as_they_are", *case) for case in ROWS_AS_THEY_ARE),
+            *(("test_matmul", *case) for case in suite.PLAIN_ROWS),
+            *(("test_matmul_of_rows_in_blocks", *case) for case in suite.ROWS_IN_BLOCKS),
+            *(("test_matmul_of_rows_as_they_are", *case) for case in suite.ROWS_AS_THEY_ARE),
         ],
     )
     def test_what_takes_kernels_too_long(self, test, format, dtype):
@@ -39,7 +33,7 @@ class TestReference(GroupedMatmulSuite):
         """Whatever rows are beside it, of its group and of others: bit for bit."""
         rng = np.random.default_rng(0)
         weights = [
-            Weight(rng, (3, *shape), "float", dtype, [1] * 3).jax
+            suite.Weight(rng, (3, *shape), "float", dtype, [1] * 3).jax
             for shape in ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff))
         ]
         rows = jnp.asarray(rng.normal(size=(33, d_model)), dtype)

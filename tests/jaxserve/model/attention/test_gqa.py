@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from tests import golden
-from tests.jaxserve.model.attention.layers import (
-    EXACT,
-    MIXED_STEPS,
-    BiasesSuite,
-    check,
-    in_pieces,
-    whole,
-)
+from tests.jaxserve.model.attention import layers
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyGlm4, TinyMinimax, TinyQwen3, Yarn
 
@@ -35,13 +28,13 @@ VARIANTS = {
 }
 
 
-class TestGQA(BiasesSuite):
+class TestGQA(layers.BiasesSuite):
     variants = {name: TinyModel(name, sizes, seed=5) for name, sizes in VARIANTS.items()}  # noqa: RUF012
     cut = ("plain", "window")
 
     def test_products_in_int8(self):
         layer = self.layer("window", cache="int8", int8_products=True)
-        check(whole(layer, self.x), self.expected("window"), 0.05)
+        layers.check(layers.whole(layer, self.x), self.expected("window"), 0.05)
 
     def test_the_window_is_felt(self):
         """Or the tests above would say nothing of it."""
@@ -52,7 +45,9 @@ class TestGQA(BiasesSuite):
     @golden.table("model/shares_of_heads.yaml")
     def test_shares_of_the_devices_add_up(self, name, tp):
         layer = self.layer(name, tp=tp)
-        check(in_pieces(layer, self.x, MIXED_STEPS), self.expected(name), EXACT)
+        layers.check(
+            layers.in_pieces(layer, self.x, layers.MIXED_STEPS), self.expected(name), layers.EXACT
+        )
         heads = max(VARIANTS[name].num_key_value_heads, tp)
         assert [array.shape for array in layer.pages] == [(12, heads, 4, 16)] * 2
 
@@ -60,7 +55,7 @@ class TestGQA(BiasesSuite):
         """tp 4 of two K heads: devices 0 and 1 have the first, 2 and 3 the second."""
         one, four = self.layer(), self.layer(tp=4)
         for layer in (one, four):
-            whole(layer, self.x)
+            layers.whole(layer, self.x)
         for mine, theirs in zip(four.pages, one.pages, strict=True):
             expected = np.repeat(np.asarray(theirs), 2, axis=1)
             np.testing.assert_allclose(np.asarray(mine), expected, atol=1e-5)
@@ -69,13 +64,13 @@ class TestGQA(BiasesSuite):
     @pytest.mark.parametrize("tp", [1, 4])
     def test_cache_in_8_bits(self, cache, tolerance, tp):
         layer = self.layer(tp=tp, cache=cache)
-        got = in_pieces(layer, self.x, MIXED_STEPS)
-        check(got, self.expected(), tolerance)
+        got = layers.in_pieces(layer, self.x, layers.MIXED_STEPS)
+        layers.check(got, self.expected(), tolerance)
         with pytest.raises(AssertionError):
-            check(got, self.expected(), 1e-4)
+            layers.check(got, self.expected(), 1e-4)
         assert [(array.shape, array.dtype) for array in layer.pages] == [
             ((12, max(2, tp), 4, 16), "uint8" if cache == "fp8" else "int8")
         ] * 2 + [((12, max(2, tp), 4), "float32")] * 2
 
     def test_int8_weights_are_close(self):
-        check(whole(self.layer(weights="int8"), self.x), self.expected(), 0.05)
+        layers.check(layers.whole(self.layer(weights="int8"), self.x), self.expected(), 0.05)

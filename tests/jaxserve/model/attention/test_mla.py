@@ -16,15 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.module import Formats
 from tests import golden
-from tests.jaxserve.model.attention.layers import (
-    EXACT,
-    MIXED_STEPS,
-    BiasesSuite,
-    check,
-    in_pieces,
-    token_by_token,
-    whole,
-)
+from tests.jaxserve.model.attention import layers
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import TinyDeepseek, Yarn
 
@@ -42,7 +34,7 @@ VARIANTS = {
 }
 
 
-class TestMLA(BiasesSuite):
+class TestMLA(layers.BiasesSuite):
     variants = {name: TinyModel(name, sizes, seed=5) for name, sizes in VARIANTS.items()}  # noqa: RUF012
     cut = ("plain", "yarn, mscales")
     in_bfloat16 = 0.05
@@ -50,7 +42,9 @@ class TestMLA(BiasesSuite):
     @pytest.mark.parametrize(("name", "tp"), [("biases", 2), ("full query, biases", 4)])
     def test_shares_of_the_devices_add_up(self, name, tp):
         layer = self.layer(name, tp=tp)
-        check(in_pieces(layer, self.x, MIXED_STEPS), self.expected(name), EXACT)
+        layers.check(
+            layers.in_pieces(layer, self.x, layers.MIXED_STEPS), self.expected(name), layers.EXACT
+        )
         # Each device has the latent, which all of its heads read.
         (latent,) = layer.pages
         assert latent.shape == (12, tp, 4, 40)
@@ -62,11 +56,11 @@ class TestMLA(BiasesSuite):
         """A chunk sees its own rows as the cache holds them, so that it does not matter how a
         prompt is cut."""
         layer = self.layer(cache=cache, rope=rope)
-        at_once = whole(layer, self.x)
-        check(at_once, self.expected(), tolerance)
+        at_once = layers.whole(layer, self.x)
+        layers.check(at_once, self.expected(), tolerance)
         # Where a value lies between two of the format's, another order of sums may take the other.
-        check(in_pieces(layer, self.x, MIXED_STEPS), at_once, 0.005)
-        check(token_by_token(layer, self.x), at_once, 0.005)
+        layers.check(layers.in_pieces(layer, self.x, layers.MIXED_STEPS), at_once, 0.005)
+        layers.check(layers.token_by_token(layer, self.x), at_once, 0.005)
         shapes = [((12, 1, 4, width), dtype) for width, dtype in pages]
         found = [(array.shape, array.dtype.name) for array in layer.pages]
         assert found == [*shapes, ((12, 1, 4), "float32")]
@@ -74,7 +68,7 @@ class TestMLA(BiasesSuite):
     def test_products_in_int8(self):
         """Tokens attend to latents as they are; beside a chunk, whose own rows are in floats."""
         layer = self.layer(cache="int8", rope="bfloat16", int8_products=True)
-        check(in_pieces(layer, self.x, MIXED_STEPS), self.expected(), 0.05)
+        layers.check(layers.in_pieces(layer, self.x, layers.MIXED_STEPS), self.expected(), 0.05)
 
     def test_a_window_is_refused(self):
         config = architecture(SIZES.config())
