@@ -70,19 +70,6 @@ class TestRequests:
         )
         assert driver.count("begin") == 4  # 8, 8 and 4 tokens, then one
 
-    def test_how_long_it_waited(self, make):
-        """The second one waits for the only slot until the first has ended."""
-        engine, _ = make(overrides={"scheduler.slots": 1}, pace=0.02)
-        collector = Collector()
-        for _ in range(2):
-            collector.submit(engine, [5, 6], SamplingParams(max_tokens=6))
-        collector.wait()
-        first, second = (
-            {output.queue_seconds for output in collector.outputs(f"request {n}")} for n in range(2)
-        )
-        assert len(first) == len(second) == 1  # the same in all of its news
-        assert 0 <= first.pop() < second.pop()
-
     def test_more_than_slots(self, make):
         engine, _ = make(overrides={"lanes": 2, "attention.dp": 2, "scheduler.max_waiting": 50})
         collector = Collector()
@@ -208,19 +195,6 @@ class TestCancel:
         idle(engine)
         assert outputs[-1].finish_reason == "cancelled"
         assert len(outputs) <= 5
-
-    def test_twice_unknown_or_ended_is_fine(self, make):
-        engine, _ = make()
-        collector = Collector()
-        collector.submit(engine, [1], SamplingParams(max_tokens=2), request_id="a")
-        collector.wait()
-        for request_id in ("a", "a", "never"):
-            engine.cancel(request_id)
-        collector.submit(engine, [1], LONG, request_id="b")
-        engine.cancel("b")
-        engine.cancel("b")
-        assert collector.wait()["b"].finish_reason == "cancelled"
-        idle(engine)
 
     def test_between_submit_and_the_loop(self, make):
         """Both before the loop looked: the request ends without a step."""

@@ -393,15 +393,6 @@ TestFleet.settings = settings(
 
 
 class TestChoices:
-    def test_a_domain_with_a_free_slot_then_with_room(self):
-        world = World.without_prefill()
-        world.join("d0", slots=1)
-        world.join("d1", slots=2, tokens=320)
-        for n in range(1, 5):
-            world.submit(f"a{n}", 10)
-        # the larger cache, free slots, and, when all wait, more room
-        assert [action.worker for action in world.sent] == ["d0", "d1", "d1", "d0"]
-
     def test_a_domain_that_leaves_the_prefill_worker_alone_comes_last(self):
         world = World.of("p0", "d0", "d1")
         sizes = dict.fromkeys(("queued", "page_size", "pages", "compilations"), 0)

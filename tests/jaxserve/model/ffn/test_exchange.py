@@ -229,17 +229,6 @@ def test_a_whole_shared_expert_is_not_rounded_to_int8(mesh):
     assert np.abs(divided - one.shared(x, experts)).max() > 1e-3
 
 
-@pytest.mark.parametrize("mesh", ["AFD 4 x 2", "AFD 2 x 4", "colocated 4 x 2"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_row_to_one_rank(mesh, rank):
-    """One rank receives all rows."""
-    one = layer("alltoall", mesh)
-    local = one.sizes.local
-    own = home_slots(one.sizes)[rank * local : (rank + 1) * local]
-    load = check(one, *inputs(one, allowed=[expert for expert in own if expert != EMPTY]))
-    assert not np.delete(load, rank, 0).any()
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_only_padding(mesh):
     one = layer("alltoall", mesh)
