@@ -23,9 +23,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.demand import Demand, Spares
+from jaxserve.planner.demand import Demand, Requests, Spares
 from jaxserve.planner.deploy import Hosts, Part, Sizer
-from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Planned, Slowed
+from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Planned, Scaled
 from jaxserve.planner.deploy_view import Shown, deploy_report
 from jaxserve.planner.deployment_file import FleetFile, plan_file
 from jaxserve.planner.hardware import Hardware
@@ -63,19 +63,28 @@ ROUNDED = 0.02
 """Share by which workers for each unit may differ in the part of a fleet that is simulated."""
 COARSE = 0.05
 """Part of the TTFT's target that a simulated step takes at most, where it stands for several."""
+LEAST_TOKENS, LEAST_OUTPUT = 64, 16
+"""Simulated tokens of a mean prompt, without those found, and of a mean output at least, where each
+stands for several."""
+COARSE_KEYS = {
+    "cache.page_size",
+    "scheduler.max_length",
+    "prefill.quadratic_tokens",
+    "prefill.scheduler.token_budget",
+}
+"""Keys that count tokens of sequences."""
 PACED_SLOTS = 4096
 PACED = {
     "mode": "colocated",
     "ffn.ep": None,
     "ffn.tp": None,
-    "cache.pages": 2**24,
     "attention.dp": 1,
     "attention.tp": 1,
     "scheduler.slots": PACED_SLOTS,
     "scheduler.token_budget": PACED_SLOTS,
     "scheduler.token_buckets": [PACED_SLOTS],
 }
-"""Keys of a domain that keeps its pace whatever the batch, with room for every sequence."""
+"""Keys of a domain that keeps its pace whatever the batch; its pages follow from the requests."""
 HOST_SECONDS = 1e-4
 """Time of the host at every step's end, as `plan simulate` has it."""
 
@@ -140,7 +149,7 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
     percents = asked.ttft.percent, asked.tpot.percent
     counted = SIZING * (5 if max(percents) > 95 else 1)
     keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests, sizer.model)
-    warm, stride, prompt, output = 0, 1, demand.prompt, demand.output
+    warm, coarse = 0, _coarse(part, fleet, sizer, requests)
     running: tuple[tuple[int, int], ...] = ()
     if workers:
         groups = fleet.worker.layout.dp
@@ -149,41 +158,40 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
         warm = min(counted, 2 * workers * groups)
     if part == "prefill":
         horizon = int(HORIZON * asked.ttft.seconds * demand.rate * share)
-        output, counted = 1, max(counted, min(horizon, MOST_COUNTED))
+        counted = max(counted, min(horizon, MOST_COUNTED))
         domain: StageTimes = Constant(1, 1, fleet.pace / layout.lanes)
-        keys |= PACED
+        passing = max(LEAST, int(4 * demand.rate * share * fleet.pace))
+        keys |= PACED | {"cache.pages": passing * (asked.longest // asked.page + 1)}
     else:
-        most = min(SIZING_TOKENS // output, int(SIZING_STEPS / each))
-        counted = min(counted, max(LEAST, most))
-        if not workers:
-            stride = max(1, min(round(counted * each / SIZING_STEPS), output // 16))
-        if part == "whole" and not workers:  # units compute prompts, in chunks of several steps
-            stride = max(1, min(stride, int(COARSE * asked.ttft.seconds / fleet.pace)))
-            budget = stride * keys["scheduler.token_budget"]
-            keys["scheduler.token_budget"] = budget
-            keys["scheduler.token_buckets"] = [keys["scheduler.slots"], budget]
-        else:
+        most = min(SIZING_TOKENS / demand.output, SIZING_STEPS / each)
+        counted = min(counted, max(LEAST, int(most * coarse)))
+        if part == "decode" or workers:
             length, left = requests.running(max(1, round(fleet.sequences * units / fleet.units)))
-            left = np.maximum(1, left // stride)
-            running = tuple(zip(length.tolist(), left.tolist(), strict=True))
-        output //= stride
+            left = np.maximum(1, left // coarse)
+            running = tuple(zip((length // coarse).tolist(), left.tolist(), strict=True))
         if part == "decode":
-            prompt += (demand.output - output) // 2 * (stride > 1)
             keys["fleet.domain_waiting"] = PACED_SLOTS
         drafts = fleet.unit.pace.drafts(max(1, round(fleet.taken)))
-        domain = Slowed(sizer.times(layout, fleet.unit.hardware), drafts, stride)
+        domain = Scaled(sizer.times(layout, fleet.unit.hardware), coarse, coarse, drafts)
+    for key in COARSE_KEYS & keys.keys():
+        keys[key] = max(1, keys[key] // coarse)
+    if workers:
+        budget = keys["prefill.scheduler.token_budget"]
+        keys["prefill.scheduler.token_buckets"] = [budget // 4, budget]
     if keys["mode"] == "afd":
         keys["fleet.domains"] = [f"decode-{one}:1" for one in range(units)]
         if workers:
             keys["fleet.prefill"] = [f"prefill-{one}:1" for one in range(workers)]
     else:
         keys["domains"] = units
-    own = fleet.worker.hardware
+    on, link = fleet.worker.hardware, sizer.link(fleet)
     return FleetSimulation(
         load_deployment(Path(), {key: one for key, one in keys.items() if one is not None}),
         FleetTraffic(
             lengths=msgspec.structs.replace(
-                demand.lengths(asked.longest), prompt=prompt, output=output
+                demand.lengths(asked.longest // coarse),
+                prompt=max(1, demand.prompt // coarse),
+                output=1 if part == "prefill" else max(1, demand.output // coarse),
             ),
             rate=demand.rate * share,
             requests=warm + counted,
@@ -193,15 +201,31 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
             percents=percents,
         ),
         FleetConditions(
-            pages=sizer.link(fleet),
+            pages=msgspec.structs.replace(link, token_bytes=link.token_bytes * coarse),
             host_seconds=HOST_SECONDS,
             request_seconds=sizer.searcher.calculator.assumed.request_seconds,
             prefilled=part == "decode",
-            tokens_a_step=stride,
+            tokens_a_step=1 if part == "prefill" else coarse,
         ),
         domain=domain,
-        prefill=sizer.times(fleet.worker.layout, (own, own)) if workers else None,
+        prefill=Scaled(sizer.times(fleet.worker.layout, (on, on)), coarse) if workers else None,
     ).run()
+
+
+def _coarse(part: Part, fleet: Fleet, sizer: Sizer, requests: Requests) -> int:
+    """Returns how many tokens a simulated one stands for: a power of two that divides a page.
+
+    Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen.
+    Where the domain's steps take part of the TTFT, they stay short beside its target.
+    """
+    asked, most = sizer.asked, float(sizer.asked.page)
+    if part != "decode":
+        most = min(most, requests.computed / LEAST_TOKENS)
+    if part != "prefill":
+        most = min(most, asked.demand.output / LEAST_OUTPUT)
+    if part == "whole":
+        most = min(most, COARSE * asked.ttft.seconds / fleet.pace)
+    return 1 << max(0, int(most).bit_length() - 1)
 
 
 def _part(fleet: Fleet, part: Part) -> tuple[int, int]:

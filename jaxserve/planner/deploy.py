@@ -42,9 +42,9 @@ from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
-SIMULATED, NONE_FITS = 4, -12
-"""Layouts of prefill workers that are simulated at most, and what may be left of that number, below
-0, while none meets the target."""
+SIMULATED = 16
+"""Kinds of prefill workers that are simulated at most. A kind that costs more than the best one
+takes a single simulation."""
 KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
 MOST_BUSY = 0.85
@@ -114,6 +114,12 @@ class Sizer:
                 f"no prefill worker: the weights do not fit on {most} devices of "
                 f"{', '.join(self._hosts.prefill)}"
             )
+        if min(worker.alone for worker in workers) > asked.ttft.seconds:
+            raise ConfigError(
+                f"no prefill worker of up to {asked.target.max_devices} devices meets "
+                f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
+                "such a prompt with nothing else to do"
+            )
         units = sorted(self._units(candidates), key=self._least_decode)
         best = self._apart(units, workers)
         for unit in () if asked.prefill_devices else units:
@@ -121,11 +127,7 @@ class Sizer:
             if computes and (best is None or unit.dollars < best.dollars):
                 best = self._together(Fleet(workers[0], 0, unit, 1, 1.0)) or best
         if best is None:
-            raise ConfigError(
-                f"no prefill worker of up to {asked.target.max_devices} devices meets "
-                f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
-                "such a prompt with nothing else to do"
-            )
+            raise ConfigError(self._unmet())
         return Planned(best=best, found=found, reasons=self._reasons)
 
     def _apart(self, units: list[DecodeUnit], workers: list[PrefillWorker]) -> Deployment | None:
@@ -140,17 +142,24 @@ class Sizer:
             if fleet is not None and least >= fleet.decode_dollars:
                 reason = f"at least {least:,.2f} USD an hour"
             elif sized := self._sized(
-                "decode", Fleet(workers[0], 1, unit, 1, 1.0), round(least / unit.dollars)
+                "decode",
+                Fleet(workers[0], 1, unit, 1, 1.0),
+                round(least / unit.dollars),
+                0 if fleet is None else _ceil(fleet.decode_dollars / unit.dollars) - 1,
             ):
                 reason = f"{sized.units}, {sized.decode_dollars:,.2f} USD an hour"
-                if fleet is None or sized.decode_dollars < fleet.decode_dollars:
-                    fleet = sized
+                fleet = sized
+            elif fleet is not None:
+                reason = f"not below {fleet.decode_dollars:,.2f} USD an hour"
             told = reason or f"no number of units meets {self.asked.tpot.text}"
             self._reasons[f"decode: {unit.layout.text}"] = told
         if fleet is None:
-            told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
-            raise ConfigError(f"no deployment meets it: {told}")
+            raise ConfigError(self._unmet())
         return self._cheapest(fleet, workers)
+
+    def _unmet(self) -> str:
+        told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
+        return f"no deployment meets it: {told}"
 
     def _together(self, fleet: Fleet) -> Deployment | None:
         """The deployment of one colocated unit that computes prompts, too; None: it misses a
@@ -222,9 +231,9 @@ class Sizer:
         """USD an hour of the fewest units that could do."""
         return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
-    def _sized(self, part: Part, fleet: Fleet, least: int) -> Fleet | None:
+    def _sized(self, part: Part, fleet: Fleet, least: int, most: int = 0) -> Fleet | None:
         """The fleet with the fewest decode units, or prefill workers, that meets the target of this
-        part; None: no number of them does."""
+        part; None: no number of them does, or none up to `most`, if that is not 0."""
         asked, demand = self.asked, self.asked.demand
 
         def made(number: int) -> Fleet:
@@ -238,7 +247,7 @@ class Sizer:
                 return found.ttft_asked <= asked.ttft.seconds
             return found.tpot_asked <= asked.tpot.seconds
 
-        number = _fewest(meets, least)
+        number = _fewest(meets, least, most)
         return None if number is None else made(number)
 
     # ------------------------------------------------------------------------ prefill workers
@@ -288,31 +297,31 @@ class Sizer:
     def _cheapest(self, fleet: Fleet, workers: list[PrefillWorker]) -> Deployment | None:
         """The deployment with these decode units and the prefill workers that cost least; None:
         none of them meets the TTFT."""
-        best: Deployment | None = None
+        best: Fleet | None = None
         left, demand = SIMULATED, self.asked.demand
         for worker in workers:
-            least = self._least_prefill(worker)[0]
+            fewest = self._least_workers(worker, demand.rate)
+            least = self._linked(fleet._replace(worker=worker, workers=fewest), demand)
             if worker.alone > self.asked.ttft.seconds:
                 reason = f"a prompt by itself takes {worker.alone:.2g} s"
-            elif left <= (NONE_FITS if best is None else 0) or (
-                best is not None and least >= best.fleet.prefill_dollars
-            ):
-                reason = f"at least {least:,.2f} USD an hour"
+            elif not left or (best is not None and least.prefill_dollars >= best.prefill_dollars):
+                reason = f"at least {least.prefill_dollars:,.2f} USD an hour"
             else:
                 left -= 1
-                asked = self._least_workers(worker, demand.rate)
-                linked = self._linked(fleet._replace(worker=worker, workers=asked), demand)
-                sized = self._sized("prefill", linked, linked.workers)
-                made = self._whole(sized, demand) if sized else None
+                most = 0 if best is None else _ceil(best.prefill_dollars / worker.dollars) - 1
+                sized = self._sized("prefill", least, least.workers, most)
                 reason = "no number of workers meets the TTFT"
-                if made is not None:
-                    dollars = made.fleet.prefill_dollars
-                    reason = f"{made.fleet.workers}, {dollars:,.2f} USD an hour"
-                    best = made if best is None or made.dollars < best.dollars else best
+                if sized is not None:
+                    best, reason = (
+                        sized,
+                        f"{sized.workers}, {sized.prefill_dollars:,.2f} USD an hour",
+                    )
+                elif best is not None:
+                    reason = f"not below {best.prefill_dollars:,.2f} USD an hour"
             if len(self._reasons) < REASONS:
                 text = f"prefill: {worker.layout.text}, chunks of {worker.chunk}"
                 self._reasons[text] = reason
-        return best
+        return None if best is None else self._whole(best, demand)
 
     def _whole(self, fleet: Fleet, demand: Demand) -> Deployment | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both
@@ -427,15 +436,17 @@ def _ceil(number: float) -> int:
     return max(1, math.ceil(number - 1e-9))
 
 
-def _fewest(meets: Callable[[int], bool], least: int) -> int | None:
+def _fewest(meets: Callable[[int], bool], least: int, most: int = 0) -> int | None:
     """The least number from `least` on that meets what all larger ones meet, too; None: none up to
-    `FURTHER` times as many more, and a few, does."""
-    if meets(least):
+    `most` does. Without `most` the bound is `FURTHER` times as many, and a few."""
+    if most and not meets(most):
+        return None
+    if most == least or meets(least):
         return least
     step = 1
-    while not meets(least + step):
+    while not most and not meets(least + step):
         step *= 2
         if step > FURTHER * least + 4:
             return None
-    low = least + step // 2
-    return low + 1 + bisect_left(range(low + 1, least + step), True, key=meets)
+    low, high = (least, most) if most else (least + step // 2, least + step)
+    return low + 1 + bisect_left(range(low + 1, high), True, key=meets)

@@ -401,23 +401,33 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, str]
 
 
-class Slowed:
-    """Stage times of steps that each take `factor` times as long, as with drafts.
+class Scaled:
+    """Stage times of a simulation whose tokens stand for several each, so that it has as many times
+    fewer of them to look at.
 
     Args:
-      stride: steps that a simulated one stands for; it has all tokens that they compute of prompts.
+      tokens: tokens that a simulated one stands for.
+      steps: steps that a simulated one stands for: `tokens` where it decodes, or 1.
+      factor: of all times, as with drafts.
     """
 
-    def __init__(self, times: StageTimes, factor: float, stride: int = 1):
+    def __init__(self, times: StageTimes, tokens: int, steps: int = 1, factor: float = 1.0):
         self.layers, self.overlapped = times.layers, times.overlapped
-        self._times, self._factor, self._stride = times, factor * stride, stride
+        self._times, self._tokens = times, tokens
+        self._a_step, self._factor = tokens // steps, factor * steps
 
     def step(self, rows: Rows) -> StepTimes:
-        if self._stride > 1:
-            tokens = np.maximum(1, rows.tokens // self._stride)
-            most = int(np.bincount(rows.group, tokens, rows.groups).max(initial=1))
-            rows = rows._replace(tokens=tokens, padded=most)
-        step, factor = self._times.step(rows), self._factor
+        step, factor = (
+            self._times.step(
+                rows._replace(
+                    tokens=rows.tokens * self._a_step,
+                    padded=rows.padded * self._a_step,
+                    length=rows.length * self._tokens,
+                    reach=rows.reach * self._tokens,
+                )
+            ),
+            self._factor,
+        )
         return step._replace(
             attend=[factor * layer for layer in step.attend],
             dispatch=[factor * layer for layer in step.dispatch],

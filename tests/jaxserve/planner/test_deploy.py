@@ -134,6 +134,7 @@ def test_the_fewest():
     assert _fewest(meets, 3) == 11
     assert len(asked) <= 8
     assert _fewest(lambda number: False, 3) is None
+    assert [_fewest(meets, 3, most) for most in (10, 11, 30)] == [None, 11, 11]
 
 
 def test_littles_law():
