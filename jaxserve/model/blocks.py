@@ -238,7 +238,6 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
         "speculative.method": (deployment.speculative.method, deployment.drafts > 0),
         "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
         "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
-        "link.transport": (deployment.link.transport, deployment.topology.crosses_runtimes),
     }
     # What no run with compressed attention has been compared with.
     for key, (value, asked) in refused.items():

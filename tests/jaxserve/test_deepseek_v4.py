@@ -1,6 +1,7 @@
 """Logits and tokens of a tiny DeepSeek-V4 are those that transformers computes
 (`tests/reference/tiny_deepseek_v4.py`), with prompts longer than its windows and rows. FP32."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import hand_offs, layouts
+from tests.jaxserve.fleet import test_domains
 from tests.jaxserve.moving import move_at_random
 from tests.jaxserve.stepping import Sequences
 from tests.reference.tiny_deepseek_v4 import (
@@ -68,6 +70,15 @@ def test_tokens_of_layouts(folder, layout):
         assert layouts.generate(engine, questions(), GREEDY) == tokens
         if "moving" in layout:
             move_at_random(engine, questions(), GREEDY, tokens, 2)
+
+
+def test_tokens_over_pull(folder, monkeypatch):
+    monkeypatch.setattr(test_domains, "FFN", LIMITS | {"mode": "afd"} | test_domains.FFN)
+    monkeypatch.setitem(test_domains.DOMAINS, "V4", (3, {"lanes": 2, "attention.dp": 2}))
+    with test_domains.serving(folder) as server:
+        domain = test_domains.open_domain(folder, server, "V4")
+        with contextlib.closing(domain):
+            assert layouts.generate(domain.engine, questions(), GREEDY) == golden()[0]
 
 
 def sharing() -> list[list[int]]:
