@@ -6,9 +6,11 @@ import time
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.expert_control import Found, Look, Place, Rebalance, encode, questions
+from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import check_placement
 from jaxserve.observe.recorder import Recorder, StageResult
 from jaxserve.observe.spans import Span
+from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.expert_balancer import ExpertBalancer
 
 MOST_SPANS = 2048
@@ -38,29 +40,44 @@ def answer(balancer: ExpertBalancer, log: "PassLog", question: bytes) -> bytes:
         refused = str(error)
     except EngineFailedError as error:
         failed = str(error)
-    counts, placements = (log.passes, log.rows, spans), dict(balancer.placements)
-    return encode(Found(log.name, balancer.view(), placements, *counts, proposal, refused, failed))
+    placements, told = dict(balancer.placements), (spans, proposal, refused, failed)
+    return encode(Found(log.name, balancer.view(), placements, log.work, *told))
 
 
 class PassLog:
     """Counts the passes of an ffn worker, and measures them while an attention runtime watches.
 
+    Args:
+      policy: chooses the messages of passes.
+
     Attributes:
       name: names this start of the worker.
-      passes, rows: passes so far, and rows of all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Turns):
         self.name = secrets.token_hex(4)
-        self.passes = self.rows = 0
+        self._passes = self._messages = self._rows = 0
+        self._policy = policy
         self._measured_until = -math.inf
         self._recorder = Recorder(capacity=MOST_SPANS, paused=True)
 
-    def add(self, layer: int, rows: int, result: StageResult) -> None:
-        """Counts a pass that was enqueued now."""
-        self.passes, self.rows = self.passes + 1, self.rows + rows
+    def add(self, layer: int, messages: int, rows: int, result: StageResult) -> None:
+        """Counts a pass that was enqueued now, with its messages and the rows of all of them."""
+        self._passes, self._messages = self._passes + 1, self._messages + messages
+        self._rows += rows
         if time.monotonic() < self._measured_until:
-            self._recorder.observe("ffn", 0, layer, self.passes, result)
+            self._recorder.observe("ffn", 0, layer, self._passes, result)
+
+    @property
+    def work(self) -> FFNWorkerView:
+        """Counts since the start, without the worker's address."""
+        return FFNWorkerView(
+            passes=self._passes,
+            messages=self._messages,
+            rows=self._rows,
+            left_behind=self._policy.left_behind,
+            misjudged=self._policy.misjudged,
+        )
 
     def spans(self) -> list[Span]:
         """The passes measured last, since an earlier call; passes are measured for a while."""

@@ -55,10 +55,8 @@ class Found(msgspec.Struct, frozen=True):
     """Name of the worker, different after every start."""
     view: ExpertView
     placements: dict[int, tuple[int, ...]]
-    passes: int = 0
-    """Passes since the start."""
-    rows: int = 0
-    """Rows of all passes."""
+    work: FFNWorkerView = FFNWorkerView()
+    """Work since the start."""
     spans: list[Span] = []
     """The latest passes, if they are measured; their lanes are not known here."""
     proposal: Proposal | None = None
@@ -124,8 +122,7 @@ class RemoteExperts:
           EngineFailedError: no ffn worker answers.
         """
         found = self._question(Look(watch=True), timeout)
-        worker = FFNWorkerView(name=self._where(), passes=found.passes, rows=found.rows)
-        return worker, found.spans
+        return msgspec.structs.replace(found.work, name=self._where()), found.spans
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
         """Has the ffn worker in use rebalance; see `ExpertBalancer.rebalance`."""

@@ -128,7 +128,8 @@ def message_server(
     most = most_messages(role.config, deployment, memory[role.role])
     templates = FFNTemplates(role.config, deployment, AbstractSubmeshes(deployment))
     built = build_ffn(templates, deployment, role.mesh, source, role.names)
-    work = FFNMessages(role, deployment, *built)
+    policy = POLICIES[deployment.link.batching](most)
+    work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built)
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
     prepared = sizes_together(sizes, min(most, deployment.domains))
     work.compile([size for size in prepared if size.messages > 1])
@@ -139,7 +140,7 @@ def message_server(
         token,
         work,
         transport=deployment.link.transport,
-        policy=POLICIES[deployment.link.batching](most),
+        policy=policy,
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
     )
@@ -158,6 +159,7 @@ class FFNMessages:
         self,
         role: RoleRuntime,
         deployment: Deployment,
+        log: expert_answers.PassLog,
         programs: FFNPrograms,
         executables: FFNExecutables,
         weights: FFNWeights,
@@ -171,7 +173,7 @@ class FFNMessages:
         self._templates = programs.templates
         self._padding = functools.cache(self._make_padding)
         self._worker = FFNWorker(programs, executables, weights, slots)
-        self._log = expert_answers.PassLog()
+        self._log = log
         self.experts = make_balancer(programs.templates, deployment, slots)
 
     def serve_weights(self, token: str) -> WeightsServer | None:
@@ -242,7 +244,8 @@ class FFNMessages:
         if count > len(messages):
             slots += [*self._padding(kind, size)] * (count - len(messages))
         made = self._worker.answer(layer, size._replace(messages=count), slots)
-        self._log.add(layer, len(messages) * size.pieces * size.rows, made[0])
+        rows = len(messages) * size.pieces * size.rows
+        self._log.add(layer, len(messages), rows, made[0])
         return [landing.pieces(made[at : at + each]) for at in range(0, each * len(messages), each)]
 
     def _make_padding(self, kind: str, size: MessageSize) -> Arrays:

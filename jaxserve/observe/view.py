@@ -24,12 +24,18 @@ class Transfers(NamedTuple):
 class FFNWorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Work since the start of an ffn worker that has a runtime of its own."""
 
-    name: str
+    name: str = ""
     """Address of the worker, as attention workers know it."""
-    passes: int
+    passes: int = 0
     """Passes through a layer's FFN."""
-    rows: int
+    messages: int = 0
+    """Messages of all passes."""
+    rows: int = 0
     """Rows of all passes, with the padding of messages."""
+    left_behind: int = 0
+    """Messages that came after their cohort had gone on."""
+    misjudged: float = 0.0
+    """Seconds between the predicted and the real arrival of a message, moving mean."""
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,14 @@ TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 
 FRESH_SECONDS = 60.0
 """Older samples of the pipeline are not shown."""
 
+FFN_WORKER = {
+    "passes": "Passes of the ffn worker of another runtime, when last watched.",
+    "messages": "Messages of these passes.",
+    "rows": "Rows of these passes.",
+    "left_behind": "Messages that came after their cohort had gone on.",
+}
+"""Counters of `FFNWorkerView`."""
+
 
 class Times(NamedTuple):
     """How long something took, since the start."""
@@ -451,6 +459,13 @@ class _EngineCollector(Collector):
         for stage, (count, seconds) in view.transfers.items():
             transfers.add_metric([self._model, stage], count_value=count, sum_value=seconds)
         yield transfers
+        for name, text in FFN_WORKER.items() if view.ffn else ():
+            total = sum(getattr(worker, name) for worker in view.ffn)
+            yield self._counter(f"ffn_worker_{name}", text, total)
+        if view.ffn:
+            misjudged = max(worker.misjudged for worker in view.ffn)
+            text = "Between predicted and real arrivals of messages at the ffn worker, mean."
+            yield self._gauge("ffn_worker_misjudged_seconds", text, misjudged)
         if view.experts is not None:
             yield from self._expert_metrics(view.experts)
 

@@ -66,6 +66,8 @@ class Turns:
 
     def __init__(self, most: int = 1):
         self.most = most
+        self.left_behind, self.misjudged = 0, 0.0
+        """See `FFNWorkerView`."""
         self._waiting: dict[Key, Waiting] = {}
         """Messages by lane, in the order of their arrival."""
         self._turns: dict[Hashable, int] = {}

@@ -86,8 +86,6 @@ class Cohorts(Turns):
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
         self.iteration = FIRST_ITERATION
         """Moving mean of the seconds that a cohort takes for all layers."""
-        self.left_behind = 0
-        """Messages that came after their cohort had gone on."""
 
     def put(self, message: Waiting, now: float) -> None:
         """See `Turns`."""
@@ -96,7 +94,10 @@ class Cohorts(Turns):
             self._remove(self._waiting[key])
         cohort = self._cohorts[message.cohort]
         self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
-        self._lanes[key].arrives(message.layer, now)
+        lane = self._lanes[key]
+        if lane.due:
+            self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
+        lane.arrives(message.layer, now)
         cohort.missing.discard(key)
 
     def take(self, now: float, *, idle: bool) -> Decision:

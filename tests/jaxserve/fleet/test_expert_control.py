@@ -9,6 +9,7 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.expert_answers import PassLog, answer
 from jaxserve.fleet.expert_control import RemoteExperts
+from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import MoveExperts
@@ -30,7 +31,8 @@ class Workers:
     def begin(self, name, sizes=SIZES):
         settings = Experts(move_gb_per_second=1e6)
         self.balancer = ExpertBalancer(ExpertFacts([1], sizes, 100), settings, self._none)
-        self.log = PassLog()
+        self.policy = Turns()
+        self.log = PassLog(self.policy)
         self.log.name = name
 
     def ask(self, question, seconds):
@@ -183,13 +185,15 @@ def test_what_goes_wrong_is_said(workers, experts):
 
 def test_passes_are_counted_and_measured_once_somebody_has_asked(workers):
     experts = RemoteExperts(workers.ask, where=lambda: "ffn:9300")
-    workers.log.add(1, 8, Mock())
+    workers.log.add(1, 1, 8, Mock())
     experts.look()
-    workers.log.add(2, 8, Mock())
+    workers.log.add(2, 2, 16, Mock())
+    workers.policy.left_behind, workers.policy.misjudged = 3, 0.5
     found, spans = experts.passes(1.0)
-    assert found == FFNWorkerView(name="ffn:9300", passes=2, rows=16)
+    counts = {"passes": 2, "messages": 3, "rows": 24, "left_behind": 3, "misjudged": 0.5}
+    assert found == FFNWorkerView(name="ffn:9300", **counts)
     assert spans == []
-    workers.log.add(3, 4, Mock())
+    workers.log.add(3, 1, 4, Mock())
     until(lambda: experts.passes(1.0)[1], 10)
     (span,) = experts.passes(1.0)[1]
     assert (span.stage, span.layer, span.step) == ("ffn", 3, 3)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.link.pages.source import PagesLoad
-from jaxserve.observe.view import PipelineView, Transfers
+from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server import metrics as module
 from jaxserve.server.metrics import Metrics
@@ -107,6 +107,7 @@ VIEW = PipelineView(
     bubble=0.25,
     transfers={"dispatch": Transfers(4, 0.5)},
     experts=ExpertView(imbalance=2.5),
+    ffn=[FFNWorkerView(passes=5, messages=9, rows=72, left_behind=2, misjudged=0.25)],
 )
 
 
