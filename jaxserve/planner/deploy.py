@@ -44,7 +44,7 @@ TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
 SIMULATED = 16
 """Kinds of prefill workers that are simulated at most. A kind that costs more than the best one
-takes a single simulation."""
+takes two simulations."""
 KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
 MOST_BUSY = 0.85
@@ -437,16 +437,11 @@ def _ceil(number: float) -> int:
 
 
 def _fewest(meets: Callable[[int], bool], least: int, most: int = 0) -> int | None:
-    """The least number from `least` on that meets what all larger ones meet, too; None: none up to
-    `most` does. Without `most` the bound is `FURTHER` times as many, and a few."""
-    if most and not meets(most):
-        return None
-    if most == least or meets(least):
+    """The least number from `least` on that meets what all larger ones meet, too; None: `most` does
+    not meet it. Where that is 0 the bound is `FURTHER` times as many, and a few."""
+    most = most or FURTHER * least + 4
+    if meets(least):
         return least
-    step = 1
-    while not most and not meets(least + step):
-        step *= 2
-        if step > FURTHER * least + 4:
-            return None
-    low, high = (least, most) if most else (least + step // 2, least + step)
-    return low + 1 + bisect_left(range(low + 1, high), True, key=meets)
+    if most == least or not meets(most):
+        return None
+    return least + 1 + bisect_left(range(least + 1, most), True, key=meets)
