@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.attention.kv_cache import OPEN_TOKENS, Pages
 from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
@@ -218,8 +218,8 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
     """
     tp = deployment.attention.tp
     sizes = [("query heads", spec.q_heads) for spec in config.attentions()]
-    for spec in config.attentions():
-        sizes += [("o_groups", spec.out_groups)] if isinstance(spec, Compressed) else []
+    compressed = [spec for spec in config.attentions() if isinstance(spec, Compressed)]
+    sizes += [("o_groups", spec.out_groups) for spec in compressed]
     for name, size in (*sizes, ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
@@ -234,12 +234,14 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
+    # Tokens of two rows that overlap, and behind them drafts, which must not overwrite them.
+    kept = deployment.drafts + 2 * max((one.every for one in compressed if one.indexer), default=0)
     refused = {
-        "speculative.method": (deployment.speculative.method, deployment.drafts > 0),
+        "speculative.drafts": (deployment.drafts, kept > OPEN_TOKENS),
         "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
         "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
     }
     # What no run with compressed attention has been compared with.
     for key, (value, asked) in refused.items():
-        if asked and any(isinstance(spec, Compressed) for spec in config.attentions()):
+        if asked and compressed:
             raise ConfigError(f"{key} = {value}: not with compressed attention (DeepSeek-V4)")
