@@ -167,8 +167,21 @@ def check_devices(share: ProcessShare, process_id: int, there: int) -> None:
         )
 
 
+MOST_SIMULATED = 64
+"""CPU devices of one process; more take many minutes to start."""
+
+
 def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
-    """Makes the simulated CPU devices of this process: its share, or alone at least its share."""
+    """Makes the simulated CPU devices of this process: its share, or alone at least its share.
+
+    Raises:
+      ConfigError: it needs more than `MOST_SIMULATED`, or JAX has already started with too few.
+    """
+    if share.devices > MOST_SIMULATED:
+        raise ConfigError(
+            f"this process needs {share.devices} devices ({share.attention} attention + "
+            f"{share.ffn} ffn), and a CPU simulates at most {MOST_SIMULATED}"
+        )
     wanted = max(share.devices, jax.config.jax_num_cpu_devices) if alone else share.devices
     try:
         jax.config.update("jax_num_cpu_devices", wanted)

@@ -19,7 +19,7 @@ CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 REASONING = f"{CHANNEL}analysis{MESSAGE}", "<|end|>"
 
-_HEADS = "<|start|>", CHANNEL, "<|constrain|>", "to="
+_HEADS = "<|start|>", CHANNEL, MESSAGE, "<|constrain|>", "to="
 """Beginnings of a message's head. An answer that begins with another text has no messages."""
 _ENDS = "<|end|>", "<|call|>", "<|return|>", "<|start|>"
 _END = re.compile("|".join(map(re.escape, _ENDS)))
@@ -43,7 +43,7 @@ class HarmonyParser(AnswerParser):
         self._tools = tools is not None
         self._kind = "content"  # of the current message: content, reasoning, call or dropped
         self._before = {"content"} if begun else set[str]()  # kinds that earlier messages had
-        self._first = True  # no message has begun yet
+        self._first = not begun  # no message has begun yet
         self._state = self._inside if begun else self._outside
 
     @property
@@ -55,14 +55,14 @@ class HarmonyParser(AnswerParser):
         """Before a message: its recipient and channel."""
         text, self.held = self.held + text, ""
         head, found, after = text.partition(MESSAGE)
-        begun = head.lstrip()
-        if found:
-            self._state, self._first, self._said = self._inside, False, False
-            return self._open(head), after
+        begun = (head + found).lstrip()
         known = any(begun.startswith(mark) or mark.startswith(begun) for mark in _HEADS)
         if self._first and not known:
             self._state = self._inside
             return [], text
+        if found:
+            self._state, self._first, self._said = self._inside, False, False
+            return self._open(head), after
         self.held = "" if last else text
         return [], None
 

@@ -64,7 +64,7 @@ def _recorded(request: Profile) -> Profiled:
         profiler.start_trace(str(directory))
         time.sleep(request.seconds)
         profiler.stop_trace()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise HttpError(400, f"directory: {error}", param="directory") from None
     finally:
         _running.release()

@@ -49,6 +49,8 @@ except ConfigError as error:
     said = python(HEAD + code)
     assert said.startswith("this process needs 5 CPU devices (3 attention + 2 ffn), and JAX has")
     assert said.endswith("or set JAX_NUM_CPU_DEVICES=5")
+    with pytest.raises(ConfigError, match=r"needs 100 devices \(99 attention"):
+        devices._set_cpu_devices(ProcessShare(99, 1), alone=True)
 
 
 @pytest.mark.parametrize(
