@@ -56,7 +56,7 @@ BENCHES = {
     ),
     "domains": Bench(
         "independent attention workers on one ffn worker",
-        {"domains": domains.measure, "pool": domains.simulate},
+        {"domains": domains.measure},
     ),
     "engine": Bench(
         "shared prefixes, and the cost of sampling options",

@@ -7,7 +7,6 @@ runs: the link, its frames, the queue and its policy.
 """
 
 import itertools
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,11 +21,9 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_workers
 from jaxserve.link.dispatch.contract import MOST_MESSAGES, MessageSize
 from jaxserve.link.remote.client import MessageClient
-from jaxserve.link.remote.cohorts import Cohorts
 from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.session.hello import make_hello
-from jaxserve.planner.pool import ExpertPool, simulate_pool
 from jaxserve.ports import free_port
 
 LAYERS, LANES, ROWS, WORDS = 16, 2, 32, 512
@@ -56,45 +52,6 @@ def measure(quick: bool) -> Iterator[Part]:
                 measures.append(Measure(f"  {batching} ÷ rotation", gain, "", wanted, "more"))
     notes = [f"Messages sent and answered a second; {LANES} lanes, {LAYERS} layers."]
     yield Part("domains", "domains on one ffn worker, stand-in stages", measures, notes, details)
-
-
-STEP3 = {"fixed": 120e-6, "row": 150e-6 / 128}
-"""Step-3: a pass; the time of all rows stays the same, whatever the number of workers."""
-SIMULATED: dict[str, tuple[dict[str, Any], float]] = {
-    "3 workers": ({"workers": 3}, 0.98),
-    "63 workers": ({"workers": 63}, 0.98),
-    "63, stragglers": ({"workers": 63, "slow": 2.0}, 1.10),
-    "63, one away for 2 s": ({"workers": 63, "dead": (2.0, 4.0)}, 1.0),
-}
-"""Name → settings, and the least gain over lockstep."""
-
-
-def simulate(quick: bool) -> Iterator[Part]:
-    """Cohorts and lockstep in simulated time, over several seeds."""
-    measures, details = [], {}
-    for name, (given, limit) in SIMULATED.items():
-        row = STEP3["row"] / given["workers"]
-        pool = ExpertPool(**(STEP3 | given | {"row": row}))
-        for policy, arguments in (("lockstep", (math.inf, math.inf)), ("cohorts", ())):
-            details[f"{name}, {policy}"] = [
-                msgspec.structs.asdict(
-                    simulate_pool(
-                        pool,
-                        Cohorts(pool.workers, *arguments),
-                        seed=seed,
-                        iterations=5 if quick else 100,
-                    )
-                )
-                for seed in range(1 if quick else 5)
-            ]
-        lock, own = (details[f"{name}, {policy}"] for policy in ("lockstep", "cohorts"))
-        rates = [np.mean([one["tokens"] for one in runs]) for runs in (lock, own)]
-        measures += [
-            Measure(f"{name}: cohorts", float(rates[1]), "tokens/s"),
-            Measure("  ÷ lockstep", float(rates[1] / rates[0]), "", limit, "more"),
-            Measure("  p99 of an iteration ÷ p50", own[0]["p99"] / own[0]["p50"], "", 2.2),
-        ]
-    yield Part("pool", "an expert pool in simulated time", measures, [], details)
 
 
 def _run(

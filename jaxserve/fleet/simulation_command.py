@@ -32,7 +32,7 @@ from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.noise import ExpertLoads, read_skew
 from jaxserve.planner.options import jitter, read_deployment, read_scenario
-from jaxserve.planner.pool import expert_pool, simulate_pool
+from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
 from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Conditions, Simulation, Traffic
@@ -225,19 +225,15 @@ def _pool(options: argparse.Namespace) -> Report:
     made = read_scenario(options, options.prompt + options.output // 2)
     if not made.deployment.topology.crosses_runtimes:
         raise ConfigError(f"--workers: link.transport = {made.deployment.link.transport}, not pull")
-    if options.lose and ([name for name, *_ in options.lose] != ["domain 0"] or options.duty < 1):
-        raise ConfigError("--workers: one --lose of domain 0, or --duty")
-    count, (_, at, away) = options.workers, (*options.lose, ("", 0.0, 0.0))[0]
-    pool = expert_pool(
-        made,
-        count,
-        options.prompt + options.output / 2,
-        spread=options.spread,
-        jitter=jitter(options).spread.get("attend", 0.0),
-        slow=options.straggle,
-        dead=(at, at + away),
-        duty=options.duty,
-    )
+    count, context = options.workers, options.prompt + options.output / 2
+    noise = jitter(options).spread.get("attend", 0.0)
+    settings = msgspec.structs.asdict(expert_pool(made, count, context, options.spread, noise))
+    for setting in options.pool:
+        settings |= setting
+    try:
+        pool = msgspec.convert(settings, ExpertPool)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--pool: {error}") from None
     asked = {"seed": options.seed, "iterations": options.steps, "warm_up": options.warm_up}
     policies = {name: (make(count), 1) for name, make in POLICIES.items()}
     policies["lockstep"] = Cohorts(count, math.inf, math.inf), 1

@@ -7,6 +7,7 @@ Readers of a single option raise ArgumentTypeError; `Parser` adds the option's n
 import argparse
 import contextlib
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -142,6 +143,9 @@ READERS: dict[str, Callable[[str], Any]] = {
         r"(.+)@(.*)\+(.*)",
         "WORKER@AT+FOR, as in domain 0@20s+5s",
         lambda worker, at, away: (worker, seconds(at), seconds(away)),
+    ),
+    "setting": reader(
+        r"(\w+)=(.+)", "NAME=VALUE in JSON", lambda name, text: {name: json.loads(text)}
     ),
     "shared": lambda text: 0 if text == "0" else tokens(text),
 }

@@ -2,12 +2,11 @@
 
 A policy of `link/remote/batching.py` or `cohorts.py` decides, as in the message server. A worker
 attends to one lane at a time, in the order of answers. It may straggle, or do nothing for a while.
-Run by `plan simulate --workers` and `bench domains`.
+Run by `plan simulate --workers`.
 """
 
 import heapq
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ PERIOD = 0.2
 """Seconds from one pause of worker 0 to the next."""
 
 
-class ExpertPool(msgspec.Struct, frozen=True, kw_only=True):
+class ExpertPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. Times are in seconds.
 
     Attributes:
@@ -123,13 +122,15 @@ def _noise(random: np.random.Generator, sigma: float) -> Iterator[float]:
         yield from np.exp(sigma * random.standard_normal(4096)).tolist()
 
 
-def expert_pool(made: Scenario, workers: int, context: float, **more: Any) -> ExpertPool:
+def expert_pool(
+    made: Scenario, workers: int, context: float, spread: float, jitter: float
+) -> ExpertPool:
     """Returns the pool of a deployment, with stage times of its hardware, for attention workers as
     its own.
 
     Args:
-      context: mean tokens of a sequence.
-      more: further attributes of the pool.
+      context: median tokens of a sequence.
+      spread, jitter: as in `ExpertPool`.
     """
     deployment, times = made.deployment, made.rooflines()
     groups, slots = deployment.attention.dp, deployment.scheduler.slots
@@ -154,7 +155,8 @@ def expert_pool(made: Scenario, workers: int, context: float, **more: Any) -> Ex
         attend=(attend[0], 0.0, 1000 * (attend[1] - attend[0]) / (context * rows)),
         head=one.leave + one.host,
         context=context,
-        **more,
+        spread=spread,
+        jitter=jitter,
     )
 
 

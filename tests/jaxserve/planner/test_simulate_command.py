@@ -50,7 +50,7 @@ def test_what_a_rebalance_brings(capsys):
 @pytest.mark.nightly
 def test_attention_workers_on_one_ffn_worker(capsys):
     asked = ["simulate", "--config", "step3-fleet", "--workers", "6", "--steps", "3", "--json"]
-    asked += ["--warm-up", "3", "--straggle", "2", "--duty", "0.5", "--jitter", "0.03"]
+    asked += ["--warm-up", "3", "--pool", "slow=2", "duty=0.5", "--jitter", "0.03"]
     assert main(asked) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["pool"] | {"slow": 2.0, "duty": 0.5, "jitter": 0.03} == tree["pool"]
