@@ -108,8 +108,10 @@ def _types(entries: Entries, layers: int) -> tuple[list[str], dict[str, int]]:
         entries.problems.append(f"{said}, or {', '.join(map(str, RATES.values()))}")
         types = [WINDOW] * layers
     sizes = every[SPARSE], every[ALL]
-    if not all(isinstance(one, int) and one > 0 for one in sizes) or sizes[1] % sizes[0]:
-        entries.problems.append(f"compress_rates = {rates}: the second is no multiple of the first")
+    fits = all(isinstance(one, int) and one > 0 for one in sizes) and sizes[0] <= RATES[SPARSE]
+    if not fits or sizes[1] % sizes[0]:
+        said = f"the first is no number from 1 to {RATES[SPARSE]} that divides the second"
+        entries.problems.append(f"compress_rates = {rates}: {said}")
         every = RATES
     return types[:layers], every
 

@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.attention.kv_cache import OPEN_TOKENS, Pages
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
@@ -234,10 +234,7 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    # Tokens of two rows that overlap, and behind them drafts, which must not overwrite them.
-    kept = deployment.drafts + 2 * max((one.every for one in compressed if one.indexer), default=0)
     refused = {
-        "speculative.drafts": (deployment.drafts, kept > OPEN_TOKENS),
         "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
         "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
     }

@@ -91,7 +91,8 @@ def layer_entries(
 
 
 OPEN_TOKENS = 16
-"""Tokens whose sums and gates stay for overlapping compressed rows: two rows and drafts."""
+"""Tokens whose sums and gates stay for overlapping compressed rows: two rows of up to 4 tokens, and
+behind them up to 8 drafts, whose rows must not overwrite these."""
 
 
 def window_unit(config: ModelConfig) -> int:
