@@ -67,11 +67,11 @@ def role_of(model, role, first, overrides):
 
 
 @contextlib.contextmanager
-def serving(model, **changes):
-    """An ffn worker; the changes are of `link`."""
+def serving(model, changes=None):
+    """An ffn worker."""
     overrides = FFN | {"link.addresses": ["127.0.0.1:1"], "experts.window_seconds": 10_000}
-    overrides |= {f"link.{key}": value for key, value in changes.items()}
-    server, _ = message_server(*role_of(model, "ffn", 0, overrides), TOKEN, "127.0.0.1:0")
+    role = role_of(model, "ffn", 0, overrides | (changes or {}))
+    server, _ = message_server(*role, TOKEN, "127.0.0.1:0")
     server.address = server.start()
     yield server
     server.close()
@@ -83,10 +83,10 @@ def server(tiny_model):
         yield server
 
 
-def open_domain(model, server, name, first=None) -> Domain:
+def open_domain(model, server, name, first=None, changes=None) -> Domain:
     own_first, overrides = DOMAINS[name]
     first = first or own_first
-    overrides = FFN | overrides | {"link.addresses": [server.address]}
+    overrides = FFN | overrides | (changes or {}) | {"link.addresses": [server.address]}
     role, deployment, source = role_of(model, "attention", first, overrides)
     cell, link = attention_cell(role, deployment, source, TOKEN)
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
@@ -161,30 +161,50 @@ def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("batching", ["merge", "cohort"])
+@pytest.mark.parametrize(
+    ("batching", "settings"),
+    [
+        ("merge", {}),
+        ("cohort", {"ffn.ep": 1}),
+        *(("cohort", {"link.dispatch": form}) for form in ("int8", "fp8", "bfloat16")),
+    ],
+)
 def test_messages_that_share_a_pass_give_the_same_tokens(
-    batching, tiny_model, expected, monkeypatch
+    batching, settings, tiny_model, expected, monkeypatch
 ):
-    """Also those of a domain whose neighbour leaves in the middle of its requests."""
+    """Also those of domains one of which cancels requests, or leaves in the middle of its own. With
+    messages in other formats the tokens are those of a domain that has the ffn worker alone."""
     passes = []
-    with serving(tiny_model, batching=batching) as server, contextlib.ExitStack() as stack:
+    changes = settings | {"link.batching": batching, "domains": 3}
+    with serving(tiny_model, changes) as server, contextlib.ExitStack() as stack:
         run = server.work.run
         monkeypatch.setattr(
             server.work, "run", lambda *call: passes.append(len(call[3])) or run(*call)
         )
-        used = [open_domain(tiny_model, server, "2 lanes, dp 2", first) for first in (3, 5)]
-        for domain in used:
-            stack.callback(domain.close)
+        used = []
+        for first in (2, 4, 6):
+            used.append(open_domain(tiny_model, server, "2 lanes, dp 2", first, changes))
+            stack.callback(used[-1].close)
+            if len(used) == 1 and "link.dispatch" in settings:
+                alone = (generate(used[0].engine, params) for params in (GREEDY, SEEDED))
+                expected = dict(zip(expected, alone, strict=True))
         for params in (GREEDY, SEEDED):
             calls = [functools.partial(generate, domain.engine, params) for domain in used]
-            assert side_by_side(*calls) == [expected[params.temperature]] * 2
+            assert side_by_side(*calls) == [expected[params.temperature]] * 3
         unheard = layouts.Collector()
-        for prompt in PROMPTS:
-            unheard.submit(used[1].engine, prompt, GREEDY)
+        for domain in used[1:]:
+            for prompt in PROMPTS:
+                unheard.submit(domain.engine, prompt, GREEDY)
         unheard.wait_for_tokens("request 0", 1)
+        unheard.wait_for_tokens(f"request {len(PROMPTS)}", 1)
         stays = functools.partial(generate, used[0].engine, GREEDY)
-        assert side_by_side(stays, used[1].link.close)[0] == expected[0]
-        assert {1, 2} <= set(passes)
+
+        def cancel():
+            for number in range(0, len(PROMPTS), 2):
+                used[1].engine.cancel(f"request {number}")
+
+        assert side_by_side(stays, cancel, used[2].link.close)[0] == expected[0]
+        assert {1, 2, 3} <= set(passes)
         assert used[0].link.counters.failures == 0
         assert used[0].engine.compilations_after_ready == 0
 

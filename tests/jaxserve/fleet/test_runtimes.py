@@ -1,6 +1,8 @@
-"""Attention and ffn in runtimes that share nothing, as `launch.local --runtimes` starts them:
-the tokens of one runtime, also where ffn workers are killed in the middle."""
+"""Attention and ffn in runtimes that share nothing, as `launch.local --runtimes` starts them, and
+several attention workers on one ffn worker: the tokens of one runtime, also where workers are
+killed or stopped in the middle."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import time
 
 import pytest
 
+from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import Launched, started
@@ -95,3 +98,46 @@ def test_an_attention_worker_of_two_processes_gives_the_tokens_of_one(
     check_rounds(run, reference, 2)
     assert "[0] compilations 0" in run.output
     assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 1, run.output
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("batching", "ranks"), [("cohort", 1), ("cohort", 2), ("merge", 2)])
+def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_worker(
+    batching, ranks, tiny_model, reference, tmp_path
+):
+    """Round 1 stops the last of three until the others have ended it, round 2 kills the ffn worker,
+    and round 3 kills the last."""
+    settings = layouts.LIMITS | {"lanes": 2, "domains": 3, "ffn.ep": ranks, "ffn.runtime": "ffn"}
+    settings |= {"link.transport": "pull", "link.batching": batching, "attention.runtime": "a"}
+    settings["link.addresses"] = [f"127.0.0.1:{free_port()}"]
+    environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "4", "TOLD": str(tmp_path)}
+
+    with contextlib.ExitStack() as stack:
+
+        def start(role, devices):
+            command = ["-m", "tests.jaxserve.fleet.runtime_process", "--role", role]
+            command += ["--model", str(tiny_model)]
+            command += [f"--set={key}={value}" for key, value in settings.items()]
+            more = {"JAX_NUM_CPU_DEVICES": str(devices)}
+            return stack.enter_context(started(command, environment | more))
+
+        ffn, workers = start("ffn", ranks), [start("attention", 1) for _ in range(3)]
+        for number in range(4):
+            (tmp_path / str(number)).touch()
+            for worker in workers:
+                worker.wait_for(rf"^round {number} begins", SECONDS)
+            if number == 1:
+                workers[2].process.send_signal(signal.SIGSTOP)
+            elif number == 2:
+                ffn.process.kill()
+                start("ffn", ranks)
+            elif number == 3:
+                workers.pop().process.kill()
+            for place, worker in enumerate(workers):
+                if (number, place) == (1, 2):
+                    worker.process.send_signal(signal.SIGCONT)
+                found = worker.wait_for(rf"^round {number}: (.*)$", SECONDS)
+                assert layouts.differences(reference, json.loads(found[1])) == []
+        for worker in workers:
+            assert worker.end(SECONDS) == 0, worker.output
+            assert "compilations 0" in worker.output
