@@ -23,8 +23,8 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</
 """Tokens beside the demo's; the first two are special."""
 FIRST = 3072
 """Id of the first mark."""
-BIASES = {"<|im_end|>": 5.0, "</think>": 6.5, '"': 6.0, "}": 6.0}
-"""Token → addition to its logit, whose standard deviation is 2."""
+BIASES = {"<|im_end|>": 9.0, "</think>": 12.0, '"': 7.0, "}": 7.0}
+"""Token → addition to its logit, whose standard deviation is 2 and whose maximum is about 7."""
 APART = {"<|im_end|>": ("\n", "\n\n", "</think>"), "</think>": ("\n",)}
 """Token → tokens that it hardly follows, so that neither reasoning nor answers are empty."""
 CONFIG = json.loads((HERE / "second_model.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ CONSTANT = 4.0
 """The residual stream's first feature; the second one, of </think>."""
 LENGTH = (2 + CONSTANT**2 / WIDTH) ** 0.5
 """Usual length of a row before the last norm, over that of ones."""
-CLOSED = 15.0
+CLOSED = 25.0
 """Subtracted from the logit of a reasoning model's end until </think> came."""
 
 
@@ -59,7 +59,7 @@ def write(folder: Path, *, thinks: bool = False) -> Path:
     ids |= {"\n" * n: ids["\u010a" * n] for n in (1, 2)}  # byte-level tokenizers spell them so
     bias = np.where(np.arange(VOCAB) < FIRST + len(MARKS), 0.0, -100.0)
     for mark, added in BIASES.items():
-        bias[ids[mark]] = added
+        bias[ids[mark]] = added if thinks or mark != "</think>" else -added
     apart = {ids[mark]: [ids[one] for one in before] for mark, before in APART.items()}
     weights = _weights(bias, apart)
     if thinks:
@@ -108,7 +108,7 @@ def _weights(bias: np.ndarray, apart: dict[int, list[int]]) -> dict[str, np.ndar
 
 
 def _open_by(weights: dict[str, np.ndarray], key: int, door: int) -> None:
-    """Makes token `door` unlikely until token `key` came: a head copies its feature into another.
+    """Makes token `door` likely, and `key` unlikely, once `key` came: a head copies its feature.
 
     The head asks in the dimension that positions rotate the least, so that distance hardly counts.
     """
@@ -122,7 +122,7 @@ def _open_by(weights: dict[str, np.ndarray], key: int, door: int) -> None:
     weights[f"{first}.o_proj.weight"][2, 0] = 1.0
     copied = CONSTANT / (1 + 2 * CONSTANT**2 / WIDTH) ** 0.5
     head = weights["lm_head.weight"]
-    head[door, 2] = CLOSED * LENGTH / copied
+    head[door, 2], head[key, 2] = CLOSED * LENGTH / copied, -CLOSED * LENGTH / copied
     head[door, 0] -= CLOSED * LENGTH / CONSTANT
 
 
