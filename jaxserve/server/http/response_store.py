@@ -4,6 +4,7 @@ Made by `service.py`; read and written on the server's event loop. Knows no requ
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -41,13 +42,15 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._kept: dict[tuple[str, str], KeptResponse] = {}  # the oldest first
+        self._kept = OrderedDict[tuple[str, str], KeptResponse]()  # the oldest first
         self._bytes = 0
 
     def put(self, tenant: str, response_id: str, body: bytes, items: bytes) -> None:
         """Keeps a response, unless it is larger than everything may be together."""
         self.remove(tenant, response_id)
         kept = KeptResponse(body, items, self._clock() + LIFETIME_SECONDS)
+        if kept.size > MAX_BYTES:
+            return
         self._kept[tenant, response_id] = kept
         self._bytes += kept.size
         self._shrink()
@@ -66,7 +69,8 @@ class ResponseStore:
     def _shrink(self) -> None:
         """Forgets what is too old, and the oldest while all are too large together."""
         now = self._clock()
-        for key, kept in list(self._kept.items()):
+        while self._kept:
+            key, kept = next(iter(self._kept.items()))
             if kept.until > now and self._bytes <= MAX_BYTES:
                 return
             self.remove(*key)

@@ -161,10 +161,10 @@ class TestStored:
             store.put("me", name, b"1234", b"")
         assert [store.get("me", name) is None for name in "abc"] == [True, False, False]
         assert store.get("you", "b") is None
+        store.put("me", "d", b"12345678901", b"")  # larger than all may be together
+        assert [store.get("me", name) is None for name in "bcd"] == [False, False, True]
         now = 3600.0
         assert store.get("me", "c") is None
-        store.put("me", "d", b"12345678901", b"")  # larger than all may be together
-        assert store.get("me", "d") is None
 
 
 def test_truncation_where_roles_alternate(make_rig: Make) -> None:
