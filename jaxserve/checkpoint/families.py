@@ -43,6 +43,7 @@ FAMILIES = {
     "gpt_oss": "gpt_oss:GPT_OSS",
     "minimax_m2": "minimax_m2:MINIMAX_M2",
     "qwen3": "qwen3:QWEN3",
+    "qwen3_next": "qwen3_next:QWEN3_NEXT",
     "qwen3_moe": "qwen3:QWEN3",
 }
 """File in this folder, and name in it, of each known `model_type`'s `Family`."""

@@ -28,7 +28,7 @@ from jaxserve.config.model import Int4, MatrixPart, ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.storage.mirror import local_folder, weight_files
 
-FLOATS = "bias", "attention.gate", ".weights", ".map"
+FLOATS = "bias", "attention.gate", "attention.rates", "dense.share", ".weights", ".map"
 """Ends of names of leaves that are floats whatever the files have."""
 
 

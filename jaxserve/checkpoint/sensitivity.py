@@ -31,7 +31,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.attention.kv_cache import layer_entries, page_arrays
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.storage.mirror import INT8_PRODUCTS, local_folder
@@ -203,7 +203,8 @@ class _MeasuredModel:
         """Compiles attention of one kind. The function takes (leaves, rows [tokens, d_model]) and
         returns the rows after attention, the FFN's normed input and, for MoE, experts and gates."""
         template = self._of[kind.int8_products].attention[kind]
-        arrays, tokens = page_arrays(self.config, self._deployment), self._sequences.shape[1]
+        entries = layer_entries(self.config, kind.attention, self._deployment)
+        arrays, tokens = page_arrays(self._deployment, entries), self._sequences.shape[1]
 
         def attend(leaves: list[Array], x: Array) -> tuple[Array, ...]:
             place = jnp.arange(tokens, dtype=jnp.int32)

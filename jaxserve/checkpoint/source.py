@@ -182,11 +182,11 @@ def feed_forward(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
 
 def grouped_query(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     """The leaves of grouped-query attention; `name` is the prefix of its tensors."""
-    d = config.d_model
     assert isinstance(sizes, GQA)
+    d, gated = config.d_model, sizes.gate == "columns"
     heads, kv = sizes.q_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     sources = {
-        "attention.query": matrix(f"{name}q_proj.weight", heads, d),
+        "attention.query": matrix(f"{name}q_proj.weight", heads * (1 + gated), d),
         "attention.key": matrix(f"{name}k_proj.weight", kv, d),
         "attention.value": matrix(f"{name}v_proj.weight", kv, d),
         "attention.out": matrix(f"{name}o_proj.weight", d, heads),

@@ -110,8 +110,9 @@ class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa", forbid_unknown_f
     norms all heads of a token together, with a weight for every column."""
     qkv_bias: bool = False
     out_bias: bool = False
-    gate: Literal["none", "heads"] = "none"
-    """`heads` multiplies the output of every head by the sigmoid of a linear map of the token."""
+    gate: Literal["none", "heads", "columns"] = "none"
+    """The output is multiplied by the sigmoid of a linear map of the token, with a number for every
+    head or for every column of all heads."""
     sinks: bool = False
     """Whether the softmax of every head has one more score, a weight, whose value is zero."""
 
@@ -188,7 +189,25 @@ class Compressed(
         return 1
 
 
-Attention = MFA | GQA | MLA | Compressed
+class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag="gdn", forbid_unknown_fields=True):
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose heads each keep a matrix, the
+    state, instead of keys and values of all tokens."""
+
+    q_heads: int
+    """Heads of values and of the output; a multiple of `kv_heads`, each of which serves as many."""
+    kv_heads: int
+    """Heads of queries and keys."""
+    head_dim: int
+    """Width of a query and a key."""
+    value_dim: int
+    """Width of a value. A head's state is a matrix [head_dim, value_dim]."""
+    convolution: int
+    """Tokens that the causal convolution of queries, keys and values sees."""
+    window: int = 0
+    """Always 0: a state has no window."""
+
+
+Attention = MFA | GQA | MLA | Compressed | DeltaNet
 """Parameters of a layer's attention. Code that depends on the kind of attention asks this value."""
 
 
@@ -226,6 +245,9 @@ class FFN(msgspec.Struct, frozen=True, kw_only=True):
     activation: Activation = SWIGLU
     router: RouterSpec | None = None
     """None: the layer is dense."""
+    gated: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of a linear map of the token.
+    """
     expert_d_ff: int = 0
     """Hidden width of a routed expert."""
     expert_activation: Activation = SWIGLU
@@ -268,7 +290,8 @@ class LayerKind(NamedTuple):
             one.limit for one in (self.ffn.activation, self.ffn.expert_activation)
         )
         table = "_table" * bool(self.ffn.router and self.ffn.router.token_table)
-        every = f"_{self.attention.every}" if isinstance(self.attention, Compressed) else ""
+        state = "_state" * isinstance(self.attention, DeltaNet)
+        every = f"_{self.attention.every}" if isinstance(self.attention, Compressed) else state
         return f"{self.ffn.kind}{window}{every}{table}{limit}{int8}"
 
 
@@ -328,6 +351,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Columns of a token's residual: the streams, and for each the factor with which the output
         of a sublayer under way is added to it."""
         return self.streams.count * (self.d_model + 1) if self.streams else self.d_model
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether sequences have states, which each step replaces: nothing can be computed again
+        from the middle of a sequence."""
+        return any(isinstance(spec, DeltaNet) for spec in self.attentions())
 
     @property
     def layers(self) -> int:

@@ -209,7 +209,7 @@ class DPGroup:
         """Gives a resident ring pages up to a place among its pages, from place `start` on. The
         pool (`kv_cache.ring_pages`) is large enough that a resident never lacks one."""
         assert self.rings is not None
-        places = range(max(sequence.ring_end, start), end)
+        places = range(max(sequence.ring_end, start), self.rings.reach(end))
         evict = self.cache.evict_rings if self.cache else None
         page_ids = self._allocated(self.rings, len(places), evict)
         sequence.ring.update(zip(places, page_ids, strict=True))

@@ -52,7 +52,8 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
       modules: prediction modules that make them; 0: they are looked up.
       automatic_drafts: whether steps have them only where they make it faster.
       ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
-      window: tokens that a token sees in layers with a window.
+      window: tokens that a token sees in layers with a window; 0 with ring pages: these hold the
+        states of sequences, which no other sequence continues.
 
     Raises:
       ValueError: the budget or the buckets are too small.
@@ -93,6 +94,11 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
                 f"page_buckets {self.page_buckets} do not cover {self.max_length} tokens"
             )
 
+    @property
+    def recurrent(self) -> bool:
+        """True if sequences have states, which each step replaces."""
+        return self.ring_pages > 0 and not self.window
+
     @classmethod
     def of(
         cls, deployment: Deployment, token_buckets: Items[int], ring_pages: int = 0, window: int = 0
@@ -111,7 +117,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
             page_buckets=limits.page_buckets,
             max_waiting=limits.max_waiting,
             prefill_tokens=limits.prefill_tokens,
-            prefix_cache=cache.prefix,
+            prefix_cache=cache.prefix and (window > 0 or not ring_pages),
             side_by_side=deployment.topology.has("ffn"),
             drafts=deployment.drafts,
             modules=deployment.modules,

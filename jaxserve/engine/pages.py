@@ -109,11 +109,12 @@ class PageAllocator:
 
 
 class RingPool(PageAllocator):
-    """Page pool of layers with a window, which read only a sequence's last pages: its ring.
+    """Page pool of layers with a window, which read only a sequence's last pages: its ring. Layers
+    with states have one page for each sequence.
 
     Args:
       pages, first: see `PageAllocator`.
-      window: tokens that a token attends to, itself included.
+      window: tokens that a token attends to, itself included; 0: states.
       page_size: tokens a page.
     """
 
@@ -125,4 +126,8 @@ class RingPool(PageAllocator):
 
     def first_read(self, tokens: int) -> int:
         """Returns the place of the first page that the token after `tokens` tokens reads."""
-        return max(tokens + 1 - self._window, 0) // self._page_size
+        return max(tokens + 1 - self._window, 0) // self._page_size if self._window else 0
+
+    def reach(self, end: int) -> int:
+        """Returns the place behind the last of a sequence's `end` pages that may be in its ring."""
+        return end if self._window else min(end, 1)

@@ -75,6 +75,7 @@ class Scheduler:
         self._composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
         self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
+        self._recurrent = sizes.recurrent
         self._publishes = sizes.prefix_cache or sizes.ring_pages > 0
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = sizes.side_by_side
@@ -241,7 +242,8 @@ class Scheduler:
         """Takes back the newest step in flight of a lane, which had no results and changed nothing.
 
         Its sequences are planned again. Those with penalties start over, because their token counts
-        on the device are lost. If a lane lost several steps, the newest is taken back first.
+        on the device are lost, and all where the step may have replaced their states. If a lane
+        lost several steps, the newest is taken back first.
 
         Raises:
           ValueError: the step is not the newest of its lane.
@@ -253,7 +255,7 @@ class Scheduler:
         step = steps.pop()
         slots.take_back(step)
         for sequence in slots.sequences[step.rows[slots.running[step.rows]]]:
-            if sequence.request.params.penalises:
+            if sequence.request.params.penalises or self._recurrent:
                 self._preempt(sequence)
         self._release_rows(slots, step.rows)
         self._completed_at[plan.lane] = self._steps_issued

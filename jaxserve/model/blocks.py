@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import Compressed, LayerKind, ModelConfig
+from jaxserve.config.model import Compressed, DeltaNet, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
@@ -223,22 +223,24 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
     for name, size in (*sizes, ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
-    kv_heads = config.attentions()[0].kv_heads
-    if kv_heads % tp and tp % kv_heads:
-        raise ConfigError(
-            f"attention.tp = {tp} is neither a divisor nor a multiple of the model's key and value "
-            f"heads = {kv_heads}"
-        )
+    for spec in config.attentions():
+        if spec.kv_heads % tp and (tp % spec.kv_heads or isinstance(spec, DeltaNet)):
+            raise ConfigError(
+                f"attention.tp = {tp} does not divide or copy {spec.kv_heads} key and value heads"
+            )
     if deployment.scheduler.max_length > config.max_positions:
         raise ConfigError(
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
+    pull = config.recurrent and deployment.topology.crosses_runtimes
     refused = {
+        "speculative.drafts": (deployment.drafts, config.recurrent and deployment.drafts > 0),
         "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
         "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
+        "link.transport": (deployment.link.transport, pull),
     }
-    # What no run with compressed attention has been compared with.
+    # What no run of a model with such attention has been compared with.
     for key, (value, asked) in refused.items():
-        if asked and compressed:
-            raise ConfigError(f"{key} = {value}: not with compressed attention (DeepSeek-V4)")
+        if asked and (compressed or config.recurrent):
+            raise ConfigError(f"{key} = {value}: not with compressed attention or Gated DeltaNet")

@@ -24,6 +24,7 @@ from jaxserve.config.model import (
     MLA,
     Attention,
     Compressed,
+    DeltaNet,
     Indexer,
     LayerKind,
     ModelConfig,
@@ -65,7 +66,17 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def has_state(self) -> bool:
         """Whether a sequence has one state instead of an entry for each token."""
-        return isinstance(self.spec, Lightning)
+        return isinstance(self.spec, Lightning | DeltaNet)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a sequence's state; 0 where it has an entry for each token."""
+        match self.spec:
+            case Lightning() as spec:
+                return spec.q_heads * spec.head_dim**2
+            case DeltaNet() as spec:
+                return spec.q_heads * spec.head_dim * spec.value_dim
+        return 0
 
     @property
     def latent(self) -> MLA | None:
@@ -130,18 +141,18 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def cached_numbers(self, context: int) -> int:
         """Numbers of keys and values, or of states, that one token reads in one layer."""
         spec = self.spec
-        if isinstance(spec, Lightning):
-            return spec.q_heads * spec.head_dim**2
+        if self.has_state:
+            return self.state_numbers
         arrays = 1 if self.one_row else 2
         index = self.indexer.head_dim * self.scored(context) if self.indexer else 0
         return arrays * spec.kv_heads * self.key_dim * self.attended(context) + index
 
     def row_bytes(self, formats: Formats, tp: int) -> float:
-        """Bytes of a cached token that attention reads on a device, an indexer's key left out; of
-        lightning attention, bytes of the whole state."""
+        """Bytes of a cached token that attention reads on a device, an indexer's key left out, or
+        bytes of the whole state."""
         size, spec = self.cache_bytes or number_bytes(formats.cache), self.spec
-        if isinstance(spec, Lightning):
-            return size * spec.q_heads * spec.head_dim**2 / tp
+        if self.has_state:
+            return size * self.state_numbers / tp
         scale = SCALE if scaled(formats.cache) and not self.cache_bytes else 0
         if not isinstance(spec, MLA):
             arrays = 1 if self.one_row else 2
@@ -161,8 +172,8 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def core_flops(self) -> float:
         """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
         attention mixes the latent alone, without its positional part."""
-        if isinstance(self.spec, Lightning):
-            return 10.0 * self.spec.q_heads * self.spec.head_dim**2
+        if self.has_state:
+            return (7.0 if isinstance(self.spec, DeltaNet) else 10.0) * self.state_numbers
         mixed = self.latent.kv_latent if self.latent else self.key_dim
         return 2.0 * self.spec.q_heads * (self.key_dim + mixed)
 
@@ -210,7 +221,12 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                     whole += maps * d_model * index.head_dim
                 return spec.q_latent * heads + out, whole
             case GQA() as spec:
-                return 2 * d_model * (spec.q_heads + spec.kv_heads) * spec.head_dim, 0
+                gates = spec.q_heads * (spec.gate == "columns")
+                heads = 2 * (spec.q_heads + spec.kv_heads) + gates
+                return d_model * heads * spec.head_dim, 0
+            case DeltaNet() as spec:  # queries, keys; values, gates, output; decays and rates
+                keys, values = spec.kv_heads * spec.head_dim, spec.q_heads * spec.value_dim
+                return d_model * (2 * keys + 3 * values + 2 * spec.q_heads), 0
             case spec:  # q, k, v, gate and output
                 return 5 * d_model * spec.q_heads * spec.head_dim, 0
 
@@ -349,6 +365,8 @@ def cost_model(config: ModelConfig) -> CostModel:
 
 def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
     own = AttentionLayers(layers=1, spec=kind.attention, int8_products=kind.int8_products)
+    if own.has_state:
+        own = msgspec.structs.replace(own, cache_bytes=4.0)  # FP32
     ffn, router, routed = kind.ffn, kind.ffn.router, {}
     if router is not None:
         routed = {"experts": router.experts, "top_k": router.top_k, "expert_d_ff": ffn.expert_d_ff}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Entry, PagePool, row_arrays
 from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
@@ -43,6 +44,8 @@ class PagePrograms:
 
     def __init__(self, programs: TokenPrograms, *, stacked: bool):
         config, deployment = programs.config, programs.deployment
+        if config.recurrent:
+            raise ConfigError("hand-offs of pages: not with states of Gated DeltaNet")
         self.mesh = programs.mesh
         self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp

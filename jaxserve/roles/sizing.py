@@ -89,6 +89,7 @@ class _Sizes:
         self._found: dict[str, SizeChoice] = {}
         self._on_cpu = machine.platform == "cpu"
         self._config = msgspec.structs.replace(config, platform=machine.platform)
+        self._kv_heads = min(attention.kv_heads for attention in config.attentions())
 
     def choose(self) -> dict[str, SizeChoice]:
         """All choices, in the order of `AUTO_KEYS`."""
@@ -182,7 +183,7 @@ class _Sizes:
         if best is None:
             return  # building the roles says why
         (dp, tp), part = best
-        heads = self._config.attentions()[0].kv_heads
+        heads = self._kv_heads
         of_all = f"{dp * tp} of {self._machine.devices} {'cores' if self._on_cpu else 'devices'}"
         reason = (
             f"{of_all}, weights {part.weights / GB:.2f} GB on each, "
@@ -221,14 +222,14 @@ class _Sizes:
         if not parts:
             return 1
         layer = parts[0].weights * parts[0].devices // self._config.all_layers
-        return max(1, min(cores, self._config.attentions()[0].kv_heads, layer // CPU_LAYER_BYTES))
+        return max(1, min(cores, self._kv_heads, layer // CPU_LAYER_BYTES))
 
     def _rank(self, layout: tuple[int, int], part: RoleBytes) -> tuple[float, ...]:
         """Smaller is better."""
         dp, tp = layout
         memory = self._memory(self._now, dp * tp)
         over = 0 if memory is None else max(0, part.total - memory)
-        copies = max(1, tp // self._config.attentions()[0].kv_heads)
+        copies = max(1, tp // self._kv_heads)
         return over, -dp * tp, copies, part.weights, tp
 
     def _room(self) -> None:

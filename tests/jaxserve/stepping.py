@@ -22,7 +22,9 @@ class Sequences:
         size = runtime.deployment.cache.page_size
         pools = page_pools(runtime.config, runtime.deployment)
         self.tables = len(pools[0].pages)
-        pages = np.random.default_rng(0).permutation(min(pools[0].pages)).tolist()
+        self.recurrent = runtime.config.recurrent
+        most = pools[0].pages[0] if self.recurrent else min(pools[0].pages)
+        pages = np.random.default_rng(0).permutation(most).tolist()
         self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
         self.steps = 0
 
@@ -34,12 +36,14 @@ class Sequences:
                 continue
             start, end = self.fed[index], self.fed[index] + count
             self.fed[index] = end
+            ids = self.pages[index][: -(-end // size)]
+            states = [self.slots[index]] * len(ids) if self.recurrent else ids
             rows.append(
                 SequenceRow(
                     slot=self.slots[index],
                     token_ids=list(self.prompts[index][start:end]),
                     kv_length=end,
-                    page_ids=np.repeat(self.pages[index][: -(-end // size)], self.tables).tolist(),
+                    page_ids=np.stack([ids, states][: self.tables], axis=1).reshape(-1).tolist(),
                     sample=end == len(self.prompts[index]),
                 )
             )

@@ -91,6 +91,7 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
         "kimi_k2": "DeepseekV3",  # the same architecture under another name
         "qwen3": "Qwen3",
         "qwen3_moe": "Qwen3Moe",
+        "qwen3_next": "Qwen3Next",
         "glm4_moe": "Glm4Moe",
         "minimax_m2": "MiniMaxM2",
         "step3p5": "Step3p7",

@@ -23,6 +23,7 @@ KINDS = {
     "GQA": "gqa:GroupedQueryAttention",
     "MLA": "mla:LatentAttention",
     "Compressed": "compressed:CompressedAttention",
+    "DeltaNet": "gated_delta:GatedDeltaNet",
 }
 """File in this folder, and class in it, of the module that computes each kind of attention spec."""
 
@@ -64,11 +65,9 @@ def _shared(
     """Computes the values that layers with one attention spec share."""
     tokens = batch.position.shape[0]
     rotated = sizes.rope_dim if isinstance(sizes, MLA | Compressed) else sizes.head_dim
-    turn = rotation(batch.position, rotated, sizes.rope)
-    walk = getattr(_module(sizes), "walk", None)
-    found: Any = (*pages[:2], None, 0, rotated)
-    if walk:
-        found = walk(sizes, tokens, table, pages)
+    turn = rotation(batch.position, rotated, sizes.rope) if hasattr(sizes, "rope") else None
+    walk = getattr(_module(sizes), "walk", lambda *_: (*pages[:2], None, 0, rotated))
+    found: Any = walk(sizes, tokens, table, pages)
     if not found:
         return Shared(turn)
     keys, values, rope_pages, latent, width = found

@@ -1,5 +1,5 @@
 """Grouped-query attention: optional norms of q and k, sliding window, biases, sinks, and gates of
-heads.
+heads or columns.
 
 One of the attention families; `blocks.py` composes it with norms, router and residual. Runs inside
 `shard_map` on the attention mesh: query heads and K and V heads are split over `tp`. Where there
@@ -29,13 +29,14 @@ class GroupedQueryAttention(nnx.Module):
     """q, k, v = x·W per head; RoPE(RMSNorm(q)), RoPE(RMSNorm(k)).
 
     Attributes:
-      query: [q_heads·head_dim, d_model].
+      query: [q_heads·head_dim, d_model]; with a gate of columns [q_heads·2·head_dim, d_model], the
+        gate's rows behind those of each head.
       key, value: [kv_heads·head_dim, d_model].
       out: [d_model, q_heads·head_dim].
       query_norm, key_norm: [head_dim] of every head, or a weight for each column of all heads;
         None: the model has none.
       query_bias, key_bias, value_bias, out_bias: vectors; None where the model has none.
-      gate: [q_heads, d_model]; None: the outputs of heads are not gated.
+      gate: [q_heads, d_model]; None: heads have no gate of their own.
       sinks: FP32 [q_heads], one more score of every head; None: the softmax is over tokens alone.
     """
 
@@ -47,7 +48,9 @@ class GroupedQueryAttention(nnx.Module):
         heads = {"q_heads": sizes.q_heads * sizes.head_dim}
         split = sizes.kv_heads % formats.shards.get("q_heads", 1) == 0
         kv = {"kv_heads" if split else "kv_heads_everywhere": sizes.kv_heads * sizes.head_dim}
-        self.query = matrix(rngs, formats, **heads, d_model=d_model)
+        self.columns_gated = sizes.gate == "columns"
+        rows = {"q_heads": heads["q_heads"] * (1 + self.columns_gated)}
+        self.query = matrix(rngs, formats, **rows, d_model=d_model)
         self.key = matrix(rngs, formats, **kv, d_model=d_model)
         self.value = matrix(rngs, formats, **kv, d_model=d_model)
         self.out = matrix(rngs, formats, d_model=d_model, **heads)
@@ -71,6 +74,9 @@ class GroupedQueryAttention(nnx.Module):
         """Attention of normed tokens, as `MFA.__call__` describes it."""
         head_dim, tokens, norms = self.sizes.head_dim, x.shape[0], self._norms()
         query, key = linear(x, self.query, self.query_bias), linear(x, self.key, self.key_bias)
+        gate = None
+        if self.columns_gated:
+            query, gate = jnp.split(query.reshape(tokens, -1, 2 * head_dim), 2, axis=2)
         if norms and self.sizes.qk_norm == "columns":
             width = self.sizes.q_heads * head_dim, self.sizes.kv_heads * head_dim
             query = norm_columns(query, norms["query_norm"], self.epsilon, width[0])
@@ -93,6 +99,8 @@ class GroupedQueryAttention(nnx.Module):
             mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype, sinks=sinks)
         if self.gate is not None:
             mixed *= jax.nn.sigmoid(linear(x, self.gate))[:, :, None]
+        if gate is not None:
+            mixed *= jax.nn.sigmoid(gate)
         share = linear(mixed.reshape(tokens, -1), self.out)
         return add_once(share, self.out_bias), pages
 

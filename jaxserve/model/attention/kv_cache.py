@@ -10,6 +10,8 @@ the layout inside a page; `engine/pages.py` decides which sequence owns which pa
 
 Compressed attention has a row for several tokens (`Entry.every`), in pages with fewer rows, beside
 rows of the last tokens, in pages of a ring: both tables are of one layer then.
+
+Layers with states have one page for each sequence, in the pool of rings, with one row.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import MLA, Attention, Compressed, ModelConfig
+from jaxserve.config.model import MLA, Attention, Compressed, DeltaNet, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.quant.rows import cached_dtype, has_scales, storage
 
@@ -61,6 +63,11 @@ def layer_entries(
       ConfigError: `cache.rope` without latent attention, or a page size that rows do not divide.
     """
     rope, page_size = deployment.cache.rope, deployment.cache.page_size
+    if isinstance(attention, DeltaNet):
+        heads, keys, kept = attention.kv_heads, attention.head_dim, attention.convolution - 1
+        values = attention.q_heads // heads * attention.value_dim
+        state = Entry(heads, keys * values, "float32", page_size, ring=True)
+        return state, state._replace(width=kept * (2 * keys + values), plain=deployment.dtype)
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
@@ -141,38 +148,37 @@ class PagePool(NamedTuple):
     pages: tuple[int, ...]
     """Pages of a DP group in each page table."""
 
-    @property
-    def own_table(self) -> int:
-        """The page table of the layers' first array."""
-        return self.tables[0]
-
 
 def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, ...]:
     """Pools of a deployment: first those of layers that see all tokens."""
     rings, layers = ring_pages(config, deployment), dict[tuple[Entry, ...], list[int]]()
     for number, kind in enumerate(map(config.layer, range(config.all_layers))):
-        entries = layer_entries(config, kind.attention, deployment)
-        layers.setdefault(entries, []).append(number)
+        layers.setdefault(layer_entries(config, kind.attention, deployment), []).append(number)
     pages = (deployment.cache.pages, *[rings] * (rings > 0))
     pools = []
     for entries in sorted(layers, key=lambda entries: entries[0].ring):
         scaled = [e for e in entries if has_scales(deployment.cache_format) and not e.plain]
         tables = tuple(int(e.ring and rings > 0) for e in (*entries, *scaled))
-        arrays = page_arrays(config, deployment, entries, rings)
+        arrays = page_arrays(deployment, entries, rings)
         pools.append(PagePool(tuple(layers[entries]), entries, arrays, tables, pages))
-    if len({entries[0].heads for entries in layers}) > 1:
+    if not config.recurrent and len({entries[0].heads for entries in layers}) > 1:
         raise ConfigError(f"layers that keep different heads of a token: {sorted(layers)}")
     return tuple(pools)
 
 
 def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
-    """Pages of a DP group for layers with a window; 0: no sequence outgrows a window.
+    """Pages of a DP group for layers with a window or with states; 0: no sequence outgrows a
+    window.
+
+    Every slot has one page of states, for as long as a sequence is there.
 
     A sequence's ring has its window, a page that it grows into and two that it leaves. The chunks
     of a lane's two steps in flight come on top, and with a prefix cache as many rings again for the
     ends of cached prefixes. With this many pages a running sequence never lacks one.
     """
     window, limits, size = largest_window(config), deployment.scheduler, deployment.cache.page_size
+    if config.recurrent:
+        return limits.slots * deployment.lanes
     if not 0 < window < limits.max_length:
         return 0
     rings = limits.slots * deployment.lanes * (1 + deployment.cache.prefix)
@@ -187,25 +193,20 @@ def largest_window(config: ModelConfig) -> int:
 
 
 def page_arrays(
-    config: ModelConfig,
-    deployment: Deployment,
-    entries: Sequence[Entry] = (),
-    rings: int = 0,
+    deployment: Deployment, entries: Sequence[Entry], rings: int = 0
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the global shapes and dtypes of one layer's cache.
 
     Heads are divided over tp. With fewer heads than devices, several devices hold copies of a head.
 
     Args:
-      entries: rows of the layer; empty: those of the model's first layer.
+      entries: rows of the layer.
       rings: pages of a ring; 0: rings are pages as all others, `cache.pages`.
     """
-    cache = deployment.cache
-    declared = entries or layer_entries(config, config.attentions()[0], deployment)
-    heads = max(declared[0].heads, deployment.attention.tp)
-    arrays = row_arrays(declared, (heads, cache.page_size), deployment.cache_format)
-    scaled = [entry for entry in declared if not entry.plain]
-    counts = (rings if rings and entry.ring else cache.pages for entry in (*declared, *scaled))
+    heads = max(entries[0].heads, deployment.attention.tp)
+    arrays = row_arrays(entries, (heads, deployment.cache.page_size), deployment.cache_format)
+    each = (*entries, *(entry for entry in entries if not entry.plain))
+    counts = (rings if rings and entry.ring else deployment.cache.pages for entry in each)
     return tuple(
         array.update(shape=(deployment.attention.dp * count, *array.shape))
         for count, array in zip(counts, arrays, strict=False)

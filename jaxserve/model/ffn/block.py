@@ -66,7 +66,7 @@ class FFNBlock(nnx.Module):
         formats = dataclasses.replace(formats, weights=formats.dense or formats.weights)
         here = d_ff > 0 and not (moe and shared_ranks)
         dense = functools.partial(DenseFFN, dimension=split, activation=spec.activation)
-        self.dense = dense(d_model, d_ff, formats, rngs) if here else None
+        self.dense = dense(d_model, d_ff, formats, rngs, gated=spec.gated) if here else None
 
     def unsummed(
         self, message: DispatchMessage, rank: Int[Array, ""], layer: Int[Array, ""] | int = 0
@@ -244,8 +244,8 @@ def _check_shared_ranks(config: ModelConfig, deployment: Deployment) -> None:
             f"does not divide the shared expert's {config.moe.d_ff}"
         )
     ffns = [kind.ffn for kind in config.decoder if kind.ffn.router]
-    if any(ffn.activation != ffn.expert_activation for ffn in ffns):
-        raise ConfigError(f"{said}: limits of the shared expert and of routed ones differ")
+    if any(ffn.gated or ffn.activation != ffn.expert_activation for ffn in ffns):
+        raise ConfigError(f"{said}: limits or gates of the shared expert and of routed ones differ")
     sizes = deployment_slots(config, deployment)
     if sizes.shared_parts > sizes.local:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.module import Formats, matrix
+from jaxserve.model.module import Formats, linear, matrix, weight
 from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
@@ -16,10 +16,11 @@ from pallas_kernels.quantize import QuantArray
 
 
 class DenseFFN(nnx.Module):
-    """down(activation(x·gate, x·up)).
+    """down(activation(x·gate, x·up)), perhaps times σ(x·share).
 
     Attributes:
       activation: see `gated` of the kernels.
+      share: [1, d_model]; None: the output is not gated.
       gate, up: [d_ff, d_model].
       down: [d_model, d_ff].
     """
@@ -33,8 +34,10 @@ class DenseFFN(nnx.Module):
         *,
         dimension: Literal["d_ff", "shared_d_ff", "own_d_ff"] = "d_ff",
         activation: Activation = SWIGLU,
+        gated: bool = False,
     ):
         self.activation = activation
+        self.share = weight(rngs, formats.dtype, shares=1, d_model=d_model) if gated else None
         self._in_blocks = formats.expert_rows in (None, "fp8") and activation == SWIGLU
         hidden = {dimension: d_ff}
         self.gate = matrix(rngs, formats, **hidden, d_model=d_model)
@@ -50,7 +53,8 @@ class DenseFFN(nnx.Module):
           encoded: x as it came over the wire, if in 8 bits.
         """
         weights = self.gate[...], self.up[...], self.down[...]
-        return dense_swiglu(x, weights, _narrow(encoded), self.activation)
+        share = 1 if self.share is None else nnx.sigmoid(linear(x, self.share))
+        return share * dense_swiglu(x, weights, _narrow(encoded), self.activation)
 
     def steps(
         self, x: Float[Array, "tokens d_model"], wide: EncodedRows | None = None
@@ -66,6 +70,8 @@ class DenseFFN(nnx.Module):
           wide: an example of the rows as they came, the first columns of a wider array, if in 8
             bits.
         """
+        if self.share is not None:
+            return (lambda rows: self(*rows[:2]),)
         weights = self.gate[...], self.up[...], self.down[...]
         if self._in_blocks and wide is not None:
             of_fp8 = swiglu_steps_of_fp8(x, wide.quantised(), weights)

@@ -20,6 +20,7 @@ from tests import golden
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_deepseek_v4 import TinyDeepseekV4
 from tests.reference.tiny_models import TinyModel, write_safetensors
+from tests.reference.tiny_qwen3_next import TinyQwen3Next
 from tests.reference.tiny_sizes import (
     TinyDeepseek,
     TinyGlm4,
@@ -102,6 +103,7 @@ BASES = {
     "step3p5": TinyStep3p5().config(),
     "gpt_oss": TinyGptOss().config(),
     "deepseek_v4": TinyDeepseekV4().config(),
+    "qwen3_next": TinyQwen3Next().config(),
 }
 
 

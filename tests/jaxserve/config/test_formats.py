@@ -8,7 +8,7 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.formats import FORMATS, NumberFormat, choices, scaled, sharing
 from jaxserve.config.load import load_deployment
-from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.attention.kv_cache import layer_entries, page_arrays
 from jaxserve.model.matrix_formats import weight_format
 from jaxserve.model.row_width import row_bytes
 from tests.jaxserve.config.test_topology import ROOT, compared
@@ -30,7 +30,8 @@ def test_a_format_of_the_cache_is_one_entry(monkeypatch):
     monkeypatch.setitem(FORMATS, "toy", toy)
     deployment = load_deployment("demo")
     cache = msgspec.structs.replace(deployment.cache, format="toy")
-    arrays = page_arrays(GROUPED, msgspec.structs.replace(deployment, cache=cache))
+    deployment = msgspec.structs.replace(deployment, cache=cache)
+    arrays = page_arrays(deployment, layer_entries(GROUPED, GROUPED.attentions()[0], deployment))
     assert [array.dtype for array in arrays] == [jnp.uint8, jnp.uint8, jnp.float32, jnp.float32]
     assert page_tokens("tpu", "toy") == page_tokens("tpu", "int8") == 256
     assert row_bytes(256, 0, "toy", "float32") == row_bytes(256, 0, "int8", "float32")

@@ -75,6 +75,8 @@ class Device:
         self.page_size = limits.page_size
         self.slots, self.window = limits.slots, limits.window
         self.rings = [{} for _ in range(limits.groups)]  # as `pages`, for layers with a window
+        self.recurrent = limits.recurrent
+        self.states = [{} for _ in range(limits.groups)]  # page -> salt, and tokens fed so far
         self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
         self.length = {}  # (lane, group, slot) -> cached tokens that hold
@@ -99,6 +101,8 @@ class Device:
                 tokens = self._attend(group, row)
                 if self.window:
                     self._slide(group, row, plan.rings[group, row.slot].tolist())
+                elif self.recurrent:
+                    self._replace(group, row, tokens, int(plan.rings[group, row.slot, 0]))
                 self.length[home] = len(tokens)
                 if row.sample:
                     run = self._verify(row, tokens)
@@ -160,6 +164,8 @@ class Device:
                     start = max(start, self.length[home])
                     end = len(row.page_ids) * self.page_size
                 self.length[home], self.drafts[home] = -(10**6), [NOT_SAMPLED] * 9
+                if self.recurrent:
+                    self.states[group][int(plan.rings[group, row.slot, 0])] = None
                 for position in range(start, end):
                     cell = self._cell(row, position)
                     self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
@@ -189,6 +195,13 @@ class Device:
             found = rings.get(cells[position])
             own = self.pages[group][self._cell(row, position)]
             assert found == own, f"{row} finds {found} in its ring at {position}, not {own}"
+
+    def _replace(self, group: int, row: SequenceRow, tokens: list[int], page: int) -> None:
+        """Feeds the row's tokens to the state, which has seen all tokens before them."""
+        start = row.kv_length - len(row.token_ids)
+        seen = self._salt(row), tokens[:start]
+        assert not start or self.states[group].get(page) == seen, f"{row}: not the state of {seen}"
+        self.states[group][page] = self._salt(row), tokens
 
     def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
         """Every generated token that is in the cache was counted once."""
@@ -265,8 +278,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
             max_waiting=1000,
         )
-        window = data.draw(st.sampled_from([0, 1, 3, 8]), "window")
-        if 0 < window < max_length:
+        window = data.draw(st.sampled_from([0, 1, 3, 8, "states"]), "window")
+        if window == "states":
+            if not drafts:
+                states = {"ring_pages": slots * limits.lanes, "prefix_cache": False}
+                limits = msgspec.structs.replace(limits, **states)
+        elif 0 < window < max_length:
             limits = msgspec.structs.replace(limits, window=window)
             limits = msgspec.structs.replace(limits, ring_pages=least_ring_pages(limits))
         self.limits = limits

@@ -20,7 +20,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_arrays
+from jaxserve.model.attention.kv_cache import PAGES_SPEC, layer_entries, page_arrays
 from jaxserve.model.module import Formats, Template
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
 from tests.jaxserve.checkpoint.opened import leaf_of
@@ -108,7 +108,9 @@ class Layer:
         ]
         for leaf, shape in zip(self.leaves, self.template.leaves, strict=True):
             assert leaf.shape == shape.shape
-        self._page_arrays = page_arrays(config, deployment)
+        self._page_arrays = page_arrays(
+            deployment, layer_entries(config, kind.attention, deployment)
+        )
         self._program = self._compiled()
         self.forget()
 

@@ -9,7 +9,7 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import page_arrays
+from jaxserve.model.attention.kv_cache import layer_entries, page_arrays
 from jaxserve.model.attention.latents import LatentNorms, attend_latent, write_latents
 from pallas_kernels.rotate_and_write import Latents
 from tests import golden
@@ -17,10 +17,15 @@ from tests.reference.tiny_sizes import TinyDeepseek, TinyIndexed, TinyQwen3
 from tests.reference.tiny_step3 import TinyStep3
 
 
+def first_arrays(config, deployment):
+    """Arrays of the first layer."""
+    return page_arrays(deployment, layer_entries(config, config.attentions()[0], deployment))
+
+
 def test_every_dp_group_has_its_pages():
     overrides = {"attention.dp": 3, "attention.tp": 2, "cache.pages": 100, "cache.page_size": 4}
     deployment = load_deployment(Path(__file__).parent, {**overrides, "scheduler.max_length": 64})
-    keys, values = page_arrays(architecture(TinyStep3().config()), deployment)
+    keys, values = first_arrays(architecture(TinyStep3().config()), deployment)
     # One head, and two devices that have a copy of it each.
     assert keys.shape == values.shape == (300, 2, 4, 32)
     assert keys.dtype == values.dtype == jnp.bfloat16
@@ -30,7 +35,7 @@ def arrays(config, overrides):
     """Shape and dtype of one layer's arrays: 2 pages of 4 tokens."""
     limits = {"cache.pages": 2, "cache.page_size": 4, "scheduler.max_length": 8}
     deployment = load_deployment(Path(__file__).parent, limits | overrides)
-    return [(array.shape, array.dtype.name) for array in page_arrays(config, deployment)]
+    return [(array.shape, array.dtype.name) for array in first_arrays(config, deployment)]
 
 
 def test_latents_behind_an_indexer_have_whole_rows_on_tpus():

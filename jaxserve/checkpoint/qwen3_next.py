@@ -1,0 +1,121 @@
+"""Qwen3-Next (`model_type` qwen3_next): its config.json and its tensors."""
+
+from jaxserve.checkpoint.entries import Entries
+from jaxserve.checkpoint.families import Family
+from jaxserve.checkpoint.source import (
+    CheckpointNames,
+    Source,
+    Sources,
+    View,
+    decoder_names,
+    grouped_query,
+    matrix,
+    per_expert,
+    swiglu,
+    vector,
+)
+from jaxserve.config.model import (
+    FFN,
+    GQA,
+    Attention,
+    DeltaNet,
+    LayerKind,
+    ModelConfig,
+    RouterSpec,
+)
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def qwen3_next_config(entries: Entries) -> ModelConfig:
+    """Reads Qwen3-Next's config.json."""
+    decoder = entries.decoder()
+    layers, _ = decoder.pop("layers"), decoder.pop("d_ff")  # no layer is dense
+    heads = entries.heads(decoder["d_model"], 256)
+    share = entries.number("partial_rotary_factor", default=0.25)
+    rope = entries.rope("head_dim", heads["head_dim"], share=share)
+    full = GQA(**heads, rope=rope, qk_norm="heads", gate="columns")
+    linear = _linear(entries)
+    ffn = FFN(
+        d_ff=entries.size("shared_expert_intermediate_size"),
+        gated=True,
+        expert_d_ff=entries.size("moe_intermediate_size"),
+        router=RouterSpec(
+            experts=entries.size("num_experts"),
+            top_k=entries.size("num_experts_per_tok"),
+            renormalise=entries.flag("norm_topk_prob", default=True),
+        ),
+    )
+    entries.only("mlp_only_layers", [])
+    entries.only("decoder_sparse_step", 1)
+    entries.only("attention_bias", False)
+    entries.only("attn_output_gate", True)
+    # Modules of multi-token prediction are not read.
+    entries.meaningless("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    kinds = [full if name == FULL else linear for name in _types(entries, layers)]
+    layer_kinds = tuple(LayerKind(kind, ffn) for kind in kinds)
+    return ModelConfig(**decoder, decoder=layer_kinds, unit_norms=True)
+
+
+def _linear(entries: Entries) -> DeltaNet:
+    keys, values = "linear_num_key_heads", "linear_num_value_heads"
+    spec = DeltaNet(
+        kv_heads=entries.size(keys),
+        q_heads=entries.size(values),
+        head_dim=entries.size("linear_key_head_dim"),
+        value_dim=entries.size("linear_value_head_dim"),
+        convolution=entries.size("linear_conv_kernel_dim", least=2),
+    )
+    entries.multiple(values, spec.q_heads, keys, spec.kv_heads)
+    return spec
+
+
+def _types(entries: Entries, layers: int) -> list[str]:
+    """Reads the type of every layer: named, or every few layers one that sees all tokens."""
+    every = entries.size("full_attention_interval", default=4)
+    by_number = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+    types = entries.names("layer_types") or by_number
+    if len(types) != layers or not {*types} <= {LINEAR, FULL}:
+        said = f"layer_types = {types!r} is not {LINEAR} or {FULL} for each of {layers} layers"
+        entries.problems.append(said)
+    return types
+
+
+def qwen3_next_names(config: ModelConfig) -> CheckpointNames:
+    """Qwen3-Next's tensors."""
+    return decoder_names(config, _attention, _ffn, ignored=("mtp.",))
+
+
+def _attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+    if not isinstance(sizes, DeltaNet):
+        return grouped_query(config, sizes, name)
+    d, name = config.d_model, f"{name.removesuffix('self_attn.')}linear_attn."
+    keys, values = sizes.kv_heads * sizes.head_dim, sizes.q_heads * sizes.value_dim
+    columns, taps = 2 * keys + values, sizes.convolution
+
+    def part(start: int, stop: int) -> Source:
+        whole = Source((f"{name}conv1d.weight",), ((columns, 1, taps),))
+        return whole._replace(view=View((columns, taps), 0, start, stop))
+
+    return {
+        "attention.mix": matrix(f"{name}in_proj_qkvz.weight", columns + values, d),
+        "attention.rates": matrix(f"{name}in_proj_ba.weight", 2 * sizes.q_heads, d),
+        "attention.query_taps": part(0, keys),
+        "attention.key_taps": part(keys, 2 * keys),
+        "attention.value_taps": part(2 * keys, columns),
+        "attention.decay": vector(f"{name}A_log", sizes.q_heads),
+        "attention.step_bias": vector(f"{name}dt_bias", sizes.q_heads),
+        "attention.norm": vector(f"{name}norm.weight", sizes.value_dim),
+        "attention.out": matrix(f"{name}out_proj.weight", d, values),
+    }
+
+
+def _ffn(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
+    return {
+        **per_expert(config, ffn, f"{layer}mlp.experts."),
+        **swiglu("dense", f"{layer}mlp.shared_expert.", config.d_model, ffn.d_ff),
+        "dense.share": matrix(f"{layer}mlp.shared_expert_gate.weight", 1, config.d_model),
+    }
+
+
+QWEN3_NEXT = Family(qwen3_next_config, qwen3_next_names, "num_experts")

@@ -1,0 +1,288 @@
+"""Gated DeltaNet: linear attention with a state for every sequence (arXiv 2412.06464, as Qwen3-Next
+has it).
+
+One of the kinds of attention; `blocks.py` composes it with norms, router and residual. Runs inside
+`shard_map` on the attention mesh: key heads, with the value heads that they serve, are split over
+`tp`.
+
+Each value head keeps a matrix S [key_dim, value_dim] in FP32. A token decays it, replaces what S
+holds for its key by its value, and reads S with its query:
+
+    S ← e^g·S;  S ← S + k·(β·(v − Sᵀk))ᵀ;  o = Sᵀq
+
+Queries, keys and values first pass a causal convolution over the last tokens, whose inputs are kept
+beside S. A sequence has one page for both (`kv_cache.layer_entries`); its first token begins with
+zeros, whatever the page held before. Sequences with one token in a step take the recurrence
+together. Chunks of prompts take the chunked form (arXiv 2406.06484 §3), part after part.
+
+Plain XLA.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.config.model import DeltaNet, LayerKind, ModelConfig
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
+
+PART = 64
+"""Tokens of a prompt that the chunked form takes at a time."""
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class Rows(NamedTuple):
+    """Inputs of the recurrence, FP32; the first axis counts tokens."""
+
+    query: Float[Array, "tokens heads key_dim"]
+    key: Float[Array, "tokens heads key_dim"]
+    value: Float[Array, "tokens heads value_dim"]
+    decay: Float[Array, "tokens heads"]
+    """Logarithms of the factors of the state."""
+    rate: Float[Array, "tokens heads"]
+    """Share of the state's old value that a token replaces."""
+
+
+class GatedDeltaNet(nnx.Module):
+    """The module.
+
+    Attributes:
+      mix: [key_heads·columns, d_model]; a key head's rows are its query, its key, and the values
+        and output gates of its value heads.
+      rates: [key_heads·2·values, d_model]; of each key head β and the step of its value heads.
+      query_taps, key_taps, value_taps: [columns, convolution], the newest token last.
+      decay, step_bias: FP32 [value_heads]; g = −exp(decay)·softplus(step + step_bias).
+      norm: [value_dim].
+      out: [d_model, value_heads·value_dim].
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
+        assert isinstance(kind.attention, DeltaNet)
+        self.sizes = sizes = kind.attention
+        self.epsilon, dtype, fp32 = config.norm_epsilon, formats.dtype, jnp.dtype(jnp.float32)
+        d_model, taps = config.d_model, sizes.convolution
+        keys, values = sizes.kv_heads * sizes.head_dim, sizes.q_heads * sizes.value_dim
+        self.mix = matrix(rngs, formats, q_heads=2 * (keys + values), d_model=d_model)
+        self.rates = weight(rngs, dtype, q_heads=2 * sizes.q_heads, d_model=d_model)
+        self.query_taps = weight(rngs, dtype, q_heads=keys, taps=taps)
+        self.key_taps = weight(rngs, dtype, q_heads=keys, taps=taps)
+        self.value_taps = weight(rngs, dtype, q_heads=values, taps=taps)
+        self.decay = zeros(fp32, q_heads=sizes.q_heads)
+        self.step_bias = zeros(fp32, q_heads=sizes.q_heads)
+        self.norm = scale(dtype, head_dim=sizes.value_dim)
+        self.out = matrix(rngs, formats, d_model=d_model, q_heads=values)
+
+    @staticmethod
+    def walk(*_: Any) -> tuple[()]:
+        """Nothing: a state is no row of pages."""
+        return ()
+
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+        """Attention of normed tokens, as `GroupedQueryAttention.__call__` describes it."""
+        (states, inputs), tokens = pages, x.shape[0]
+        steps = _Steps.of(batch, states.shape[0])
+        mixed = linear(x, self.mix).reshape(tokens, inputs.shape[1], -1)
+        columns = inputs.shape[3] // (self.sizes.convolution - 1)
+        own, gate = jnp.split(mixed, [columns], axis=2)
+        with jax.named_scope("convolution"):
+            convolved, inputs = self._convolve(own, inputs, steps)
+        rows = self._rows(x, convolved)
+        heads = states.shape[1] * (self.sizes.q_heads // self.sizes.kv_heads)
+        read = jnp.zeros((tokens, heads, self.sizes.value_dim), jnp.float32)
+        with jax.named_scope("delta_rule"):
+            states, read = _one_token_each(states, read, rows, steps)
+            states, read = _parts(states, read, rows, steps)
+        gate = gate.reshape(read.shape).astype(jnp.float32)
+        normed = rms_norm(read.astype(x.dtype), self.norm[...], self.epsilon)
+        gated = (normed.astype(jnp.float32) * jax.nn.silu(gate)).astype(x.dtype)
+        return linear(gated.reshape(tokens, -1), self.out), (states, inputs)
+
+    def _convolve(
+        self, own: Float[Array, "tokens heads columns"], inputs: Array, steps: "_Steps"
+    ) -> tuple[Float[Array, "tokens heads columns"], Array]:
+        """Sums the inputs of each token and of those before it, weighted by the taps. Returns SiLU
+        of the sums, and the pages with the last inputs of every sequence."""
+        heads, columns = own.shape[1:]
+        count = self.sizes.convolution - 1
+        kept = inputs[steps.page_of_slot, :, 0].reshape(-1, heads, count, columns)
+        taps = self._taps(heads)
+        past, summed = [own], own.astype(jnp.float32) * taps[..., count]
+        for back in range(1, count + 1):
+            before = steps.offset - back  # in this batch, if not negative
+            held = kept[steps.slot, :, jnp.clip(count + before, 0, count - 1)]
+            moved = jnp.where((before >= 0)[:, None, None], jnp.roll(own, back, axis=0), held)
+            there = steps.position >= back
+            past.append(jnp.where(there[:, None, None], moved, 0).astype(own.dtype))
+            summed += past[back].astype(jnp.float32) * taps[..., count - back]
+        ends = steps.ends
+        last = jnp.stack([row[ends.token] for row in reversed(past[:count])], axis=2)
+        rows = last.reshape(len(ends.token), heads, -1).astype(inputs.dtype)
+        inputs = inputs.at[ends.page, :, 0].set(rows, mode="drop")
+        return jax.nn.silu(summed).astype(own.dtype), inputs
+
+    def _taps(self, heads: int) -> Float[Array, "heads columns convolution"]:
+        parts = (self.query_taps, self.key_taps, self.value_taps)
+        split = [part[...].reshape(heads, -1, self.sizes.convolution) for part in parts]
+        return jnp.concatenate(split, axis=1).astype(jnp.float32)
+
+    def _rows(self, x: Array, convolved: Float[Array, "tokens heads columns"]) -> Rows:
+        sizes, (tokens, heads, _) = self.sizes, convolved.shape
+        group, dim = sizes.q_heads // sizes.kv_heads, sizes.head_dim
+        query, key, value = jnp.split(convolved.astype(jnp.float32), [dim, 2 * dim], axis=2)
+        query, key = (jnp.repeat(_unit(each), group, axis=1) for each in (query, key))
+        rate, step = jnp.split(linear(x, self.rates).reshape(tokens, heads, -1), 2, axis=2)
+        rate, step = (
+            each.astype(jnp.float32).reshape(tokens, heads * group) for each in (rate, step)
+        )
+        decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(step + self.step_bias[...])
+        value = value.reshape(tokens, heads * group, sizes.value_dim)
+        return Rows(query * dim**-0.5, key, value, decay, jax.nn.sigmoid(rate))
+
+
+class _Some(NamedTuple):
+    """Some tokens of a step."""
+
+    token: Int[Array, " some"]
+    page: Int[Array, " some"]
+    """Page of the token's sequence; behind the pool where the entry is no token."""
+
+
+class _Steps(NamedTuple):
+    """What a step feeds to each sequence."""
+
+    slot: Int[Array, " tokens"]
+    position: Int[Array, " tokens"]
+    offset: Int[Array, " tokens"]
+    """Place of a token among those of its sequence in the step."""
+    page_of_slot: Int[Array, " slots"]
+    ends: _Some
+    """Last token of every sequence."""
+    alone: _Some
+    """Tokens that are the only ones of their sequence."""
+    parts: _Some
+    """First tokens of the parts of all other sequences."""
+    number: Int[Array, ""]
+    """Number of parts."""
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, pool: int) -> "_Steps":
+        """Finds the tokens of a batch whose pages are in a pool of this size."""
+        table, slot, position = batch.where
+        pages, tokens, slots = table[:, 0], len(slot), len(table)
+        offset = position - batch.chunk_start
+        there = position >= 0
+        following = jnp.roll(there & (offset > 0), -1).at[-1].set(False)
+        alone = there & (offset == 0) & ~following
+
+        def some(chosen: Array, most: int) -> _Some:
+            (token,) = jnp.nonzero(chosen, size=most, fill_value=tokens)
+            found, token = token < tokens, jnp.minimum(token, tokens - 1)
+            return _Some(token, jnp.where(found, pages[slot[token]], pool))
+
+        starts = there & ~alone & (offset % PART == 0)
+        most = min(tokens, slots)
+        return cls(
+            slot,
+            position,
+            offset,
+            jnp.clip(pages, 0, pool - 1),
+            some(there & ~following, most),
+            some(alone, most),
+            some(starts, min(tokens, tokens // PART + slots)),
+            jnp.sum(starts),
+        )
+
+
+def _unit(rows: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
+    """Divides rows by their length."""
+    return rows * jax.lax.rsqrt(jnp.sum(rows * rows, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def _product(subscripts: str, *operands: Array) -> Array:
+    """An einsum in FP32, without the shorter products that accelerators make of it."""
+    return jnp.einsum(subscripts, *operands, precision=jax.lax.Precision.HIGHEST)
+
+
+def _one_token_each(
+    states: Array, read: Array, rows: Rows, steps: _Steps
+) -> tuple[Array, Float[Array, "tokens heads value_dim"]]:
+    """The recurrence for tokens that are the only ones of their sequence."""
+    token, page = steps.alone
+    one = jax.tree.map(lambda each: each[token], rows)
+    shape = (*one.key.shape, one.value.shape[-1])
+    held = states[jnp.minimum(page, len(states) - 1), :, 0].reshape(shape)
+    first = (steps.position[token] == 0)[:, None, None, None]
+    held = jnp.where(first, 0, held) * jnp.exp(one.decay)[..., None, None]
+    change = one.rate[..., None] * (one.value - _product("nhk,nhkv->nhv", one.key, held))
+    held += one.key[..., None] * change[..., None, :]
+    kept = held.reshape(len(token), states.shape[1], -1)
+    there = jnp.where(page < len(states), token, len(read))
+    return (
+        states.at[page, :, 0].set(kept, mode="drop"),
+        read.at[there].set(_product("nhk,nhkv->nhv", one.query, held), mode="drop"),
+    )
+
+
+def _parts(
+    states: Array, read: Array, rows: Rows, steps: _Steps
+) -> tuple[Array, Float[Array, "tokens heads value_dim"]]:
+    """The chunked form for all other tokens, one part of a sequence after the other."""
+    tokens = len(read)
+    shape = (*rows.key.shape[1:], rows.value.shape[-1])
+
+    def run(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        states, read = carry
+        start, page = steps.parts.token[number], steps.parts.page[number]
+        at = start + jnp.arange(PART)
+        own = jnp.minimum(at, tokens - 1)
+        position = steps.position[start]
+        there = (at < tokens) & (steps.slot[own] == steps.slot[start])
+        there &= steps.position[own] == position + jnp.arange(PART)
+        part = jax.tree.map(lambda each: each[own], rows)
+        held = jnp.where(position == 0, 0, states[page, :, 0].reshape(shape))
+        held, found = delta_part(held, part, there)
+        states = states.at[page, :, 0].set(held.reshape(states.shape[1], -1))
+        return states, read.at[jnp.where(there, own, tokens)].set(found, mode="drop")
+
+    return jax.lax.fori_loop(0, steps.number, run, (states, read))
+
+
+def delta_part(
+    state: Float[Array, "heads key_dim value_dim"], rows: Rows, there: Bool[Array, " tokens"]
+) -> tuple[Float[Array, "heads key_dim value_dim"], Float[Array, "tokens heads value_dim"]]:
+    """Feeds consecutive tokens to the states of heads; those that are not `there` change nothing.
+
+    A token's change of the state depends on the changes before it, by a triangular matrix; one
+    solution gives the changes of all tokens. It is solved by substitution: products of powers of
+    the matrix lose all digits where keys are alike.
+
+    Returns:
+      the states behind the tokens, and what each token reads.
+    """
+    query, key, value, decay, rate = rows
+    decay, rate = (jnp.where(there[:, None], each, 0) for each in (decay, rate))
+    passed = jnp.cumsum(decay, axis=0).T  # [heads, tokens]
+    order = jnp.arange(len(there))
+    earlier = order[:, None] >= order
+    between = jnp.exp(jnp.where(earlier, passed[:, :, None] - passed[:, None, :], -jnp.inf))
+    # Token i sees, of the key of token j before it, this share of its own value.
+    shares = _product("ihk,jhk->hij", rate[..., None] * key, key) * between
+    shares = jnp.where(order[:, None] > order, shares, 0) + jnp.eye(len(order))
+    decayed = jnp.exp(passed).T[..., None]
+    wanted = rate[..., None] * (value - _product("ihk,hkv->ihv", key * decayed, state))
+    changes = jax.lax.linalg.triangular_solve(
+        shares, jnp.swapaxes(wanted, 0, 1), left_side=True, lower=True, unit_diagonal=True
+    )
+    seen = _product("ihk,jhk->hij", query, key) * between
+    read = _product("ihk,hkv->ihv", query * decayed, state)
+    read += _product("hij,hjv->ihv", seen, changes)
+    left = jnp.exp(passed[:, -1:] - passed).T[..., None]
+    state = state * jnp.exp(passed[:, -1])[:, None, None]
+    return state + _product("ihk,hiv->hkv", key * left, changes), read

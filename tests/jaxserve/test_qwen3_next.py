@@ -1,0 +1,109 @@
+"""Logits and tokens of a tiny Qwen3-Next are those that transformers computes
+(`tests/reference/tiny_qwen3_next.py`), in the released layout, with prompts longer than a part of
+the chunked form. FP32."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.load import load_deployment
+from jaxserve.engine import stepper
+from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.runtime import warm_up
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.assembly import build_runtime
+from tests.jaxserve import layouts
+from tests.jaxserve.engine.test_lost_steps import Failing
+from tests.jaxserve.stepping import Sequences
+from tests.reference.tiny_qwen3_next import (
+    ENTRIES,
+    EVERY,
+    OUTPUT_TOKENS,
+    QWEN3_NEXT,
+    golden,
+    questions,
+)
+
+pytestmark = pytest.mark.unoptimised
+
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+LIMITS: dict[str, Any] = ENTRIES["limits"]
+LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
+SMALL_PAGES = {"cache.page_size": 8, "cache.pages": 33, "scheduler.page_buckets": [32]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return QWEN3_NEXT.write(tmp_path_factory.mktemp("qwen3_next"))
+
+
+def loaded(folder, **overrides):
+    runtime = build_runtime(load_deployment(folder, LIMITS | overrides))
+    warm_up(runtime)
+    return runtime
+
+
+def test_logits_in_chunks_and_token_by_token(folder):
+    tokens, logits = golden()
+    whole = [prompt + more for prompt, more in zip(questions(), tokens, strict=True)]
+    runtime = loaded(folder)
+    for chunk in (25, 1):
+        for index, rows in enumerate(Sequences(runtime, whole).in_chunks(chunk)):
+            own = [at for at in rows if at % EVERY == 0]
+            found = [rows[at] for at in own]
+            wanted = [logits[index][at // EVERY] for at in own]
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{index} {chunk}")
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, questions(), GREEDY) == tokens
+        (domain,) = engine.load().domains
+        assert domain.prefix_hits == 0
+
+
+@pytest.mark.parametrize("layout", ["colocated", *LAYOUTS])
+def test_sequences_that_join_and_leave(folder, layout):
+    """Preempted and cancelled sequences beside others, again on slots that others have had."""
+    runtime = loaded(folder, **LAYOUTS.get(layout, {}), **SMALL_PAGES)
+    tokens = golden()[0]
+    with layouts.serving(runtime) as engine:
+        for _ in range(2):
+            collector = layouts.Collector()
+            dropped = [collector.submit(engine, prompt, GREEDY) for prompt in questions()]
+            named = [collector.submit(engine, prompt, GREEDY) for prompt in questions() * 2]
+            collector.wait_for_tokens(dropped[0], 3)
+            for name in dropped:
+                engine.cancel(name)
+            made = collector.wait()
+            assert [made[name].token_ids for name in named] == tokens * 2
+        (domain,) = engine.load().domains
+        assert domain.preemptions > 0 or layout in ("2A2F dp", "all-to-all")
+
+
+def test_steps_that_are_lost(folder, monkeypatch):
+    """A lost step may have replaced states: its sequences start over."""
+    runtime = loaded(folder, mode="afd")
+    with layouts.serving(runtime) as engine:
+        failing = Failing(engine.driver, after=12, times=1)
+        monkeypatch.setattr(stepper, "step_result", failing.result)
+        assert layouts.generate(engine, questions(), GREEDY) == golden()[0]
+        assert failing.times == 0
+
+
+def test_fp8_blocks_answer_as_their_numbers(tmp_path):
+    """The released FP8 folder has blocks with scales for matrices, and BF16 for the small ones."""
+    found, model = [], replace(QWEN3_NEXT, fp8_blocks=True)
+    for name, dequantised in (("floats", True), ("blocks", False)):
+        own = model.write(tmp_path / name, dequantised=dequantised)
+        with layouts.serving(loaded(own)) as engine:
+            found.append(layouts.generate(engine, questions(), GREEDY))
+    config, _ = read_config(tmp_path / "blocks")
+    assert (config.stored, config.plain_parts) == ("fp8_block", frozenset())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("said", "overrides"), ENTRIES["refused"].items())
+def test_refused(folder, said, overrides):
+    with pytest.raises(ConfigError, match=said):
+        build_runtime(load_deployment(folder, LIMITS | overrides))
