@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 import jaxserve
+from jaxserve.server.http.requests import Strict
 from jaxserve.server.http.responses import Error, MessageError
 from jaxserve.server.http.routes import Endpoint
 
@@ -49,6 +50,8 @@ def document(endpoints: Sequence[Endpoint], *, keys: bool) -> bytes:
         }
     ordered = sorted(types, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    for kind in _below(Strict):  # whose nulls stand for missing fields
+        _allow_nulls(schemas.get(kind.__name__, {}))
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, keys)
@@ -61,6 +64,21 @@ def document(endpoints: Sequence[Endpoint], *, keys: bool) -> bytes:
     if keys:
         whole["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(whole)
+
+
+def _below(kind: type) -> set[type]:
+    """Returns all classes that inherit from one."""
+    own: set[type] = set(kind.__subclasses__())
+    return own.union(*map(_below, own))
+
+
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    """Lets fields that may be missing be null, too."""
+    for name, field in schema.get("properties", {}).items():
+        kinds = field.get("anyOf", [{key: field[key] for key in field if key != "default"}])
+        if name not in schema.get("required", ()) and {"type": "null"} not in kinds:
+            default = {key: field[key] for key in field if key == "default"}
+            schema["properties"][name] = {"anyOf": [*kinds, {"type": "null"}], **default}
 
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
