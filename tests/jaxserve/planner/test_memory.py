@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.load import load_deployment
@@ -22,9 +23,9 @@ EP = layout("ep", dp=16)
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_a_plan_takes_what_check_counts(name):
-    """Every shipped file: activations and pages to the byte. Weights are sums by formula, without
-    norms and without scales."""
-    deployment = load_deployment(CONFIGS / f"{name}.yaml")
+    """Every shipped file, with one domain as plans have: activations and pages to the byte. Weights
+    are sums by formula, without norms and without scales."""
+    deployment = replace(load_deployment(CONFIGS / f"{name}.yaml"), domains=1)
     config, _ = read_model(deployment)
     parts = role_bytes(on_named_hardware(config, deployment), deployment)
     hardware = load_hardware(deployment.attention.hardware or "cpu")
