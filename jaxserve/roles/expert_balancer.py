@@ -25,14 +25,13 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.balance import rebalance, rebalance_slices
 from jaxserve.model.ffn.block import FFNTemplates
+from jaxserve.model.ffn.move_rounds import aligned, plan_rounds
 from jaxserve.model.ffn.placement import (
     MoveRound,
     Placement,
     SlotSizes,
-    aligned,
     balance_of,
     home_slots,
-    plan_rounds,
     rank_loads,
 )
 from jaxserve.roles.actions import (

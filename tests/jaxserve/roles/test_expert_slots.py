@@ -15,7 +15,8 @@ from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
-from jaxserve.model.ffn.placement import EMPTY, aligned, home_slots, plan_rounds
+from jaxserve.model.ffn.move_rounds import aligned, plan_rounds
+from jaxserve.model.ffn.placement import EMPTY, home_slots
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
