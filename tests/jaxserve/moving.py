@@ -5,7 +5,7 @@ import time
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
-from jaxserve.model.ffn.placement import aligned
+from jaxserve.model.ffn.move_rounds import aligned
 from tests.jaxserve.layouts import Collector
 from tests.jaxserve.model.ffn.test_placement import random_placement
 

@@ -27,7 +27,8 @@ from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime, role_mesh
 from jaxserve.link.remote.client import MessageClient
-from jaxserve.model.ffn.placement import EMPTY, aligned
+from jaxserve.model.ffn.move_rounds import aligned
+from jaxserve.model.ffn.placement import EMPTY
 from jaxserve.roles.layout import deployment_buckets
 from tests.jaxserve import layouts
 from tests.jaxserve.model.ffn.test_placement import random_placement
