@@ -5,31 +5,20 @@ the chunked form. FP32."""
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.engine import stepper
-from jaxserve.engine.request import SamplingParams
-from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
-from tests.jaxserve import layouts
+from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.engine.test_lost_steps import Failing
-from tests.jaxserve.stepping import Sequences
-from tests.reference.tiny_qwen3_next import (
-    ENTRIES,
-    EVERY,
-    OUTPUT_TOKENS,
-    QWEN3_NEXT,
-    golden,
-    questions,
-)
+from tests.reference.tiny_qwen3_next import ENTRIES, LONG, QWEN3_NEXT
 
 pytestmark = pytest.mark.unoptimised
 
-GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+GREEDY, questions, golden = long_prompts.GREEDY, LONG.questions, LONG.golden
 LIMITS: dict[str, Any] = ENTRIES["limits"]
 LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
 SMALL_PAGES = {"cache.page_size": 8, "cache.pages": 33, "scheduler.page_buckets": [32]}
@@ -41,21 +30,12 @@ def folder(tmp_path_factory):
 
 
 def loaded(folder, **overrides):
-    runtime = build_runtime(load_deployment(folder, LIMITS | overrides))
-    warm_up(runtime)
-    return runtime
+    return long_prompts.loaded(folder, LIMITS | overrides)
 
 
 def test_logits_in_chunks_and_token_by_token(folder):
-    tokens, logits = golden()
-    whole = [prompt + more for prompt, more in zip(questions(), tokens, strict=True)]
-    runtime = loaded(folder)
-    for chunk in (25, 1):
-        for index, rows in enumerate(Sequences(runtime, whole).in_chunks(chunk)):
-            own = [at for at in rows if at % EVERY == 0]
-            found = [rows[at] for at in own]
-            wanted = [logits[index][at // EVERY] for at in own]
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{index} {chunk}")
+    tokens, runtime = golden()[0], loaded(folder)
+    long_prompts.check_logits(runtime, LONG, chunks=(25, 1))
     with layouts.serving(runtime) as engine:
         assert layouts.generate(engine, questions(), GREEDY) == tokens
         (domain,) = engine.load().domains

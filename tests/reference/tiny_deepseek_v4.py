@@ -2,10 +2,7 @@
 
     python -m tests.reference.tiny_deepseek_v4
 
-writes `golden/deepseek_v4.safetensors` (needs torch and transformers, as `make_golden.py` does):
-
-    tokens  int32 [prompts, OUTPUT_TOKENS]   the greedy continuations
-    logits  float32 [rows, vocab]            after every `EVERY`th token, prompts included
+writes its golden file (`long_prompts.py`).
 
 It is no part of the catalogue: its prompts are longer than its windows, of which the largest row
 stands for 32 tokens. 16 heads of the indexer make ties of their scores unlikely.
@@ -18,15 +15,13 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.numpy import load_file, save_file
 
-from tests.reference.tiny_models import TinyModel, prompts
+from tests.reference.long_prompts import LongPrompts
+from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import VOCAB, Shapes, Spelling, prefixed
 
 FOLDER = Path(__file__).resolve().parent
-GOLDEN = FOLDER / "golden" / "deepseek_v4.safetensors"
 ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/deepseek_v4.yaml").read_text())
-LENGTHS, OUTPUT_TOKENS, EVERY = (3, 47, 150), 24, 7
 
 
 @dataclass(frozen=True)
@@ -81,31 +76,8 @@ class TinyV4(TinyModel):
         return tensors
 
 
-DEEPSEEK_V4 = TinyV4("deepseek_v4", TinyDeepseekV4(), spelling="transformers 5", sigma=0.2)  # type: ignore[arg-type]
-
-
-def questions() -> list[list[int]]:
-    """The prompts."""
-    return prompts(LENGTHS)
-
-
-def golden() -> tuple[list[list[int]], list[np.ndarray]]:
-    """The continuations, and the recorded rows of logits, prompt by prompt."""
-    made = load_file(GOLDEN)
-    counts = [-(-(length + OUTPUT_TOKENS) // EVERY) for length in LENGTHS]
-    return made["tokens"].tolist(), np.split(made["logits"], np.cumsum(counts)[:-1])
-
-
-def main() -> None:
-    """Runs transformers."""
-    from tests.reference.make_golden import CLOSE_LOGITS, run_transformers
-
-    made = run_transformers(DEEPSEEK_V4, questions())
-    assert made.varied, "take another seed"
-    assert made.logit_margin > CLOSE_LOGITS
-    rows = np.concatenate([logits[::EVERY] for logits in made.logits]).astype(np.float32)
-    save_file({"tokens": np.asarray(made.tokens, np.int32), "logits": rows}, GOLDEN)
-
+DEEPSEEK_V4 = TinyV4("deepseek_v4", TinyDeepseekV4(), spelling="transformers 5", sigma=0.2)
+LONG = LongPrompts(DEEPSEEK_V4, (3, 47, 150))
 
 if __name__ == "__main__":
-    main()
+    LONG.record()

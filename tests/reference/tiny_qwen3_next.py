@@ -2,10 +2,7 @@
 
     python -m tests.reference.tiny_qwen3_next
 
-writes `golden/qwen3_next.safetensors` (needs torch and transformers, as `make_golden.py` does):
-
-    tokens  int32 [prompts, OUTPUT_TOKENS]   the greedy continuations
-    logits  float32 [rows, vocab]            after every `EVERY`th token, prompts included
+writes its golden file (`long_prompts.py`).
 
 It is no part of the catalogue: its prompts are longer than the 64 tokens that the chunked form of
 Gated DeltaNet takes at a time.
@@ -17,15 +14,13 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.numpy import load_file, save_file
 
-from tests.reference.tiny_models import TinyModel, prompts
+from tests.reference.long_prompts import LongPrompts
+from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import VOCAB, Shapes, Spelling, prefixed
 
 FOLDER = Path(__file__).resolve().parent
-GOLDEN = FOLDER / "golden" / "qwen3_next.safetensors"
 ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/qwen3_next.yaml").read_text())
-LENGTHS, OUTPUT_TOKENS, EVERY = (3, 64, 150), 24, 7
 
 
 @dataclass(frozen=True)
@@ -70,31 +65,8 @@ class TinyNext(TinyModel):
         return tensors
 
 
-QWEN3_NEXT = TinyNext("qwen3_next", TinyQwen3Next(), sigma=0.1)  # type: ignore[arg-type]
-
-
-def questions() -> list[list[int]]:
-    """The prompts."""
-    return prompts(LENGTHS)
-
-
-def golden() -> tuple[list[list[int]], list[np.ndarray]]:
-    """The continuations, and the recorded rows of logits, prompt by prompt."""
-    made = load_file(GOLDEN)
-    counts = [-(-(length + OUTPUT_TOKENS) // EVERY) for length in LENGTHS]
-    return made["tokens"].tolist(), np.split(made["logits"], np.cumsum(counts)[:-1])
-
-
-def main() -> None:
-    """Runs transformers."""
-    from tests.reference.make_golden import CLOSE_LOGITS, run_transformers
-
-    made = run_transformers(QWEN3_NEXT, questions())
-    assert made.varied, "take another seed"
-    assert made.logit_margin > CLOSE_LOGITS
-    rows = np.concatenate([logits[::EVERY] for logits in made.logits]).astype(np.float32)
-    save_file({"tokens": np.asarray(made.tokens, np.int32), "logits": rows}, GOLDEN)
-
+QWEN3_NEXT = TinyNext("qwen3_next", TinyQwen3Next(), sigma=0.1)
+LONG = LongPrompts(QWEN3_NEXT, (3, 64, 150))
 
 if __name__ == "__main__":
-    main()
+    LONG.record()

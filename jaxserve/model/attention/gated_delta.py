@@ -155,7 +155,7 @@ class _Some(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """What a step feeds to each sequence."""
+    """Tokens of a step, by their sequences, and the pages of these."""
 
     slot: Int[Array, " tokens"]
     position: Int[Array, " tokens"]

@@ -14,12 +14,12 @@ from jaxserve.config.load import load_deployment
 from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import layouts
 from tests.jaxserve.test_deepseek_v4 import GREEDY, LIMITS
-from tests.reference.tiny_deepseek_v4 import TinyDeepseekV4, TinyV4, questions
+from tests.reference.tiny_deepseek_v4 import LONG, TinyDeepseekV4, TinyV4
 
 pytestmark = pytest.mark.unoptimised
 
 SIZES = TinyDeepseekV4(changed=(("hidden_size", 64), ("moe_intermediate_size", 32)))
-MODEL = TinyV4("released", SIZES, spelling="transformers 5", sigma=0.2)  # type: ignore[arg-type]
+MODEL = TinyV4("released", SIZES, spelling="transformers 5", sigma=0.2)
 FP8 = re.compile(r"attn\.(w|indexer\.wq_b)|shared_experts")
 
 
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_the_numbers_as_floats(folders):
     for folder in folders:
         runtime = build_runtime(load_deployment(folder, LIMITS))
         with layouts.serving(runtime) as engine:
-            found.append(layouts.generate(engine, questions(), GREEDY))
+            found.append(layouts.generate(engine, LONG.questions(), GREEDY))
     assert found[0] == found[1]
     config, _ = read_config(folders[1])
     assert config.stored == "mxfp4"
