@@ -89,8 +89,13 @@ garbage.take_over()
 
 def pytest_sessionstart() -> None:
     """Not earlier: the import hook is there now."""
+    from jaxserve import ports
     from jaxserve.roles.compilation import keep_entries_whole
 
+    # The system gives ports above 32767 to any connection of any process: a port that a test found
+    # free there may be taken when it listens. These belong to this worker alone.
+    first = 10000 + 2000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    ports.use(f"{first}-{first + 1999}")
     keep_entries_whole()
     _share_entries_among_devices()
 

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 
 from jaxserve import ports
@@ -9,12 +7,12 @@ from jaxserve.link.session.channel import listen
 
 
 @pytest.fixture
-def first() -> Iterator[int]:
+def first(monkeypatch: pytest.MonkeyPatch) -> int:
     """A port that was free a moment ago; it and the next are the range."""
+    monkeypatch.setattr(ports, "_range", ports._range)
     first = ports.free_port()
     ports.use(f"{first}-{first + 1}")
-    yield first
-    ports.use("")
+    return first
 
 
 def test_what_names_no_port_listens_in_the_range(first: int) -> None:

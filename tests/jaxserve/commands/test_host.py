@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.llm import LLM
-from jaxserve.ports import free_port
+from jaxserve.ports import free_ports
 from jaxserve.serve import parser
 from tests.jaxserve.fleet.launched import REPOSITORY, started
 
@@ -109,7 +109,7 @@ def test_who_does_not_end_is_ended(monkeypatch) -> None:
 @pytest.mark.nightly
 def test_two_hosts_of_two_processes_give_the_tokens_of_one() -> None:
     environment = {"JAX_PLATFORMS": "cpu", "JAXSERVE_CLUSTER_TOKEN": "a secret of them all"}
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     asked = {"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0}
     buckets = ["lanes=1", "scheduler.token_buckets=[16]", "scheduler.page_buckets=[16]"]
     buckets += ["scheduler.max_length=256", "scheduler.token_budget=16", "scheduler.slots=8"]

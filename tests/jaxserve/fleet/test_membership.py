@@ -13,7 +13,7 @@ from jaxserve.fleet.bootstrap import identity
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import ProcessShare, deployment_facts, process_shares
-from jaxserve.ports import free_port
+from jaxserve.ports import free_ports
 from tests import golden
 from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3
@@ -147,7 +147,7 @@ def test_followers_have_the_weights_of_the_leader(tmp_path, name):
 @pytest.mark.nightly
 @pytest.mark.multihost
 def test_two_processes_with_different_weights_of_the_same_shape(tmp_path):
-    ends = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    ends = [f"127.0.0.1:{port}" for port in free_ports(2)]
     addresses = ["--coordinator", ends[0], "--control", ends[1], "--processes", "2"]
     runs = []
     for process in range(2):

@@ -17,7 +17,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
 from jaxserve.launch import __main__ as launch_main
 from jaxserve.plan import main as plan
-from jaxserve.ports import free_port
+from jaxserve.ports import free_ports
 from jaxserve.preflight import children, hosts, kernels, small_kernels
 from jaxserve.preflight.__main__ import main
 from jaxserve.preflight.children import Child
@@ -30,7 +30,7 @@ TOKEN = "0123456789abcdef"
 
 
 def meetings(count=2):
-    ports = [free_port() for _ in range(2)]
+    ports = free_ports(2)
     return [
         Meeting(
             ProcessArguments(
@@ -215,7 +215,7 @@ def test_a_failed_check_does_not_stop_the_others(tmp_path, capsys):
 @pytest.mark.multihost
 @pytest.mark.parametrize("config", ["demo", "demo-fleet-afd"])
 def test_two_hosts_run_the_same_command(config, tmp_path, capsys):
-    coordinator, control = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
     words = ["--config", config, "--processes", "2", "--json", str(tmp_path / "found.json")]
     words += ["--coordinator", coordinator, "--control", control]
     hosts = [

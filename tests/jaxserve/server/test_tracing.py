@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
-from jaxserve.ports import free_port
+from jaxserve.ports import free_ports
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.faces import LocalFaces
 from jaxserve.server.rpc import InferenceStub
@@ -141,7 +141,7 @@ def test_spans_of_both_protocols(collector: Collector, tmp_path: Path) -> None:
 @pytest.mark.multihost
 def test_one_trace_crosses_prefill_worker_and_attention_worker(collector: Collector) -> None:
     """The demo as a fleet whose domains share an ffn worker: router → prefill → domain."""
-    prefill, ffn, *domains = (f"127.0.0.1:{free_port()}" for _ in range(4))
+    prefill, ffn, *domains = (f"127.0.0.1:{port}" for port in free_ports(4))
     keys: dict[str, Any] = {"server.grpc_port": 0, "server.http_port": 0}
     keys |= {"server.traces": collector.url, "link.addresses": [ffn]}
     keys |= {"fleet.prefill": [prefill], "fleet.domains": domains}
