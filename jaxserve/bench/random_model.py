@@ -29,12 +29,13 @@ from jaxserve.roles.attention_programs import (
     AttentionWeights,
     build_attention,
 )
+from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorker, build_ffn
 from jaxserve.roles.layer_pipeline import build_cell
-from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.schedule import Rotation

@@ -23,7 +23,8 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.layout import FROM_DEVICE, Bucket
+from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan, words
 
 RECENT_TOKENS = 256

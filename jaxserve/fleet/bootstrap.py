@@ -43,7 +43,7 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 def identity(process_id: int, processes: int, deployment: Deployment, role: str = "") -> Identity:
-    """Describes this process when it joins (see `control.refusal`).
+    """Describes this process when it joins (see `joining.refusal`).
 
     The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
 

@@ -1,58 +1,31 @@
-"""Messages of the leader to all followers, handed on over a tree of TCP connections.
+"""Sends the messages of the leader to all followers, over a tree of TCP connections.
 
-`leader.py` sends into it, `follower.py` receives from it and hands on at once what it receives. A
-send is a system call a connection, on the caller's thread: a gRPC stream of Python takes six to
-twelve times the CPU (2026-11-22). Handshake and frames are those of
+`leader.py` sends into it; `follower.py` receives (`subscription.py`) and hands each message on at
+once. A send is a system call a connection, on the caller's thread: a gRPC stream of Python takes
+six to twelve times the CPU (2026-11-22). Handshake and frames are those of
 `link/session/channel.py`. No process is asked again or reconnects: a lost one is missed on its
 stream. Knows nothing of the meaning of messages.
 """
 
-import contextlib
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
 
 from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.session.channel import (
-    AuthenticationError,
     Channel,
     Framing,
-    dial,
 )
 from jaxserve.link.session.listener import Listener, shut
 
-HOSTS_EACH = 8
-"""Hosts to which one process hands a message on."""
 LOOK_SECONDS = 0.5
 """How often a subscriber to whom nothing comes looks at the time."""
 _HELLO_SECONDS = 10.0
 MOST_HELLOS = 64
 """Subscribers that are being taken at a time."""
-_MESSAGE_BYTES = 256 << 20
+MESSAGE_BYTES = 256 << 20
 """Cap of a message; a plan takes kilobytes."""
-
-
-def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
-    """Returns the number of the follower that hands on to the next one; None: the leader does.
-
-    The first process of a host gets everything, and hands it on to the others there. The hosts are
-    a tree below the leader's, each with at most `HOSTS_EACH` below it, so that no process has more
-    to send when more hosts join.
-
-    Args:
-      host: of the one that joins.
-      leader: its host.
-      followers: hosts of those that have joined, in that order.
-    """
-    if host == leader:
-        return None
-    if host in followers:
-        return followers.index(host)
-    hosts = [each for each in dict.fromkeys(followers) if each != leader]
-    above = len(hosts) // HOSTS_EACH
-    return followers.index(hosts[above - 1]) if above else None
 
 
 class Broadcaster:
@@ -136,45 +109,6 @@ class _Subscriber:
         self.connection, self.framing = connection, framing
         self.waiting: deque[memoryview] = deque()
         """Frames for which the connection's buffer has no room."""
-
-
-class Subscription:
-    """The receiving end.
-
-    Args:
-      address: `host:port` of a `Broadcaster`.
-      token: as it has.
-      timeout: seconds to get there.
-
-    Raises:
-      OSError: nobody listens there, or it does not take this process.
-    """
-
-    def __init__(self, address: str, token: str, timeout: float):
-        try:
-            self._channel = dial(address, token, timeout, _MESSAGE_BYTES)
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._channel.close)
-                if not self._channel.wait(timeout) or self._channel.receive():
-                    raise OSError("another protocol")
-                stack.pop_all()
-        except (AuthenticationError, OSError, EOFError) as error:
-            raise OSError(f"{error}" or "it closed the connection") from error
-
-    def messages(self) -> Iterator[bytes | None]:
-        """Yields messages in order, None where none came for `LOOK_SECONDS`, until the connection
-        ends."""
-        try:
-            while True:
-                yield self._channel.receive() if self._channel.wait(LOOK_SECONDS) else None
-        except (EOFError, OSError):
-            return
-        finally:
-            self._channel.close()
-
-    def close(self) -> None:
-        """Ends `messages`, from any thread."""
-        self._channel.shutdown()
 
 
 def _send(connection: socket.socket, frame: memoryview) -> memoryview:

@@ -21,8 +21,9 @@ from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.broadcast import Broadcaster, Subscription
+from jaxserve.fleet.broadcast import Broadcaster
 from jaxserve.fleet.listening import everywhere
+from jaxserve.fleet.subscription import Subscription
 from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,

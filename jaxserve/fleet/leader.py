@@ -19,8 +19,9 @@ from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
 from jaxserve.fleet.addresses import is_loopback
-from jaxserve.fleet.broadcast import Broadcaster, parent_of
+from jaxserve.fleet.broadcast import Broadcaster
 from jaxserve.fleet.follower_state import FollowerState, find_failure
+from jaxserve.fleet.joining import parent_of, refusal
 from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.session.channel import Channel, cut_off, join_address, split_address
 from jaxserve.link.session.listener import Listener
@@ -330,7 +331,7 @@ class Leader:
 
     def _admit(self, register: control.Register, peer: str) -> tuple[FollowerState | None, str]:
         identity = register.identity
-        problem = control.refusal(self.identity, identity)
+        problem = refusal(self.identity, identity)
         with self._changed:
             taken = self._followers.get(identity.process_id)
             if not problem and taken is not None:

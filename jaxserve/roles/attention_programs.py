@@ -24,9 +24,10 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.residual import added
+from jaxserve.roles.batch_layout import BatchLayout
 from jaxserve.roles.compilation import Get, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
-from jaxserve.roles.layout import BatchLayout, Bucket, deployment_buckets
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.prediction_programs import (
     PassStart,
     enter_module,

@@ -21,6 +21,7 @@ from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.module import Template
 from jaxserve.model.residual import added
 from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.batch_layout import BatchLayout
 from jaxserve.roles.expert_programs import (
     Bank,
     ExpertPrograms,
@@ -28,7 +29,7 @@ from jaxserve.roles.expert_programs import (
     bank_arrays,
     stacked_banks,
 )
-from jaxserve.roles.layout import BatchLayout, Bucket
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages

@@ -21,8 +21,9 @@ from jaxtyping import Array, Int
 
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.model.attention.batch import positions
+from jaxserve.roles.batch_layout import FROM_DEVICE, BatchLayout
 from jaxserve.roles.compilation import Get
-from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import ROWS, Program
 from jaxserve.roles.step_plan import SaidTokens, StepPlan
 from jaxserve.roles.token_programs import TokenPrograms

@@ -22,8 +22,9 @@ from jaxserve.model.sampler import (
     over_rows,
     replace_rows,
 )
+from jaxserve.roles.batch_layout import FROM_DEVICE, BatchLayout, RulesLayout
 from jaxserve.roles.compilation import Get
-from jaxserve.roles.layout import FROM_DEVICE, MAX_LOGPROBS, BatchLayout, Bucket, RulesLayout
+from jaxserve.roles.layout import MAX_LOGPROBS, Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.step_arrays import UNWANTED
 from jaxserve.roles.step_plan import StepPlan

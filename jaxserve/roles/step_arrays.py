@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.roles.layout import FROM_DEVICE, MAX_BIASES, MAX_LOGPROBS, BatchLayout, RulesLayout
+from jaxserve.roles.batch_layout import FROM_DEVICE, BatchLayout, RulesLayout
+from jaxserve.roles.layout import MAX_BIASES, MAX_LOGPROBS
 from jaxserve.roles.step_plan import SlotRules, StepPlan
 
 

@@ -23,7 +23,8 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
-from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED, BatchLayout, Bucket
+from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED, BatchLayout
+from jaxserve.roles.layout import NO_TOKEN, Bucket
 from jaxserve.roles.program import ROWS
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.roles.layout import FROM_DEVICE
+from jaxserve.roles.batch_layout import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     FullScheduler,
     in_pool,

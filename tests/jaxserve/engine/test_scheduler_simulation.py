@@ -23,7 +23,8 @@ from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.stepper import PREFILL_PARAMS
-from jaxserve.roles.layout import FROM_DEVICE, NO_TOKEN, REJECTED
+from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED
+from jaxserve.roles.layout import NO_TOKEN
 from jaxserve.roles.written_steps import SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep

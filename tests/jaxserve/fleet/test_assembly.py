@@ -10,7 +10,8 @@ from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.fleet.assembly import build_runtime, open_engine
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.layout import FROM_DEVICE, Bucket, deployment_buckets
+from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised

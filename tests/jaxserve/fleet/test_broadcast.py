@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jaxserve.fleet import broadcast
-from jaxserve.fleet.broadcast import HOSTS_EACH, Broadcaster, Subscription, parent_of
+from jaxserve.fleet.broadcast import Broadcaster
+from jaxserve.fleet.subscription import Subscription
 from jaxserve.link.session.channel import Channel, accept
-from tests import golden
 
 TOKEN = "a secret"
 
@@ -32,24 +32,6 @@ def _first(received: Iterator[bytes | None], count: int) -> list[bytes]:
         if message is not None:
             found.append(message)
     return found
-
-
-@golden.table("fleet/parents.yaml")
-def test_parents(host: str, followers: list[str], expected: int | None) -> None:
-    assert parent_of(host, "a", followers) == expected
-
-
-def test_nobody_hands_on_to_more_hosts_than_a_few_however_many_there_are() -> None:
-    hosts = [f"host{number}" for number in range(1, 400)]
-    parents = [parent_of(host, "host0", hosts[:at]) for at, host in enumerate(hosts)]
-    assert parents[:9] == [None] * 8 + [0]
-    assert all(parent is None or parent < at for at, parent in enumerate(parents))
-    assert max(parents.count(parent) for parent in set(parents)) == HOSTS_EACH == 8
-
-    def depth(at: int | None) -> int:
-        return 0 if at is None else 1 + depth(parents[at])
-
-    assert max(map(depth, range(399))) == 3
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::]", "localhost", "0.0.0.0"])

@@ -3,9 +3,8 @@ import pytest
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
-from jaxserve.fleet.control import Heartbeat, refusal
-from tests import golden
-from tests.jaxserve.fleet.ends import boundary, identity
+from jaxserve.fleet.control import Heartbeat
+from tests.jaxserve.fleet.ends import boundary
 
 
 def test_boundary_survives_the_wire() -> None:
@@ -35,12 +34,6 @@ def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:
     digests = {control.shapes_digest("d", [plan]), control.shapes_digest("e", [plan])}
     digests |= {control.shapes_digest("d", plans) for plans in others}
     assert len(digests) == 2 + len(others)
-
-
-@golden.table("fleet/refusals.yaml")
-def test_refusal_names_both_values(changes: dict[str, object], expected: str) -> None:
-    said = refusal(identity(0), identity(**{"process_id": 1} | changes))
-    assert (expected in said) if expected else not said
 
 
 def test_heartbeats_are_frequent_enough_for_all_deadlines() -> None:

@@ -14,7 +14,7 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import check_attention
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.layout import FROM_DEVICE
+from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests import golden
 from tests.conftest import REPOSITORY

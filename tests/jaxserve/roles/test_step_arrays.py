@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.roles.layout import FROM_DEVICE, BatchLayout, Bucket, RulesLayout
+from jaxserve.roles.batch_layout import FROM_DEVICE, BatchLayout, RulesLayout
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
 from jaxserve.roles.step_plan import SlotRules, StepPlan, words
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows

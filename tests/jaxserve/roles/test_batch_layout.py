@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.roles.layout import BatchLayout, RulesLayout
+from jaxserve.roles.batch_layout import BatchLayout, RulesLayout
 
 
 def test_fields_of_modules_come_last():
