@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve import ports
 from jaxserve.commands.cores import bind_task
@@ -61,12 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.fleet.ffn_runtime import answer_messages
 
             deployment = _ready_to_start(deployment, process, given)
-            if max(deployment.server.follower_http_port, deployment.server.follower_grpc_port) < 0:
-                return answer_messages(deployment, process, options.listen)
-            from jaxserve.server.choice import ProbedLoop
+            more: dict[str, Any] = {}
+            if process.processes > 1:
+                from jaxserve.fleet.ffn_group import group_of
 
-            turn = ProbedLoop(deployment, options.insecure_bind).turn
-            return answer_messages(deployment, process, options.listen, turn)
+                more["joined"] = group_of
+            if max(deployment.server.follower_http_port, deployment.server.follower_grpc_port) >= 0:
+                from jaxserve.server.choice import ProbedLoop
+
+                more["on_turn"] = ProbedLoop(deployment, options.insecure_bind).turn
+            return answer_messages(deployment, process, options.listen, **more)
         from jaxserve.commands.worker_part import part_of
 
         deployment, process, part = part_of(deployment, process, options.listen)

@@ -85,7 +85,10 @@ class _Sleeps:
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct((size.rows, WORDS), np.uint32)] * size.pieces
 
-    def land(self, size: MessageSize, pieces: Sequence[np.ndarray]) -> list[jax.Array]:
+    def holders(self, pieces: int) -> list[int]:
+        return [0] * pieces
+
+    def land(self, kind: str, size: MessageSize, pieces: Sequence[np.ndarray]) -> list[jax.Array]:
         return [jax.device_put(piece) for piece in pieces]
 
     def run(

@@ -47,12 +47,12 @@ def run_processes(
       The exit code of the first process that ended with a code other than 0; else 0.
 
     Raises:
-      ConfigError: the roles have their own runtimes, which consist of one process each.
+      ConfigError: the roles have their own runtimes, of which each host runs one process.
     """
     if deployment.topology.crosses_runtimes or process.role == "router":
         raise ConfigError(
-            f"--host-processes {process.host_processes}: a router, and a worker over "
-            f"link.transport = {deployment.link.transport}, has one process"
+            f"--host-processes {process.host_processes}: of a router, and of a worker over "
+            f"link.transport = {deployment.link.transport}, a host runs one process"
         )
     children = start(process, "jaxserve.serve", arguments)
     for number, child in enumerate(children):

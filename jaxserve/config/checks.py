@@ -120,11 +120,6 @@ def _check_runtimes(deployment: Deployment) -> None:
                 f"{name}.processes = {role.processes} does not divide the role's {role.devices} "
                 "devices"
             )
-        if apart and name == "ffn" and role.processes > 1:
-            raise ConfigError(
-                f"{name}.processes = {role.processes}: over link.transport = {link.transport} an "
-                "ffn worker has one process"
-            )
     if not apart and attention.hardware and ffn.hardware not in ("", attention.hardware):
         raise ConfigError(
             f"ffn.hardware = {ffn.hardware} in a runtime with {attention.hardware}: pull joins two"
@@ -141,6 +136,16 @@ def _check_runtimes(deployment: Deployment) -> None:
         raise ConfigError(
             f"link.addresses = {link.addresses}, but link.transport = {link.transport}: "
             f"{', '.join(BETWEEN)} needs the addresses of ffn workers, the others use none"
+        )
+    if apart and len(link.addresses) % max(1, ffn.processes):
+        raise ConfigError(
+            f"link.addresses: {len(link.addresses)}, but ffn.processes = {ffn.processes}: each "
+            "process of an ffn worker has an address, and those of a worker follow each other"
+        )
+    if apart and ffn.processes > 1 and link.batching == "merge":
+        raise ConfigError(
+            f"link.batching = {link.batching}, but ffn.processes = {ffn.processes}: several "
+            "processes run a message at a time (cohort or rotation)"
         )
     if link.route == "broadcast" and ffn.exchange == "alltoall":
         raise ConfigError(

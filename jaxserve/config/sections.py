@@ -158,18 +158,15 @@ class Link(Section, frozen=True):
     it is far slower than `ppermute`, that takes its place, with a warning."""
     addresses: list[str] = []
     """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
-    is there is used, the others stand by."""
+    is there is used, the others stand by. With `ffn.processes` each process has an address; those
+    of a worker follow each other."""
     batching: Literal["rotation", "merge", "cohort"] = "cohort"
     """Messages of several attention workers that an ffn worker of another runtime runs in one pass,
-    as many as its memory allows. `rotation`: one; `merge`: those of a layer that wait; `cohort`:
-    those of lanes that keep in step, for which the worker waits as long as that pays."""
+    as many as its memory allows; one with several `ffn.processes`. `rotation`: one; `merge`: those
+    of a layer that wait; `cohort`: those of lanes that keep in step, for which the worker waits as
+    long as that pays."""
     absent_seconds: Seconds = 60.0
     """How long an attention worker waits with no ffn worker there before its requests fail."""
-
-    @property
-    def merges(self) -> bool:
-        """True if a pass may have several messages."""
-        return self.batching != "rotation"
 
 
 class Cache(Section, frozen=True):

@@ -69,6 +69,7 @@ def attention_cell(
         mesh=role.mesh,
         answer_piece=lambda kind, rows: jax.ShapeDtypeStruct((rows, answer.width), answer.dtype),
         rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],
+        processes=max(1, deployment.ffn.processes),
         deadlines=deadlines_of(deployment),
     )
     client.connect()

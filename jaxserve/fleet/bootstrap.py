@@ -116,11 +116,11 @@ def joined(
         log_devices()
         yield peers
     except BaseException as error:
-        abandon(_cause(error, peers), peers=peers)
+        abandon(cause_of(error, peers), peers=peers)
     leave(peers)
 
 
-def _cause(error: BaseException, peers: Peers) -> BaseException:
+def cause_of(error: BaseException, peers: Peers) -> BaseException:
     """Returns the cause of an error: one that is not ours may be a transfer that broke because
     another process is gone."""
     if isinstance(peers, Follower):

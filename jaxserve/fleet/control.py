@@ -6,7 +6,8 @@ of connections carries the messages that come with every step and are the same f
 `leader.py` and `follower.py` are the two ends; the engine on the leader and the driver on a
 follower see `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
 
-    follower → leader   Register  Subscribed  (Heartbeat | Compiled | Collected | DrainRequest)*
+    follower → leader   Register  Subscribed
+                        (Heartbeat | Compiled | Collected | Report | DrainRequest)*
                         Failure?  Leaving
     leader → follower   Accepted  Joined  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one; or Refused
@@ -22,7 +23,7 @@ from jaxserve.config.deployment import Cluster
 from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -115,6 +116,12 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     position: Position | None = None
 
 
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """A message over `pull` has arrived at a follower whole (`link.remote.frames.NamedMessage`)."""
+
+    data: bytes
+
+
 class DrainRequest(msgspec.Struct, frozen=True, tag=True):
     """A follower was asked to end (SIGTERM), so the whole deployment should."""
 
@@ -159,6 +166,8 @@ class Boundary(msgspec.Struct, frozen=True, tag=True):
     """Whether what is enqueued from here to the next boundary is measured (`observe/probe.py`)."""
     actions: list[Action] = []
     """Actions that every process carries out before the plans begin."""
+    message: bytes = b""
+    """Order of an ffn worker over `pull` (`link.remote.frames`); empty: none."""
 
 
 class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -182,9 +191,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     failure: str = ""
 
 
-FromFollower = (
-    Register | Subscribed | Compiled | Heartbeat | Collected | DrainRequest | Failure | Leaving
-)
+_End = DrainRequest | Failure | Leaving
+FromFollower = Register | Subscribed | Compiled | Heartbeat | Collected | Report | _End
 FromLeader = (
     Refused
     | Accepted

@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from jaxserve.checkpoint.fingerprint import weights_digest
 from jaxserve.checkpoint.peer import open_weights
+from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
+from jaxserve.errors import ConfigError
 from jaxserve.fleet import expert_answers
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
@@ -51,6 +55,11 @@ from jaxserve.roles.host_resources import available_memory
 from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import LeafSource
 
+if TYPE_CHECKING:
+    from jaxserve.fleet.ffn_group import FFNGroup
+
+    Joined = Callable[[ProcessArguments, Deployment], AbstractContextManager[FFNGroup | None]]
+
 LOOK_SECONDS = 0.1
 """How often the main thread, which alone runs the handlers of signals, wakes up."""
 
@@ -60,10 +69,15 @@ def answer_messages(
     process: ProcessArguments,
     address_given: str | None,
     on_turn: Callable[[], None] = lambda: None,
+    joined: "Joined" = alone,
 ) -> int:
-    """The life of an ffn worker with a runtime of its own, until a signal ends it.
+    """Runs a process of an ffn worker with a runtime of its own, until a signal ends it.
 
-    `on_turn` is called a few times a second once the worker is ready.
+    Args:
+      address_given: where it listens; None: at its address in `link.addresses`.
+      on_turn: called a few times a second once the process is ready.
+      joined: initialises JAX, with the other processes of the worker if there are any. A signal to
+        any of them ends all.
     """
     signals: list[int] = []
     server = None
@@ -74,20 +88,31 @@ def answer_messages(
         signals.append(number)
         if server is None:
             raise SystemExit(128 + number)
+        if group is not None:
+            group.leave(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    with alone(process, deployment):
-        address = address_given or deployment.link.addresses[0]
+    with joined(process, deployment) as group:
+        own = process.worker * process.processes + process.process_id
+        if not address_given and own >= len(deployment.link.addresses):
+            raise ConfigError(
+                f"--worker {process.worker} of {process.processes} processes: link.addresses has "
+                f"{len(deployment.link.addresses)} addresses, none for process {process.process_id}"
+            )
+        address = address_given or deployment.link.addresses[own]
         listen(address, process.token).close()  # refuses it before the model is loaded
-        server, work = open_ffn(deployment, process.token, address)
-        weights = work.serve_weights(process.token)
+        server, work = open_ffn(deployment, process.token, address, group)
+        weights = None if group else work.serve_weights(process.token)
         gc.collect()
         gc.freeze()  # as engine/runtime.py does: a full collection would delay a message
-        announce("ready", {"role": "ffn", "link": server.start()})
+        listening = server.start()
+        if group is not None:
+            group.begin(server, work.slots)
+        announce("ready", {"role": "ffn", "link": listening})
         if work.experts is not None:
             work.experts.start()
-        while not signals:
+        while not (group.ended.is_set() if group else signals):
             on_turn()
             time.sleep(LOOK_SECONDS)
             work.move_experts(server.between_messages)
@@ -100,7 +125,7 @@ def answer_messages(
 
 
 def open_ffn(
-    deployment: Deployment, token: str, address: str
+    deployment: Deployment, token: str, address: str, group: "FFNGroup | None" = None
 ) -> tuple[MessageServer, "FFNMessages"]:
     """A warm ffn worker, and the server that answers messages at the address; `start` it.
 
@@ -108,14 +133,22 @@ def open_ffn(
       ConfigError, CheckpointError: the layout or the model does not fit.
     """
     if deployment.ffn.shrink:
-        deployment = shrunk(deployment, "ffn", jax.local_device_count())
+        deployment = shrunk(deployment, "ffn", jax.device_count())
     role = open_role(deployment, "ffn", ffn_bytes)
-    source = open_weights(deployment, role.names, token=token)
-    return message_server(role, deployment, source, token, address)
+    if group is None:
+        source = open_weights(deployment, role.names, token=token)
+    else:
+        source = open_folder(deployment, role.names)
+    return message_server(role, deployment, source, token, address, group)
 
 
 def message_server(
-    role: RoleRuntime, deployment: Deployment, source: LeafSource, token: str, address: str
+    role: RoleRuntime,
+    deployment: Deployment,
+    source: LeafSource,
+    token: str,
+    address: str,
+    group: "FFNGroup | None" = None,
 ) -> tuple[MessageServer, "FFNMessages"]:
     """Returns the end of the link, and the ffn worker of this runtime behind it, loaded, compiled
     and run once.
@@ -129,10 +162,12 @@ def message_server(
     templates = FFNTemplates(role.config, deployment, AbstractSubmeshes(deployment))
     built = build_ffn(templates, deployment, role.mesh, source, role.names)
     policy = POLICIES[deployment.link.batching](most)
-    work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built)
+    work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
     prepared = sizes_together(sizes, min(most, deployment.domains))
     work.compile([size for size in prepared if size.messages > 1])
+    if group is not None:
+        group.wait_warm_up(weights_digest(deployment.model))
     work.warm_up(prepared)
     server = MessageServer(
         address,
@@ -143,6 +178,7 @@ def message_server(
         policy=policy,
         deadlines=deadlines_of(deployment),
         on_question=work.answer,
+        group=group,
     )
     return server, work
 
@@ -152,7 +188,8 @@ class FFNMessages:
 
     Attributes:
       experts: moves them, between messages: attention workers send logical ids and never know;
-        None: the model has none.
+        None: the model has none, or another process of the worker decides.
+      slots: the experts of this process; None: the model has none.
     """
 
     def __init__(
@@ -164,8 +201,9 @@ class FFNMessages:
         executables: FFNExecutables,
         weights: FFNWeights,
         slots: ExpertSlots | None,
+        group: "FFNGroup | None" = None,
     ):
-        self._role, self._deployment = role, deployment
+        self._role, self._deployment, self._group = role, deployment, group
         self._formats = message_formats(role.contract)
         self._landings = {
             role.contract.attention_devices: MessageLanding(programs.route, role.mesh)
@@ -174,21 +212,30 @@ class FFNMessages:
         self._padding = functools.cache(self._make_padding)
         self._worker = FFNWorker(programs, executables, weights, slots)
         self._log = log
-        self.experts = make_balancer(programs.templates, deployment, slots)
+        self.slots = slots
+        self.experts = None
+        if group is None or not group.process:
+            counts = group.counts if group else None
+            self.experts = make_balancer(programs.templates, deployment, slots, counts)
 
     def serve_weights(self, token: str) -> WeightsServer | None:
         """Hands its weights out to workers that start, where the deployment says so."""
-        return serve_weights(self._deployment, self._worker.held(), self._worker.slots, token)
+        return serve_weights(self._deployment, self._worker.held(), self.slots, token)
 
-    def move_experts(self, between_messages: Callable[[], AbstractContextManager[None]]) -> None:
+    def move_experts(self, between_messages: Callable[[Callable[[], None]], float]) -> None:
         """Carries out what is due for the experts, if anything is."""
-        slots = self._worker.slots
-        if self.experts is None or slots is None or not (actions := self.experts.due()):
+        experts, slots = self.experts, self.slots
+        if experts is None or slots is None or not (actions := experts.due()):
             return
-        with between_messages():
+
+        def carry_out() -> None:
+            if self._group is not None:
+                self._group.order(actions=actions)
             for action in actions:
                 slots.carry_out(action)
-        self.experts.carried_out(actions)
+
+        between_messages(carry_out)
+        experts.carried_out(actions)
 
     def answer(self, question: bytes) -> bytes:
         """Answers an attention runtime that asks about experts and passes.
@@ -227,9 +274,15 @@ class FFNMessages:
         message = self._formats[kind]  # type: ignore[index]
         return [jax.ShapeDtypeStruct((size.rows, message.width), message.word)] * size.pieces
 
-    def land(self, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
-        """Puts the pieces on the ffn mesh."""
-        return self._landings[size.pieces].land(pieces)
+    def holders(self, pieces: int) -> list[int]:
+        """Returns the process at which each piece lands."""
+        return self._landings[pieces].holders
+
+    def land(self, kind: str, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
+        """Puts the pieces of this process on its part of the ffn mesh."""
+        message = self._formats[kind]  # type: ignore[index]
+        shape = size.rows, message.width
+        return self._landings[size.pieces].land(pieces, shape, np.dtype(message.word))
 
     def run(
         self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
@@ -251,4 +304,4 @@ class FFNMessages:
     def _make_padding(self, kind: str, size: MessageSize) -> Arrays:
         """Makes a message whose rows go to no expert and count for none."""
         rows = self._formats[kind].padding(size.rows)  # type: ignore[index]
-        return self.land(size, [rows] * size.pieces)
+        return self.land(kind, size, [rows] * self.holders(size.pieces).count(jax.process_index()))

@@ -255,6 +255,12 @@ class Follower:
         """Sets the answer to `Leader.collect(name)`; `produce` runs on a thread of its own."""
         self._answers[name] = produce
 
+    def report(self, data: bytes) -> None:
+        """Sends a `Report` to the leader, on the caller's thread: a message waits for it."""
+        assert self._channel is not None
+        with contextlib.suppress(OSError):  # the reader says why
+            self._channel.send(control.encode(control.Report(data)))
+
     def request_drain(self, reason: str) -> None:
         """Asks the leader to drain and end the whole deployment. Safe in a signal handler."""
         self._send(control.DrainRequest(reason))

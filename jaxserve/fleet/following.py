@@ -46,8 +46,8 @@ class Following:
             follower.answer(SPANS, lambda: _spans(recorder))
         probe = self._probe = Probe(driver, jax.process_index())
         follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
-        follower.answer(COUNTS, lambda: _counts(driver.slots))
-        self._completions = _Completions(follower)
+        follower.answer(COUNTS, lambda: own_counts(driver.slots))
+        self._completions = Completions(follower)
         follower.ready()
 
     def run(self) -> None:
@@ -71,7 +71,8 @@ class Following:
             self._completions.put(boundary.number, last)
 
 
-def _counts(slots: ExpertSlots | None) -> bytes:
+def own_counts(slots: ExpertSlots | None) -> bytes:
+    """Encodes this process's part of the counts; waits for the devices."""
     if slots is None:
         return msgspec.msgpack.encode(Counts(None))
     if (taken := slots.counted) is None:
@@ -92,7 +93,7 @@ def _spans(recorder: Recorder) -> bytes:
     return msgspec.msgpack.encode(recorder.spans())
 
 
-class _Completions:
+class Completions:
     """Reports boundaries that are done on the devices to the leader, from a thread of its own."""
 
     def __init__(self, follower: Follower):

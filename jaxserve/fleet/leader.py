@@ -67,6 +67,8 @@ class Leader:
         self.identity = identity
         self.address = address
         self.failure: EngineFailedError | None = None
+        self.on_report: Callable[[int, bytes], None] = lambda process, data: None
+        """Takes a follower's number and its `Report`; must return at once."""
         self._cluster = cluster
         self._roles = roles
         self._on_failure = on_failure
@@ -370,6 +372,8 @@ class Leader:
                     if isinstance(message, control.DrainRequest) and not self._drain_reason:
                         self._drain_reason = f"{follower.identity}: {message.reason}"
                     self._changed.notify_all()
+                if isinstance(message, control.Report):
+                    self.on_report(follower.identity.process_id, message.data)
         except (EOFError, OSError):
             pass  # `_ended` says why
         except Exception as error:

@@ -28,11 +28,6 @@ def alone(arguments: ProcessArguments, deployment: Deployment) -> Iterator[None]
     """Runs a block with JAX initialised, in a process that is a runtime of its own
     (`link.transport: pull`). The end of the block is the end of the process."""
     try:
-        if arguments.processes > 1:
-            raise ConfigError(
-                f"link.transport {deployment.link.transport}: this worker has "
-                f"{arguments.processes} processes, expected 1"
-            )
         initialise(arguments, deployment)
         log_devices()
         yield

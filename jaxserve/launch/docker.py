@@ -75,6 +75,11 @@ def render(rendering: Rendering) -> dict[str, str]:
                 f"--target docker: starts one host; the deployment takes {devices} of "
                 f"{fixed[0].hardware_name}, a host has {host}; its image is --target image"
             )
+    if several := [work for work in works if work.processes > 1]:
+        raise ConfigError(
+            f"--target docker: a {several[0].kind} worker of {several[0].processes} processes; a "
+            "host has them in one"
+        )
     if _extras(works) == {"tpu"} and sum(work.workers for work in fixed) > 1:
         raise ConfigError("--target docker: one process of a host has its TPUs")
     names = {work.kind: _services(work) for work in works}

@@ -34,8 +34,12 @@ def render(rendering: Rendering) -> dict[str, str]:
                 host = clusters.host_of(service, kinds[kind], options)
                 addresses[key] = [f"{host}:{WORKER_PORT}"]
     if "ffn" in kinds:
-        own = pods.name_of(options, kinds["ffn"])
-        addresses["ffn"] = [f"{own}-{n}.{own}:{FFN_PORT}" for n in range(kinds["ffn"].workers)]
+        own, ffn = pods.name_of(options, kinds["ffn"]), kinds["ffn"]
+        addresses["ffn"] = [
+            f"{own}-{worker}{f'-{process}' if process else ''}.{own}:{FFN_PORT}"
+            for worker in range(ffn.workers)
+            for process in range(ffn.processes)
+        ]
     deployment = placed(rendering.deployment, pods.container_places(rendering, **addresses))
     files = {}
     for name, workers in parts.items():

@@ -205,7 +205,7 @@ def _ports(deployment: Deployment, work: Workload, leads: bool) -> list[Tree]:
         made = {"http": server.http_port, "grpc": server.grpc_port}
     else:
         made = {"http": server.follower_http_port}
-    if work.port and leads:
+    if work.port and (leads or work.kind == "ffn"):
         made["worker"] = work.port
     return [{"name": name, "containerPort": port} for name, port in made.items() if port > 0]
 

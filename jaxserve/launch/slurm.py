@@ -89,18 +89,23 @@ def _fleet(works: list[Workload], config: str, insecure: str) -> str:
         if work.kind == "router":
             router = 'worker 0 1 1 --role router "${common[@]}" &'
             continue
-        nodes, _ = _on_nodes(work)
+        nodes, tasks = _on_nodes(work)
         places = [first + n * nodes for n in range(work.workers)]
         first += nodes * work.workers
         if work.port:
-            found = ", ".join(f"${{nodes[{place}]}}:{work.port}" for place in places)
+            listening = places
+            if work.kind == "ffn":
+                listening = [place + at for place in places for at in range(nodes)]
+                if tasks > 1:
+                    raise ConfigError(
+                        f"ffn.processes = {work.processes}: {tasks} on a node, expected 1"
+                    )
+            found = ", ".join(f"${{nodes[{place}]}}:{work.port}" for place in listening)
             settings.append(f'  --set "{keys[work.kind]}=[{found}]"')
         for number, place in enumerate(places):
             given = [f"--role {work.role}"]
-            if work.kind in ("prefill", "domain"):
+            if work.kind in ("prefill", "domain", "ffn"):
                 given.append(f"--worker {number}")
-            if work.kind == "ffn":
-                given.append(f'--listen "${{nodes[{place}]}}:{work.port}"')
             if work.processes > 1:
                 given.append("--distributed")
             joined = " ".join(given)

@@ -152,7 +152,8 @@ def workloads(
     else:
         found.append(_workload("attention", "attention", 1, runtime))
     runtime = _role("ffn", deployment.ffn, hardware)
-    found.append(_workload("ffn", "ffn", len(deployment.link.addresses), runtime, FFN_PORT))
+    workers = len(deployment.link.addresses) // runtime.processes
+    found.append(_workload("ffn", "ffn", workers, runtime, FFN_PORT))
     return found
 
 
@@ -242,10 +243,9 @@ def _role(name: str, role: AttentionRole | FFNRole, hardware: str) -> _Runtime:
     hosts = processes_on_hosts(role.devices, kind, hardware)
     tpu = kind is not None and kind.platform == "tpu"
     if hosts > processes or (tpu and hosts != processes):
-        only = ", and over link.transport = pull an ffn worker has one" if name == "ffn" else ""
         raise ConfigError(
             f"{name}.processes = {role.processes}: {role.devices} of {hardware} are on {hosts} "
-            f"hosts, each with a process of its own{only}"
+            f"hosts, each with a process of its own"
         )
     return _Runtime(processes, role.devices // processes, kind, hardware)
 

@@ -103,7 +103,7 @@ def most_messages(config: ModelConfig, deployment: Deployment, available: int | 
     Args:
       available: bytes of a device; None: unknown.
     """
-    count = MOST_MESSAGES if deployment.link.merges else 1
+    count = MOST_MESSAGES if deployment.merges else 1
     if count == 1 or available is None:
         return count
     (alone,) = ffn_bytes(config, deployment)

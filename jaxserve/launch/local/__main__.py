@@ -60,9 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[list[Member], Rules]:
     if options.runtimes:
-        members = roles_apart(deployment_for(forwarded), options.standbys)
+        deployment = deployment_for(forwarded)
+        members = roles_apart(deployment, options.standbys)
         ffn = [number for number, member in enumerate(members) if member.runtime]
-        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=(1, 2))
+        # One of several processes may end because another did.
+        hopeless = (2,) if deployment.ffn.processes > 1 else (1, 2)
+        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=hopeless)
         return with_peers(members) if options.peers else members, rules
     if options.fleet:
         deployment = deployment_for(forwarded)

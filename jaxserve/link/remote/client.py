@@ -67,9 +67,10 @@ class MessageClient:
     `send` and `receive` are called by one thread.
 
     Args:
-      addresses: addresses of equivalent ffn workers. The first that is up is used until it is lost,
-        or, if this worker has several processes, which must agree, as long as it is the first;
-        warm connections to the others are kept.
+      addresses: addresses of equivalent ffn workers, those of a worker's processes one after the
+        other. The first worker that is up is used until it is lost, or, if this worker has several
+        processes, which must agree, as long as it is the first; warm connections to the others are
+        kept.
       hello: this worker's facts; ffn workers with other facts are refused.
       token: the secret of the deployment.
       domain: name of this attention worker, equal in all of its processes and in no other worker.
@@ -77,10 +78,11 @@ class MessageClient:
       mesh: mesh of this worker alone.
       answer_piece: shape of a piece of the answer to a message.
       rows: all numbers of rows that a piece may have.
+      processes: processes of each ffn worker.
       deadlines: deadlines of all waits.
 
     Raises:
-      ConfigError: no address, or a bad one.
+      ConfigError: no address, a bad one, or not one for each process.
     """
 
     def __init__(
@@ -94,29 +96,33 @@ class MessageClient:
         mesh: Mesh,
         answer_piece: PieceShape,
         rows: Sequence[int],
+        processes: int = 1,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
-        if not addresses:
-            raise ConfigError("link addresses: none, expected those of one ffn worker or more")
+        if not addresses or len(addresses) % processes:
+            raise ConfigError(
+                f"link addresses: {len(addresses)}, expected {processes} for each of one ffn "
+                "worker or more"
+            )
         for address in addresses:
             split_address(address)
         self._answer_shape = functools.cache(self._make_answer_shape)
         self._answer_piece, self._mesh = answer_piece, mesh
         here, devices = jax.process_index(), enumerate(mesh.devices.flat)
-        own = tuple(piece for piece, device in devices if device.process_index == here)
-        self._own, self._shared = len(own), len(own) < mesh.size
+        self._own = tuple(piece for piece, device in devices if device.process_index == here)
+        self._shared = len(self._own) < mesh.size
         self._deadlines = deadlines
         self._changed = threading.Condition()
         self._unanswered: dict[int, Unanswered] = {}
         self._answered: dict[int, Unanswered] = {}
         """Each lane's last answered message, where other processes may lack its answer."""
         self._numbers = itertools.count()
-        self._active: MessageConnection | None = None
+        self._active: Sequence[MessageConnection] = ()
         self.last_used = ""
         """Address of the ffn worker in use, or of the one that was."""
         self._closed = False
         self.counters = LinkCounters()
-        us = Join(hello, domain, mesh.size, tuple(rows), own)
+        us = Join(hello, domain, mesh.size, tuple(rows), self._own)
         self.peers = [
             Peer(
                 address,
@@ -129,6 +135,7 @@ class MessageClient:
             )
             for address in addresses
         ]
+        self._workers = list(itertools.batched(self.peers, processes))
 
     def connect(self) -> None:
         """Starts connecting everywhere and waits for the first ffn worker that is up.
@@ -170,17 +177,19 @@ class MessageClient:
         """
         message = self._unanswered[lane]
         while True:
-            if message.connection is not None:
-                message.connection.wait_for(message)
-            with self._changed:
-                if (answer := message.answer) is not None:
-                    del self._unanswered[lane]
-                    if self._shared:
-                        self._answered[lane], message.answer = message, None
-                    self.counters.messages += 1
-                    return answer
+            for connection in message.connections:
+                connection.wait_for(message)
             if message.error is not None:
                 raise message.error
+            with self._changed:
+                if message.connections and not message.missing:
+                    pieces = [message.pieces[piece] for piece in self._own]
+                    message.pieces.clear()
+                    del self._unanswered[lane]
+                    if self._shared:
+                        self._answered[lane] = message
+                    self.counters.messages += 1
+                    return message.answer_shape.put(pieces)
             self._check(message)
             self._wait_for_connection()
 
@@ -190,10 +199,8 @@ class MessageClient:
         Raises:
           EngineFailedError: no ffn worker is up, or none answers within `seconds`.
         """
-        connection = self._active
-        if connection is None or connection.failure is not None:
-            up = (peer.connection for peer in self.peers if peer.state is PeerState.UP)
-            connection = next((found for found in up if found is not None), None)
+        leaders = [*self._active[:1], *(peers[0].connection for peers in self._workers)]
+        connection = next((one for one in leaders if one and one.failure is None), None)
         if connection is None:
             raise EngineFailedError(f"no ffn worker is up: {self._whereabouts()}")
         return connection.ask(data, seconds)
@@ -211,26 +218,30 @@ class MessageClient:
         found = enumerate(peer.describe() for peer in self.peers)
         return [f"ffn worker {number}: {what}" for number, what in found if what]
 
-    def _usable(self) -> MessageConnection | None:
-        """Returns the connection in use, or another that is up; notes the loss of the former.
-        Needs the lock."""
-        if self._active is not None and self._active.failure is not None:
+    def _usable(self) -> Sequence[MessageConnection]:
+        """Returns the connections in use, or those to another worker that is up, or none; notes the
+        loss of the former. Needs the lock."""
+        failed = next((one.failure for one in self._active if one.failure is not None), None)
+        if failed is not None:
             self.counters.failures += 1
-            self.counters.last_failure = self._active.failure
-            self._active = None
-        if self._active is not None and not self._shared:
+            self.counters.last_failure = failed
+            for one in self._active:
+                one.fail(failed)
+            self._active = ()
+        if self._active and not self._shared:
             return self._active
         # The worker lost last may be up again and answer probes, but not messages. Processes of one
         # attention worker, which must agree, go by the addresses alone.
         lost = "" if self._shared else self.last_used
-        order = sorted(self.peers, key=lambda peer: peer.address == lost)
+        order = sorted(self._workers, key=lambda peers: peers[0].address == lost)
         for wanted in (PeerState.UP, PeerState.SUSPECT):
-            for peer in order:
-                connection = peer.connection
-                if connection is not None and peer.state is wanted:
-                    self._active, self.last_used = connection, peer.address
-                    return connection
-        return None
+            for peers in order:
+                found = [made for peer in peers if (made := peer.connection) is not None]
+                states = {peer.state for peer in peers}
+                if len(found) == len(peers) and states <= {PeerState.UP, wanted}:
+                    self._active, self.last_used = found, peers[0].address
+                    return found
+        return ()
 
     def _post_waiting(self, here: bool = True) -> None:
         """Sends messages that have not gone to the ffn worker in use, if one is. The lock is held
@@ -240,19 +251,20 @@ class MessageClient:
           here: as in `MessageConnection.post`.
         """
         with self._changed:
-            connection = self._usable()
-            if connection is None:
-                return
+            connections = [one for one in self._usable() if one.places]
             due = [
                 message
                 for message in (*self._answered.values(), *self._unanswered.values())
-                if message.connection is not connection and message.error is None
+                if connections and message.connections != connections and message.error is None
             ]
             for message in due:
-                self.counters.resends += message.connection is not None
-                connection.claim(message)
+                self.counters.resends += bool(message.connections)
+                message.posts += 1
+                message.pieces.clear()
+                message.missing, message.connections = set(connections), connections
         for message in due:
-            connection.post(message, here)
+            for connection in connections:
+                connection.post(message, here)
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
@@ -270,13 +282,13 @@ class MessageClient:
         piece = self._answer_piece(kind, rows)
         whole = self._mesh.size * piece.shape[0], *piece.shape[1:]
         put = fast_put()(whole, piece.dtype, piece_sharding(self._mesh))
-        return AnswerShape([piece] * self._own, put)
+        return AnswerShape([piece] * len(self._own), put)
 
     def _wait_for_connection(self, *, give_up_when_refused: bool = False) -> None:
         """Waits until an ffn worker is up, and sends to it what waits for one."""
         clock = AwakeClock(longest=2 * WAIT_SECONDS)
         with self._changed:
-            while self._usable() is None:
+            while not self._usable():
                 if self._closed:
                     raise EngineFailedError("the link to the ffn workers was closed")
                 if any(peer.state is PeerState.PREPARING for peer in self.peers):
@@ -302,5 +314,7 @@ class MessageClient:
 
     def _silence_allowed(self, peer: Peer) -> float:
         """Returns the silence allowed to a peer: less for the one in use if another stands by."""
-        standby = any(one is not peer and one.state is PeerState.UP for one in self.peers)
-        return self._deadlines.suspect if standby else self._deadlines.down
+        others = (peers for peers in self._workers if peer not in peers)
+        if any(all(other.state is PeerState.UP for other in peers) for peers in others):
+            return self._deadlines.suspect
+        return self._deadlines.down

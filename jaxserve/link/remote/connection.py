@@ -48,10 +48,10 @@ class Unanswered:
       number: number of the message, equal in all processes of the attention worker.
       packed: the message on the attention mesh; kept to be sent again.
       answer_shape: landing of its answer.
-      connection: over which it was sent last; None before.
-      answer: the answer; None as long as it has not arrived.
+      connections: those to one ffn worker over which it was sent last; empty before.
+      missing: those of them over which no answer has arrived.
+      pieces: pieces of the answer that have arrived, by number.
       error: why the message could not be computed.
-      due: on the connection's clock, when the answer is late; None before the message has left.
       posts: how often it was sent.
       refusals: how often an ffn worker said that it gets no answer.
     """
@@ -63,25 +63,33 @@ class Unanswered:
     rows: int
     packed: jax.Array
     answer_shape: AnswerShape
-    connection: "MessageConnection | None" = None
-    answer: jax.Array | None = None
+    connections: "Sequence[MessageConnection]" = ()
+    missing: "set[MessageConnection]" = dataclasses.field(default_factory=set)
+    pieces: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     error: Exception | None = None
-    due: float | None = None
     posts: int = 0
     refusals: int = 0
 
     def __str__(self) -> str:
         return f"layer {self.layer} of lane {self.lane} ({self.rows} rows a piece)"
 
+    @property
+    def lost(self) -> bool:
+        """True once one of its connections has failed."""
+        return any(one.failure is not None for one in self.connections)
+
 
 class MessageConnection(Session):
-    """One connection to an ffn worker.
+    """One connection to a process of an ffn worker.
 
     The peer's thread drives it (`join`, `serve`, `close`); the engine's thread posts messages and
     waits for answers; any thread may `fail` it.
 
     Args:
       limit: returns the seconds of silence that are allowed just now.
+
+    Attributes:
+      places: numbers of the pieces that cross this connection.
     """
 
     greeting = frames.Welcome
@@ -94,40 +102,42 @@ class MessageConnection(Session):
         self._allowed = limit
         self._posted: dict[int, Unanswered] = {}
         """Message number → message."""
+        self._due: dict[int, float] = {}
+        """Message number → when its answer is late, once it has left."""
         self._to_send: queue.SimpleQueue[Unanswered | None] = queue.SimpleQueue()
         self._reading = threading.Lock()
         self._ended = threading.Event()
         self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
         self._epoch = 0
+        self.places: Sequence[int] = ()
+        self._own: Sequence[int] = ()
 
     def join(self, us: frames.Join) -> Hello:
         """Introduces this worker; raises as `greet`."""
-        self._epoch = us.hello.epoch
+        self._epoch, self._own = us.hello.epoch, us.own
         seconds = self._deadlines.handshake
-        return greet(self._channel, us, frames.Welcome, self.decode, seconds).hello
-
-    def claim(self, message: Unanswered) -> None:
-        """Takes a message, to be posted next by the same thread."""
-        message.connection, message.due = self, None
-        message.posts += 1
-        self._posted[message.number] = message
+        welcome = greet(self._channel, us, frames.Welcome, self.decode, seconds)
+        self.places = welcome.places
+        return welcome.hello
 
     def post(self, message: Unanswered, here: bool) -> None:
-        """Sends a claimed message, or has it sent once it is computed.
+        """Sends the message's rows that cross this connection, once they are computed.
 
         Args:
-          here: whether this thread may send it, if that takes less time than waking another.
+          here: whether this thread may send them, if that takes less time than waking another.
         """
+        self._posted[message.number] = message
         if here and self._transfers.at_once([message.packed]):
             self._send_one(message)
         else:
             self._to_send.put(message)
 
     def wait_for(self, message: Unanswered) -> None:
-        """Waits until a posted message has its answer or error, or the connection has failed."""
+        """Waits until a posted message has its answer from here, or an error, or one of its
+        connections has failed."""
         with self._reading:
-            while message.answer is None and message.error is None and self.failure is None:
+            while self in message.missing and message.error is None and not message.lost:
                 self._read_frame()
 
     def _drop(self) -> None:
@@ -182,13 +192,14 @@ class MessageConnection(Session):
             del item  # or it would be kept until the next one comes
 
     def _send_one(self, message: Unanswered) -> None:
-        def note(bulk: Bulk) -> bytes:
+        def note(bulk: Bulk) -> bytes:  # called once the rows are computed
+            self._due[message.number] = self._clock.now + self._deadlines.answer
             fields = message.number, message.lane, message.kind, message.layer, message.rows
             return encode(frames.Note(*fields, self._epoch, bulk))
 
         try:
-            self._transfers.send(note, [shard.data for shard in message.packed.addressable_shards])
-            message.due = self._clock.now + self._deadlines.answer
+            shards = [shard.data for shard in message.packed.addressable_shards]
+            self._transfers.send(note, [shards[self._own.index(piece)] for piece in self.places])
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:  # of its computation, which `receive` raises
@@ -208,12 +219,15 @@ class MessageConnection(Session):
         message = self._posted.get(result.number)
         if message is None:
             raise RuntimeError(f"an answer to message {result.number}, which waits for none")
-        pieces = self._transfers.receive(result.bulk, message.answer_shape.pieces)
-        message.answer = message.answer_shape.put(pieces)
+        shapes = message.answer_shape.pieces[: len(self.places)]
+        pieces = self._transfers.receive(result.bulk, shapes)
+        message.pieces.update(zip(self.places, pieces, strict=True))
+        message.missing.discard(self)
         # Earlier messages of the lane, sent again for other processes, get no answer any more.
         for number, one in list(self._posted.items()):
             if one.lane == message.lane and number <= result.number:
                 del self._posted[number]
+                self._due.pop(number, None)
 
     def _refused(self, failed: frames.Failed) -> None:
         if failed.number in self._posted:
@@ -227,7 +241,7 @@ class MessageConnection(Session):
     }
 
     def _tick(self, now: float) -> None:
-        for message in list(self._posted.values()):
-            if message.due is not None and now > message.due:
+        for number, due in list(self._due.items()):
+            if now > due and (message := self._posted.get(number)) is not None:
                 self.fail(f"no answer to {message} within {self._deadlines.answer:g} s")
         super()._tick(now)

@@ -27,6 +27,9 @@ class Join(Greeting, frozen=True, tag="join"):
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """Accepts a process of an attention worker."""
 
+    places: tuple[int, ...] = ()
+    """Those of its pieces that land at this process. Rows of no others cross the connection."""
+
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     """Announces a message.
@@ -73,3 +76,22 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
     data: bytes = b""
     failed: str = ""
     """Reason for the lack of an answer; empty: `data` is the answer."""
+
+
+class NamedMessage(msgspec.Struct, frozen=True, tag="message", array_like=True):
+    """Names a message between processes of an ffn worker. A follower reports that all rows that
+    land at it have arrived; the leader orders that all processes run the message next."""
+
+    domain: str
+    pieces: int
+    number: int
+    lane: int
+    kind: str
+    layer: int
+    rows: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
+    """Order to forget an attention worker that has left."""
+
+    domain: str

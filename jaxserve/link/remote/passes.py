@@ -8,12 +8,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 
-from jaxserve.link.remote.batching import Decision, Turns, Waiting
+from jaxserve.link.remote.batching import Turns, Waiting
 from jaxserve.link.remote.cohorts import Cohorts
 
 AHEAD = 1
@@ -44,8 +45,8 @@ class Passes:
         self._policy, self._shared = policy, shared
         self._changed = threading.Condition()
         self._running: deque[tuple[Sequence[Waiting], jax.Array]] = deque()
-        self._taken = self._paused = self._closed = False
-        self._pauses = 0
+        self._actions: deque[tuple[Callable[[], None], Future[float]]] = deque()
+        self._closed = False
 
     def put(self, message: Waiting) -> None:
         """Takes a message that has arrived."""
@@ -58,16 +59,18 @@ class Passes:
         while True:
             with self._changed:
                 now = time.monotonic()
-                decision = Decision[Waiting]()
-                if not self._pauses:
+                action = self._actions.popleft() if self._actions else None
+                if action is None:
                     decision = self._policy.take(now, idle=not self._running)
-                if decision.batch or self._closed:
-                    self._taken = bool(decision.batch)
-                    return decision.batch
-                if not self._running:
-                    self._changed.wait(min(decision.at - now, LONGEST_SECONDS))
-                    continue
-            self._finish()
+                    if decision.batch or self._closed:
+                        return decision.batch
+                    if not self._running:
+                        self._changed.wait(min(decision.at - now, LONGEST_SECONDS))
+                        continue
+            if action is None:
+                self._finish()
+            else:
+                _carry_out(*action)
 
     def enqueued(self, batch: Sequence[Waiting], result: jax.Array | None) -> None:
         """Notes the result of the batch last taken, None if it failed. If domains share, waits
@@ -76,26 +79,25 @@ class Passes:
             self._running.append((batch, result))
             while len(self._running) > AHEAD:
                 self._finish()
-        with self._changed:
-            if not self._shared():
-                self._policy.served(batch, time.monotonic())
-            self._taken = False
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def between(self) -> Iterator[None]:
-        """Keeps batches from being taken during the body, which begins after the present one."""
-        with self._changed:
-            self._pauses += 1
-            self._changed.wait_for(lambda: not self._taken and not self._paused)
-            self._paused = True
-        try:
-            yield
-        finally:
+        if not self._shared():
             with self._changed:
-                self._pauses -= 1
-                self._paused = False
-                self._changed.notify_all()
+                self._policy.served(batch, time.monotonic())
+
+    def between(self, action: Callable[[], None]) -> float:
+        """Carries an action out between two passes, on the thread that takes them, and returns the
+        seconds that it took: XLA on CPUs keeps the order of one thread's programs alone, and the
+        collectives of an action and of a pass on two threads would mix.
+
+        Raises:
+          CancelledError: the queue is closed.
+        """
+        done: Future[float] = Future()
+        with self._changed:
+            if self._closed:
+                done.cancel()
+            self._actions.append((action, done))
+            self._changed.notify_all()
+        return done.result()
 
     def forget(self, domain: Hashable) -> None:
         """Forgets a domain that has left, and lets go of results, which may be its own."""
@@ -107,6 +109,8 @@ class Passes:
         """Ends `take`."""
         with self._changed:
             self._closed = True
+            while self._actions:
+                self._actions.popleft()[1].cancel()
             self._changed.notify_all()
 
     def _finish(self) -> None:
@@ -119,3 +123,13 @@ class Passes:
             result.block_until_ready()
         with self._changed:
             self._policy.served(batch, time.monotonic())
+
+
+def _carry_out(action: Callable[[], None], done: "Future[float]") -> None:
+    begin = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(time.monotonic() - begin)

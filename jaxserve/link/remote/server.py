@@ -5,10 +5,13 @@ Each has two threads here. One receives rows and queues the message once it is w
 the other sends answers that were not computed when they were enqueued. One more thread takes
 batches of messages from the queue, chosen by a policy (`batching.py`), and enqueues the worker's
 programs. A program is enqueued only once its messages have arrived, because device queues are in
-order and a program ahead of its message would block every other domain's. The server keeps only
-messages in flight and compiled programs (`work.py`): a lost domain is forgotten. The loss of a
-connection ends those of the domain's other processes, too: all connect and send again. `client.py`
-is the other end. This module knows nothing of ffn, plans or requests.
+order and a program ahead of its message would block every other domain's. The server keeps the
+messages in flight, each lane's last answer (`group.py`) and compiled programs (`work.py`).
+`client.py` is the other end. This module knows nothing of ffn, plans or requests.
+
+In an ffn worker of several processes each has a server, and a connection carries the rows that
+cross between its two processes. Followers report messages that are whole, and run what process 0
+orders, in its order.
 """
 
 import contextlib
@@ -16,17 +19,19 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol
 
 import jax
+import msgspec
 import numpy as np
 
+from jaxserve.errors import EngineFailedError
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.batching import Turns, Waiting
+from jaxserve.link.remote.group import Arriving, Domain
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
@@ -39,7 +44,28 @@ from jaxserve.link.transports import opens
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""Most processes of domains at a time."""
+"""Most processes of domains at a time, and most domains that have left and are remembered."""
+
+_orders = msgspec.msgpack.Decoder(frames.NamedMessage | frames.Forget)
+
+
+class Group(Protocol):
+    """The other processes of an ffn worker, as the server of one process sees them."""
+
+    process: int
+    """Number of this process; 0 leads."""
+
+    def report(self, data: bytes) -> None:
+        """Tells process 0 (`MessageServer.reported`)."""
+        ...
+
+    def order(self, data: bytes) -> None:
+        """Tells all followers (`MessageServer.ordered`), in the order of the calls."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Ends all processes, of which one cannot go on."""
+        ...
 
 
 class MessageServer:
@@ -54,6 +80,7 @@ class MessageServer:
       policy: chooses the messages of a pass.
       deadlines: deadlines of all waits.
       on_question: answers questions of attention runtimes; called on any thread.
+      group: the other processes of this worker; None: it has none.
     """
 
     def __init__(
@@ -67,6 +94,7 @@ class MessageServer:
         policy: Turns | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINES,
         on_question: Callable[[bytes], bytes] = lambda data: b"",
+        group: Group | None = None,
     ):
         self.transport = transport
         self.on_question = on_question
@@ -75,11 +103,13 @@ class MessageServer:
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self._address, self._token = address, token
-        self.changing = threading.Lock()
-        self._domains: dict[str, _Domain] = {}
+        self._group, self._process = group, group.process if group else 0
+        self._changing = threading.Lock()
+        self._domains: dict[str, Domain[_DomainConnection]] = {}
         self._policy = policy or Turns()
-        self.passes = Passes(self._policy, lambda: len(self._domains) > 1)
-        self.preparations = Preparations(work, self.passes)
+        self.passes = Passes(self._policy, lambda: len(self.domains) > 1)
+        self.between_messages = self.passes.between
+        self.preparations = Preparations(work, self.passes, several=group is not None)
         self._thread = threading.Thread(target=self._run_passes, name="link passes", daemon=True)
         self._listener = Listener(
             "link", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
@@ -98,21 +128,17 @@ class MessageServer:
     @property
     def domains(self) -> list[str]:
         """Names of the connected attention workers."""
-        return sorted(self._domains)
-
-    def between_messages(self) -> AbstractContextManager[None]:
-        """Keeps `work.run` from being called during the body."""
-        return self.passes.between()
+        return sorted(one.name for one in list(self._domains.values()) if one.connections)
 
     def together(self, name: str) -> int:
         """Returns the most messages of a pass once a domain of this name has joined."""
-        with self.changing:
-            return min(self._policy.most, len({*self._domains, name}))
+        return min(self._policy.most, len({*self.domains, name}))
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
         for domain in list(self._domains.values()):
-            self._end(domain, "the ffn worker ends")
+            for connection in list(domain.connections.values()):
+                connection.fail("the ffn worker ends")
         self._listener.close(seconds)
         self.passes.close()
 
@@ -121,43 +147,93 @@ class MessageServer:
         try:
             connection.live()
         finally:
-            self.left(connection.domain)
+            self.left(connection)
 
-    def admit(self, connection: "_DomainConnection", name: str) -> "_Domain":
+    # ------------------------------------------------------------- a domain's connections
+    def admit(self, connection: "_DomainConnection", name: str) -> "Domain[_DomainConnection]":
         """Adds a connection to its domain. Another one of the same process has been lost."""
-        with self.changing:
-            domain, own = self._domains.setdefault(name, _Domain(name)), set(connection.own)
-            if any(own.intersection(one.own) for one in domain.connections):
-                self._end(domain, "the process has connected again")
-                domain = self._domains[name] = _Domain(name)
-            domain.connections.append(connection)
+        with self._changing:
+            domain = self._domains.setdefault(name, Domain(name, self._process))
+            lost = domain.connections.get(connection.own)
+            domain.connections[connection.own] = connection
+            absent = [one for one in self._domains.values() if not one.connections]
+        if lost is not None:
+            lost.fail("the process has connected again")
+        if len(absent) > MOST_CONNECTIONS and not self._process:
+            self.passes.between(lambda: self._forget(absent[0]))
         return domain
 
-    def left(self, domain: "_Domain") -> None:
-        """Ends the domain's other connections after the loss of one, and forgets its messages."""
-        with self.changing:
-            self._end(domain, "another connection of the domain has ended")
+    def _forget(self, domain: "Domain[_DomainConnection]") -> None:
+        """Has all processes forget a domain, unless it is back."""
+        with self._changing:
+            if domain.connections or self._domains.get(domain.name) is not domain:
+                return
+            del self._domains[domain.name]
+        self._order(frames.Forget(domain.name))
         self.passes.forget(domain)
 
-    def _end(self, domain: "_Domain", reason: str) -> None:
-        if self._domains.get(domain.name) is domain:
-            del self._domains[domain.name]
-        # The two refer to each other, and orders that its thread of work did not see are arrays.
-        connections, domain.connections = domain.connections, []
-        domain.arriving.clear()
-        for connection in connections:
-            connection.fail(reason)
-
-    def arrived(self, domain: "_Domain", note: frames.Note, rows: "_Rows") -> None:
-        """Puts a message that is whole on the devices and queues it."""
-        pieces = dict(pair for one, own in rows.items() for pair in zip(one.own, own, strict=True))
-        size = MessageSize(len(pieces), note.rows)
-        landed = self.work.land(size, [pieces[piece] for piece in range(size.pieces)])
-        lane, shape = note.lane, (note.kind, size)
-        message = _Arrived(domain, lane, note.layer, shape, lane, note, size, landed, list(rows))
-        with self.changing:
+    def left(self, connection: "_DomainConnection") -> None:
+        """Forgets a domain with its last connection, unless another process may have run a message
+        of which this one is asked again."""
+        domain = connection.domain
+        with self._changing:
+            if domain.connections.get(connection.own) is connection:
+                del domain.connections[connection.own]
+            if domain.connections or self._group is not None:
+                return
             if self._domains.get(domain.name) is domain:
-                self.passes.put(message)
+                del self._domains[domain.name]
+            domain.clear()
+        self.passes.forget(domain)
+
+    # ------------------------------------------------------------------------ its messages
+    def places(self, pieces: int, own: Sequence[int]) -> list[int]:
+        """Returns those of a sender's own pieces that land at this process."""
+        holders = self.work.holders(pieces)
+        return [piece for piece in own if holders[piece] == self._process]
+
+    def arrived(
+        self,
+        connection: "_DomainConnection",
+        what: frames.NamedMessage,
+        rows: Mapping[int, np.ndarray],
+    ) -> None:
+        """Takes rows. With the last ones that a message lacks it is put on the devices and queued,
+        or reported to process 0."""
+        with self._changing:
+            message = connection.domain.message(what, self.work.holders(what.pieces))
+            if message is None:
+                return
+            whole, answer = message.take(connection, rows), message.answer
+        if answer is not None:
+            connection.answer(what.number, {piece: answer[piece] for piece in rows})
+        if whole:
+            message.landed = self._land(what, [message.rows[piece] for piece in message.places])
+            if self._group is not None and self._process:
+                self._group.report(encode(what))
+            else:
+                self._reported(connection.domain, message, 0)
+
+    def reported(self, process: int, data: bytes) -> None:
+        """Handles the report of a follower, in process 0."""
+        what = _orders.decode(data)
+        with self._changing:
+            domain = self._domains.setdefault(what.domain, Domain(what.domain))
+            message = domain.message(what, self.work.holders(what.pieces))
+        if message is not None:
+            self._reported(domain, message, process)
+
+    def _reported(
+        self, domain: "Domain[_DomainConnection]", message: "_Arriving", process: int
+    ) -> None:
+        """Queues a message once all processes have its rows."""
+        what = message.what
+        with self._changing:
+            here = self._domains.get(domain.name) is domain
+            if here and message.reported(process) and domain.complete(message):
+                shape = what.kind, _size(what)
+                words = domain, what.lane, what.layer, shape, what.lane
+                self.passes.put(_Complete(*words, message))
 
     def _run_passes(self) -> None:
         while self._run_pass():
@@ -166,53 +242,85 @@ class MessageServer:
     def _run_pass(self) -> bool:
         """Enqueues the answers to the next batch, and sends each, or has it sent once it is
         computed. Returns False once the server is closed."""
-        batch: Sequence[_Arrived] = self.passes.take()
+        batch: Sequence[_Complete] = self.passes.take()
         if not batch:
             return False
-        result, first = None, batch[0]
+        result, first = None, batch[0].message.what
         try:
-            landed = [message.landed for message in batch]
-            answers = self.work.run(first.note.kind, first.layer, first.size, landed)
-            result = answers[0][0]
+            self._order(first)  # processes of one worker run a message at a time
+            answers = self._run([one.message for one in batch])
+            result = next(iter(answers[0]), None)
         except Exception as error:
-            logger.exception("link: no answer to %s", first.note)
-            for message in batch:
-                message.refuse(f"{type(error).__name__}: {error}")
+            logger.exception("link: no answer to %s", first)
+            for one in batch:
+                self.failed(one.domain, one.message.what.number, error)
         else:
-            for message, answer in zip(batch, answers, strict=True):
-                message.answer(answer)
+            for one, answer in zip(batch, answers, strict=True):
+                self._answer(one.domain, one.message, answer)
         self.passes.enqueued(batch, result)
         return True
 
+    def failed(self, domain: "Domain[_DomainConnection]", number: int, error: Exception) -> None:
+        """Refuses a message, or ends the worker if other processes run it without this one."""
+        if self._group is not None:
+            self._group.fail(error)
+        with self._changing:
+            senders = domain.failed(number)
+        for connection in senders:
+            connection.refuse(number, f"{type(error).__name__}: {error}")
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Arrived(Waiting):
-    """A message on the ffn mesh, and the connections over which it came."""
+    def _order(self, order: frames.NamedMessage | frames.Forget) -> None:
+        if self._group is not None:
+            self._group.order(encode(order))
 
-    note: frames.Note
-    size: MessageSize
-    landed: Arrays
-    connections: "list[_DomainConnection]"
+    def ordered(self, data: bytes) -> jax.Array | None:
+        """Carries out an order of process 0, in a follower; called by one thread.
 
-    def answer(self, pieces: Sequence[jax.Array]) -> None:
-        """Sends every process its pieces of the answer."""
-        for connection in self.connections:
-            connection.answer(self.note.number, [pieces[piece] for piece in connection.own])
+        Returns:
+          Array that is ready once the devices have carried it out; None: they have nothing to do.
 
-    def refuse(self, text: str) -> None:
-        """Tells all processes that the message gets no answer."""
-        for connection in self.connections:
-            connection.refuse(self.note.number, text)
+        Raises:
+          EngineFailedError: the message has not arrived here.
+        """
+        order = _orders.decode(data)
+        if isinstance(order, frames.Forget):
+            with self._changing:
+                gone = self._domains.pop(order.domain, Domain(order.domain))
+            for connection in list(gone.connections.values()):
+                connection.fail("process 0 has forgotten the domain")
+            return None
+        with self._changing:
+            domain = self._domains.setdefault(order.domain, Domain(order.domain, self._process))
+            message = domain.message(order, self.work.holders(order.pieces))
+        if message is None or not message.whole:
+            raise EngineFailedError(f"process 0 orders {order}, which has not arrived here")
+        (answer,) = self._run([message])
+        self._answer(domain, message, answer)
+        return next(iter(answer), None)
+
+    def _land(self, what: frames.NamedMessage, pieces: Sequence[np.ndarray]) -> Arrays:
+        return self.work.land(what.kind, _size(what), pieces)
+
+    def _run(self, messages: "Sequence[_Arriving]") -> Sequence[Sequence[jax.Array]]:
+        what = messages[0].what
+        landed = [
+            self._land(what, []) if one.landed is None else one.landed  # no piece lands here
+            for one in messages
+        ]
+        return self.work.run(what.kind, what.layer, _size(what), landed)
+
+    def _answer(
+        self, domain: "Domain[_DomainConnection]", message: "_Arriving", answer: Sequence[jax.Array]
+    ) -> None:
+        """Keeps an answer, and sends every process its pieces."""
+        with self._changing:
+            parts = domain.ran(message, answer)
+        for connection, own in parts.items():
+            connection.answer(message.what.number, own)
 
 
-class _Domain:
-    """An attention worker: connections of its processes, from their joining to the first loss, and
-    messages that are not whole, by lane and number."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.connections: list[_DomainConnection] = []
-        self.arriving: dict[tuple[int, int], _Rows] = {}
+def _size(what: frames.NamedMessage) -> MessageSize:
+    return MessageSize(what.pieces, what.rows)
 
 
 _Answer = tuple[int, Sequence[jax.Array]]
@@ -226,11 +334,13 @@ class _DomainConnection(ServedSession[_Answer]):
 
     def __init__(self, server: MessageServer, channel: Channel):
         super().__init__("link", channel, server.hello, server.deadlines)
-        self.own: Sequence[int] = ()
-        """Numbers of the pieces that this process sends."""
+        self.own: tuple[int, ...] = ()
+        """Numbers of the pieces that the process has."""
+        self.places: Sequence[int] = ()
+        """Numbers of those that cross this connection."""
         self._pieces = 0
         self._server = server
-        self.domain = _Domain("")
+        self.domain = Domain[_DomainConnection]("")
         """Domain of the process, once it is admitted."""
         self._answering = False
         self._transfers = opens(server.transport)(channel)
@@ -241,8 +351,9 @@ class _DomainConnection(ServedSession[_Answer]):
         together = self._server.together(join.domain)
         self._server.preparations.ask(join.pieces, join.rows, together)
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
+        self.places = self._server.places(join.pieces, join.own)
         self.domain = self._server.admit(self, join.domain)
-        return frames.Welcome(self._hello)
+        return frames.Welcome(self._hello, tuple(self.places))
 
     def _asked(self, question: frames.Question) -> None:
         """Answers a question on a thread of its own, as that may take a while. One at a time."""
@@ -264,7 +375,7 @@ class _DomainConnection(ServedSession[_Answer]):
         threading.Thread(target=run, name="link question", daemon=True).start()
 
     def _announced(self, note: frames.Note) -> None:
-        arriving, size = self.domain.arriving, MessageSize(self._pieces, note.rows)
+        size = MessageSize(self._pieces, note.rows)
         if note.epoch != self._server.hello.epoch:
             raise RuntimeError(f"epoch {note.epoch}, here {self._server.hello.epoch}")
         try:
@@ -272,25 +383,20 @@ class _DomainConnection(ServedSession[_Answer]):
         except Exception as error:
             logger.exception("link: no shapes of %s", note)
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
-        rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.own])
-        with self._server.changing:
-            message = arriving.setdefault((note.lane, note.number), {})
-            message[self] = rows
-            if sum(len(one.own) for one in message) < self._pieces:
-                return
-            for lane, number in list(arriving):
-                if lane == note.lane and number <= note.number:
-                    del arriving[lane, number]
-        self._server.arrived(self.domain, note, message)
+        rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.places])
+        words = note.number, note.lane, note.kind, note.layer, note.rows
+        what = frames.NamedMessage(self.name, self._pieces, *words)
+        self._server.arrived(self, what, dict(zip(self.places, rows, strict=True)))
 
     handlers: ClassVar = {frames.Note: _announced, frames.Question: _asked}
 
-    def answer(self, number: int, pieces: Sequence[jax.Array]) -> None:
+    def answer(self, number: int, pieces: Mapping[int, jax.Array]) -> None:
         """Sends an answer, or has it sent once it is computed."""
-        if self._transfers.at_once(pieces):
-            self._send(number, pieces)
+        arrays = list(pieces.values())
+        if self._transfers.at_once(arrays):
+            self._send(number, arrays)
         else:
-            self._wanted.put((number, pieces))
+            self._wanted.put((number, arrays))
 
     def _work(self) -> None:
         """Sends answers; after a failure only drops them, with their memory."""
@@ -310,7 +416,7 @@ class _DomainConnection(ServedSession[_Answer]):
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:
-            self.refuse(number, f"{type(error).__name__}: {error}")
+            self._server.failed(self.domain, number, error)
 
     def refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer. The domain then ends the connection."""
@@ -318,5 +424,12 @@ class _DomainConnection(ServedSession[_Answer]):
             self.send(frames.Failed(number, text))
 
 
-_Rows = dict[_DomainConnection, list[np.ndarray]]
-"""Rows of a message by the connections over which they came."""
+_Arriving = Arriving[_DomainConnection]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Complete(Waiting):
+    """A message whose rows have all arrived, at all processes."""
+
+    domain: Domain[_DomainConnection]
+    message: _Arriving

@@ -10,7 +10,6 @@ ones, while the domain is told to come back. Used by `server.py`; knows nothing 
 import functools
 import logging
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -51,15 +50,21 @@ class Work(Protocol):
         """Returns the shapes of a message's pieces. Raises for a kind that this worker lacks."""
         ...
 
-    def land(self, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
-        """Puts a message's pieces on the devices, whose memory adopts theirs if it can."""
+    def holders(self, pieces: int) -> Sequence[int]:
+        """Returns the process of this worker at which each of a message's pieces lands."""
+        ...
+
+    def land(self, kind: str, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
+        """Puts those of a message's pieces that land at this process, in their order, on its
+        devices, whose memory adopts theirs if it can."""
         ...
 
     def run(
         self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
     ) -> Sequence[Sequence[jax.Array]]:
         """Enqueues one pass over messages that have landed, each of this size, and returns their
-        answers: one array a piece. Raises for a kind or layer that this worker does not have."""
+        answers: one array for each piece that has landed here. Raises for a kind or layer that this
+        worker does not have."""
         ...
 
 
@@ -70,10 +75,15 @@ def sizes_together(sizes: Iterable[MessageSize], together: int) -> tuple[Message
 
 
 class Preparations:
-    """Compilations for domains that ask to join."""
+    """Compilations for domains that ask to join.
 
-    def __init__(self, work: Work, passes: Passes):
-        self._work, self._passes = work, passes
+    Args:
+      several: this worker has several processes, which compile and warm up together as they start,
+        and for no other messages later.
+    """
+
+    def __init__(self, work: Work, passes: Passes, *, several: bool = False):
+        self._work, self._passes, self._several = work, passes, several
         self._lock = threading.Lock()
         self._sizes: set[MessageSize] = set()
         self._threads: dict[tuple[MessageSize, ...], threading.Thread] = {}
@@ -101,6 +111,11 @@ class Preparations:
                 if self._work.ready(sizes):
                     self._sizes.update(sizes)
                     return
+                if self._several:
+                    raise Refusal(
+                        f"messages of {what}: an ffn worker of several processes serves the sizes "
+                        "of its own deployment file alone"
+                    )
                 if len(self._sizes.union(sizes)) > MOST_SIZES:
                     raise Refusal(f"{what}: more than {MOST_SIZES} sizes of messages")
                 self._sizes.update(sizes)
@@ -117,10 +132,8 @@ class Preparations:
         try:
             self._work.compile(new)
             for size in new:  # the other domains wait for one at a time
-                with self._passes.between():
-                    begin = time.monotonic()
-                    self._work.warm_up([size])
-                    held = max(held, time.monotonic() - begin)
+                warm_up = functools.partial(self._work.warm_up, [size])
+                held = max(held, self._passes.between(warm_up))
             logger.info("link: ready for %d sizes; passes waited %.3g s at most", len(new), held)
         except Exception as error:
             logger.exception("link: not ready for messages of %s", sizes)
@@ -139,29 +152,38 @@ class MessageLanding:
     """
 
     def __init__(self, route: Route, mesh: Mesh):
-        self._route, self._mesh = route, mesh
-        self._sharding = piece_sharding(mesh)
-        self._places = [route.ingress(piece) for piece in range(route.attention)]
+        self._mesh, self._sharding = mesh, piece_sharding(mesh)
+        devices, here = list(mesh.devices.flat), jax.process_index()
+        places = [route.ingress(piece) for piece in range(route.attention)]
+        self.holders = [devices[device].process_index for device, _ in places]
+        """Process at which each piece lands."""
+        local = [at for at, device in enumerate(devices) if device.process_index == here]
+        self._places = [(local.index(at), slot) for at, slot in places if at in local]
+        """Device, among those of this process, and slot of each piece that lands here."""
         pieces = {place: piece for piece, place in enumerate(self._places)}
         self._slots = [
-            [pieces.get((device, slot)) for device in range(mesh.size)]
+            [pieces.get((device, slot)) for device in range(len(local))]
             for slot in range(route.slots)
         ]
         """Piece that lands in each slot of each device, or None: [slot][device]."""
         self._padding = functools.cache(self._make_padding)
         self._put = functools.cache(self._make_put)
 
-    def land(self, pieces: Sequence[np.ndarray]) -> Arrays:
-        """Puts pieces [rows, words] on the devices, as the arrays that programs take."""
-        kind = pieces[0].shape, pieces[0].dtype
-        put, padding = self._put(*kind), self._padding(*kind)
+    def land(self, pieces: Sequence[np.ndarray], piece: tuple[int, int], dtype: np.dtype) -> Arrays:
+        """Puts pieces [rows, words] on the devices, as the arrays that programs take.
+
+        Args:
+          pieces: those that land at this process.
+          piece, dtype: shape and dtype of each.
+        """
+        put, padding = self._put(piece, dtype), self._padding(piece, dtype)
         return [
-            put([padding[at] if piece is None else pieces[piece] for at, piece in enumerate(slot)])
+            put([padding[at] if one is None else pieces[one] for at, one in enumerate(slot)])
             for slot in self._slots
         ]
 
     def pieces(self, slots: Arrays) -> list[jax.Array]:
-        """Takes the answer's pieces out of the arrays that a program returned."""
+        """Takes the answers to this process's pieces out of the arrays that a program returned."""
         shards = [array.addressable_shards for array in slots]
         return [shards[slot][device].data for device, slot in self._places]
 
@@ -170,6 +192,6 @@ class MessageLanding:
         return fast_put()(whole, jnp.dtype(dtype), self._sharding)
 
     def _make_padding(self, piece: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
-        """Makes a piece of zeros on every device."""
-        zeros, devices = np.zeros(piece, dtype), self._mesh.devices.flat
-        return [jax.device_put(zeros, device) for device in devices]
+        """Makes a piece of zeros on every device of this process."""
+        zeros = np.zeros(piece, dtype)
+        return [jax.device_put(zeros, device) for device in self._mesh.local_devices]

@@ -75,7 +75,7 @@ def test_each_has_its_devices(monkeypatch) -> None:
 
 def test_roles_with_runtimes_of_their_own_have_one_process() -> None:
     deployment = Deployment(model="m", link=Link(transport="pull", addresses=("h:1",)))
-    with pytest.raises(ConfigError, match="--host-processes 2: a router, and a worker over"):
+    with pytest.raises(ConfigError, match="--host-processes 2: of a router, and of a worker over"):
         host.run_processes(deployment, ProcessArguments(host_processes=2), [])
 
 

@@ -52,7 +52,7 @@ def test_an_answer_does_not_depend_on_the_other_messages_of_a_pass(tiny_model, e
         for kind in dict.fromkeys(role.contract.layers):
             layer = role.contract.layers.index(kind)
             sent = messages(role.contract, kind, pieces, 3)
-            landed = [work.land(size, one) for one in sent]
+            landed = [work.land(kind, size, one) for one in sent]
             before = tokens(work)
             alone = [work.run(kind, layer, size, [one])[0] for one in landed]
             counted = tokens(work) - before

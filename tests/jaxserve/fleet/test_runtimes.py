@@ -79,20 +79,30 @@ def test_what_is_missing_is_named(arguments, message):
     assert message in run.output
 
 
-@pytest.mark.parametrize("layout", [{"attention.dp": 2}, {"attention.tp": 2}], ids=["dp", "tp"])
-def test_an_attention_worker_of_two_processes_gives_the_tokens_of_one(
-    tiny_model, reference, tmp_path, layout
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        ({"attention.dp": 2, "attention.processes": 2}, 2),
+        ({"attention.tp": 2, "attention.processes": 2}, 2),
+        ({"ffn.ep": 2, "ffn.processes": 2}, 1),
+        ({"attention.dp": 2, "attention.processes": 2, "ffn.ep": 2, "ffn.processes": 2}, 3),
+        ({"attention.tp": 2, "attention.processes": 2, "ffn.tp": 2, "ffn.processes": 2}, 2),
+    ],
+    ids=["2A1F dp", "2A1F tp", "1A2F", "dp2 x ep2", "tp2 x tp2"],
+)
+def test_roles_of_several_processes_give_the_tokens_of_one(
+    tiny_model, reference, tmp_path, layout, victim
 ):
-    """The ffn worker is killed in the middle of round 1."""
-    layout = layout | {"attention.processes": 2}
+    """A process of the ffn worker is killed in the middle of round 1."""
     command = command_of(tiny_model, layouts.LIMITS | {"lanes": 2} | layout)
+    command += ["--set=cluster.step_seconds=120", "--set=link.absent_seconds=240"]
     environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "2", "TOLD": str(tmp_path)}
     with started(command, environment) as run:
         for number in range(2):
             (tmp_path / str(number)).touch()
         run.wait_for(r"^\[0\] round 1 begins", SECONDS)
         time.sleep(0.2)
-        (pid,) = re.findall(r"process 2: role ffn, runtime ffn, pid (\d+)", run.output)
+        (pid,) = re.findall(rf"process {victim}: role ffn, .*pid (\d+)", run.output)
         os.kill(int(pid), signal.SIGKILL)
         assert run.end(SECONDS) == 0, run.output
     check_rounds(run, reference, 2)

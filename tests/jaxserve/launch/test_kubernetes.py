@@ -23,6 +23,7 @@ V6E = "--config step3-v6e --hardware v6e --target gke-lws"
 FLEET = "--config step3-prefill --target kubernetes"
 PULL = "--config demo-fleet-afd --target kubernetes"
 EVERY = golden.text("launch/kubernetes.txt").splitlines()
+HOSTS = EVERY[-3]
 
 
 @needs_schemas
@@ -108,6 +109,21 @@ def test_attention_workers_find_their_ffn_worker(tmp_path) -> None:
     assert domain["replicas"] == 2
     container = container_of(domain["leaderWorkerTemplate"]["workerTemplate"])
     assert process_of(container, POD_IP="10.0.0.9")[1].role == "attention"
+
+
+def test_every_process_of_an_ffn_worker_listens_for_rows(tmp_path) -> None:
+    made = objects(files_of(HOSTS)["kubernetes.yaml"])
+    read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
+    hosts = ["jaxserve-ffn-0", "jaxserve-ffn-0-1", "jaxserve-ffn-1", "jaxserve-ffn-1-1"]
+    assert read.link.addresses == [f"{host}.jaxserve-ffn:9000" for host in hosts]
+    ffn = made["LeaderWorkerSet", "jaxserve-ffn"]["spec"]
+    assert (ffn["replicas"], ffn["leaderWorkerTemplate"]["size"]) == (2, 2)
+    follower = container_of(ffn["leaderWorkerTemplate"]["workerTemplate"])
+    assert {"name": "worker", "containerPort": 9000} in follower["ports"]
+    cluster = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "f-0.f"}
+    options, process = process_of(follower, POD_IP="10.0.0.9", **cluster)
+    assert (options.listen, process.control_address) == ("10.0.0.9:9000", "f-0.f:9002")
+    assert (process.role, process.process_id, process.processes) == ("ffn", 1, 2)
 
 
 @pytest.mark.parametrize("name", ["demo", "step3-fleet", "step3-prefill", "kimi-k2"])

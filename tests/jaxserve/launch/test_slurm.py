@@ -68,7 +68,7 @@ def test_a_fleet_is_a_step_a_worker(tmp_path: Path) -> None:
 
 def test_runtimes_of_one_process(tmp_path: Path) -> None:
     calls = [served(call) for call in run(files_of(PULL), tmp_path)]
-    assert [call.listen for call in calls if call.role == "ffn"] == ["n3:9000"]
+    assert [call.worker for call in calls if call.role == "ffn"] == [0]
     read = load_deployment(tmp_path / calls[0].config, calls[0].set)
     assert read.link.addresses == ["n3:9000"]
     assert read.fleet.domains == ["n1:9100", "n2:9100"]

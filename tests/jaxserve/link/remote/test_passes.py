@@ -51,25 +51,28 @@ def test_a_failed_pass_ends():
     passes = Passes(Turns(), lambda: True)
     put(passes, "b")
     passes.enqueued(passes.take(), None)
-    with passes.between():
-        pass
 
 
-def test_between_passes_nothing_runs_and_the_queue_does_not_starve_it():
-    passes, begun = Passes(Turns(), lambda: False), []
+def test_an_action_is_carried_out_before_the_next_pass_and_says_how_it_ended():
+    passes, done = Passes(Turns(), lambda: False), []
 
-    def pause():
-        with passes.between():
-            begun.append(True)
+    def act() -> None:
+        for action in (lambda: done.append(threading.current_thread()), lambda: 1 // 0):
+            try:
+                passes.between(action)
+            except ZeroDivisionError as error:
+                done.append(error)
 
     for domain in "ab":
         put(passes, domain)
-    batch = passes.take()
-    thread = threading.Thread(target=pause)
+    assert ran(passes) == "a"
+    thread = threading.Thread(target=act)
     thread.start()
-    until(lambda: passes._pauses == 1)
-    assert not begun
-    passes.enqueued(batch, Mock())
+    until(lambda: passes._actions)
     assert ran(passes) == "b"
+    assert done == [threading.current_thread()]
+    until(lambda: passes._actions)
+    put(passes, "c")
+    assert ran(passes) == "c"
     thread.join(10)
-    assert begun == [True]
+    assert isinstance(done[1], ZeroDivisionError)

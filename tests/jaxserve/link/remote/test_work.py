@@ -1,10 +1,10 @@
 """Getting ready for domains that join."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.remote.batching import Turns
-from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import MOST_SIZES, Preparations
 from jaxserve.link.session.hello import Refusal
 
@@ -36,7 +36,7 @@ def work() -> Work:
 @pytest.fixture
 def ask(work):
     """Asks, waits for what that begins, and returns the refusal and whether to come back."""
-    preparations = Preparations(work, Passes(Turns(), lambda: False))
+    preparations = Preparations(work, Mock(between=lambda action: action() or 0.0))
 
     def ask(pieces, rows, together=1):
         try:

@@ -41,7 +41,7 @@ def kind_of(pieces: int, words: int) -> str:
 def in_use(link: Any) -> str | None:
     """Address of the server that gets the messages; None before and after a loss."""
     active = link._active
-    return next((peer.address for peer in link.peers if active and peer.connection is active), None)
+    return next((peer.address for peer in link.peers if peer.connection in active), None)
 
 
 def message_client(
@@ -202,7 +202,7 @@ def serve(options: dict) -> None:
                 raise ValueError(f"{UNFIT_ROWS} rows do not fit")
             for size in sizes:
                 zeros = [np.zeros((size.rows, WORDS), WORD)] * DEVICES
-                jax.block_until_ready(self.run("", 0, size, [self.land(size, zeros)]))
+                jax.block_until_ready(self.run("", 0, size, [self.land("", size, zeros)]))
 
         def warm_up(self, sizes) -> None:
             self.known = self.known | {size.rows for size in sizes}
@@ -212,7 +212,10 @@ def serve(options: dict) -> None:
             assert pieces == size.pieces
             return [jax.ShapeDtypeStruct((size.rows, words), WORD)] * pieces
 
-        def land(self, size, pieces) -> list[jax.Array]:
+        def holders(self, pieces: int) -> list[int]:
+            return [0] * pieces
+
+        def land(self, kind: str, size, pieces) -> list[jax.Array]:
             """Piece i lands on device i modulo the devices that are here."""
             return [
                 jax.device_put(piece, jax.devices()[i % DEVICES]) for i, piece in enumerate(pieces)

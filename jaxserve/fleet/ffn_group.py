@@ -1,0 +1,116 @@
+"""Several processes of one ffn worker over `pull`, on the control plane that every runtime has.
+
+Process 0 leads: followers report to it which messages have arrived, and it orders what all run
+next (`link/remote/server.py`). If one process is lost, all end, to be started again together: their
+programs are collective. Called by `serve`; `ffn_runtime.py` knows the group as an argument.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
+from jaxserve.fleet import bootstrap
+from jaxserve.fleet.collected import COUNTS
+from jaxserve.fleet.control import Boundary, shapes_digest
+from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.following import Completions, own_counts
+from jaxserve.fleet.leader import Leader
+from jaxserve.fleet.leading import LedFollowers
+from jaxserve.fleet.process_arguments import ProcessArguments
+from jaxserve.link.remote.server import MessageServer
+from jaxserve.roles.actions import Action
+from jaxserve.roles.expert_slots import ExpertSlots
+
+logger = logging.getLogger(__name__)
+
+
+class FFNGroup:
+    """This process's end of the control plane (`link.remote.server.Group`).
+
+    Attributes:
+      process: number of this process; 0 leads.
+      ended: set when this process is to leave.
+      wait_warm_up: waits until all processes have loaded and compiled; gets the digest of the
+        weights, which must be equal.
+      leave: ends the worker in order, from any of its processes; safe in a signal handler.
+      report: sends a report to process 0.
+      order: has all followers run a message, or move experts, next; in process 0.
+      counts: returns the followers' token counts of experts; in process 0.
+    """
+
+    def __init__(self, peers: bootstrap.Peers):
+        self.process, self.ended = peers.identity.process_id, threading.Event()
+        self._peers = peers
+        self.wait_warm_up: Callable[[str], None]
+        self.leave: Callable[[str], None]
+        if isinstance(peers, Leader):
+            self._numbers, self._broadcast = itertools.count(), peers.broadcast
+            self.counts, self.wait_warm_up = LedFollowers(peers).counts, peers.begin_warm_up
+            self.leave = lambda reason: self.ended.set()
+        else:
+            self.report, self.wait_warm_up = peers.report, peers.wait_warm_up
+            self.leave = peers.request_drain
+
+    def begin(self, server: MessageServer, slots: ExpertSlots | None) -> None:
+        """Connects a warm server with those of the other processes."""
+        peers = self._peers
+        if isinstance(peers, Leader):
+            peers.on_report = server.reported
+            peers.wait_ready()
+            return
+        peers.answer(COUNTS, lambda: own_counts(slots))
+        threading.Thread(target=self._follow, args=(peers, server, slots), daemon=True).start()
+        peers.ready()
+
+    def _follow(self, peers: Follower, server: MessageServer, slots: ExpertSlots | None) -> None:
+        """Carries out the orders of process 0 until it ends the worker."""
+        completions = Completions(peers)
+        try:
+            for boundary in peers.boundaries():
+                if slots is not None:
+                    for action in boundary.actions:
+                        slots.carry_out(action)
+                last = server.ordered(boundary.message) if boundary.message else None
+                completions.put(boundary.number, last)
+        except Exception as error:
+            self.fail(error)
+        self.ended.set()
+
+    def order(self, data: bytes = b"", actions: Sequence[Action] = ()) -> None:
+        shapes = shapes_digest(self._peers.identity.digest, [])
+        self._broadcast(Boundary(next(self._numbers), [], shapes, False, list(actions), data))
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this process, which cannot go on, and with it the others."""
+        hopeless = isinstance(error, ConfigError | CheckpointError)
+        cause = bootstrap.cause_of(error, self._peers)
+        bootstrap.abandon(cause, None if hopeless else os.EX_TEMPFAIL, peers=self._peers)
+
+
+@contextlib.contextmanager
+def group_of(process: ProcessArguments, deployment: Deployment) -> Iterator[FFNGroup]:
+    """This process as one of its ffn worker, with JAX initialised. The end of the block is the end
+    of the process; after the loss of another one its exit code says that a start may help."""
+    groups: list[FFNGroup] = []
+
+    def lost(failure: EngineFailedError, peers: bootstrap.Peers) -> None:
+        bootstrap.abandon(failure, os.EX_TEMPFAIL, peers=peers)
+
+    def drained(reason: str, leader: Leader) -> None:
+        logger.info("%s: the ffn worker ends", reason)
+        for group in groups:
+            group.ended.set()
+
+    with bootstrap.joined(process, deployment, on_failure=lost, on_drain=drained) as peers:
+        assert peers is not None
+        groups.append(group := FFNGroup(peers))
+        try:
+            yield group
+        except Exception as error:
+            group.fail(error)

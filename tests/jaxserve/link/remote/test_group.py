@@ -1,0 +1,162 @@
+"""Messages between attention and ffn workers of several processes, over connections that are lost
+at any time, and ffn workers that begin anew: the servers alone, with frames delivered by chance."""
+
+import itertools
+from collections import deque
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import EngineFailedError
+from jaxserve.link.remote.frames import NamedMessage
+from jaxserve.link.remote.group import Domain
+from jaxserve.link.remote.server import MessageServer
+from jaxserve.link.session.hello import make_hello
+from jaxserve.link.session.messages import encode
+
+LANES, LAYERS = 2, 3
+
+
+class Answer(tuple):
+    """(domain, number, piece) as an array that is ready."""
+
+    def block_until_ready(self):
+        pass
+
+
+class Process:
+    """A process of an ffn worker: a server whose frames to others wait in queues."""
+
+    def __init__(self, number, holders):
+        self.process, self.runs, self.reports, self.orders = number, [], deque(), deque()
+        work = Mock(holders=lambda pieces: holders, land=lambda kind, size, pieces: pieces)
+        work.run = lambda kind, layer, size, landed: [self.run(layer, landed[0])]
+        hello = make_hello("ffn", {})
+        self.server = MessageServer("127.0.0.1:0", hello, "", work, transport="pull", group=self)
+        self.report, self.order = self.reports.append, self.orders.append
+
+    def run(self, layer, landed):
+        self.runs.append(layer)
+        return [Answer(rows) for rows in landed]
+
+
+class Attention:
+    """A process of an attention worker: a piece of every message, one message of a lane at a time,
+    and what the next one needs: the answer to the last."""
+
+    def __init__(self, name, piece, pieces):
+        self.name, self.piece, self.pieces = name, piece, pieces
+        self.at = [0] * LANES  # layers of each lane that are answered
+
+    def message(self, lane, layer):
+        return NamedMessage(
+            self.name, self.pieces, layer * LANES + lane, lane, "dense", layer, rows=8
+        )
+
+    def connect(self, server):
+        """Sends again what may be missing: each lane's last answered message and the next one."""
+        self.connection = made = Mock(own=(self.piece,))
+        made.answer = lambda number, own: self.answered(made, number, own)
+        made.domain = server.admit(made, self.name)
+        each = [(lane, at + step) for lane, at in enumerate(self.at) for step in (-1, 0)]
+        self.unsent = deque(self.message(*one) for one in each if 0 <= one[1] < LAYERS)
+
+    def answered(self, connection, number, own):
+        if connection is not self.connection:
+            return  # lost with the connection
+        assert own == {self.piece: (self.name, number, self.piece)}
+        layer, lane = divmod(number, LANES)
+        if layer == self.at[lane]:
+            self.at[lane] += 1
+            if layer + 1 < LAYERS:
+                self.unsent.append(self.message(lane, layer + 1))
+
+
+class Fleet:
+    """Domains of `pieces` processes each, and an ffn worker of `processes` processes."""
+
+    def __init__(self, domains, pieces, processes):
+        self.holders = [piece * processes // pieces for piece in range(pieces)]
+        self.count = processes
+        named = itertools.product((f"d{each}" for each in range(domains)), range(pieces))
+        self.attention = [Attention(name, piece, pieces) for name, piece in named]
+        self.restart()
+
+    def restart(self):
+        """Begins the ffn worker anew, with all connections."""
+        self.ffn = [Process(number, self.holders) for number in range(self.count)]
+        for one in self.attention:
+            one.connect(self.server_of(one))
+
+    def server_of(self, one):
+        return self.ffn[self.holders[one.piece]].server
+
+    def lose(self, one):
+        """Loses a connection, and makes another."""
+        lost, one.connection = one.connection, None
+        self.server_of(one).left(lost)
+        one.connect(self.server_of(one))
+
+    def deliver(self, choice):
+        """Delivers one of the frames that wait; returns whether one did."""
+        leader, *followers = self.ffn
+        waiting = [one for one in self.attention if one.unsent]
+        waiting += [one for one in followers if one.reports or one.orders]
+        if not waiting:
+            return False
+        one = waiting[choice % len(waiting)]
+        if isinstance(one, Attention):
+            what = one.unsent.popleft()
+            rows = {one.piece: (one.name, what.number, one.piece)}
+            self.server_of(one).arrived(one.connection, what, rows)
+        elif one.reports:
+            leader.server.reported(one.process, one.reports.popleft())
+        else:
+            one.server.ordered(one.orders.popleft())
+        while leader.server.passes._policy._waiting:
+            leader.server._run_pass()
+        for follower in followers:
+            follower.orders += leader.orders
+        leader.orders.clear()
+        return True
+
+
+@given(
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.sampled_from("dddddddlr"), st.integers(0, 11)), max_size=80),
+)
+def test_every_process_gets_every_answer(domains, pieces, processes, events):
+    """A frame is delivered, a connection lost, or the ffn worker begun anew, by chance."""
+    fleet = Fleet(domains, pieces, processes)
+    for event, choice in events:
+        if event == "d":
+            fleet.deliver(choice)
+        elif event == "l":
+            fleet.lose(fleet.attention[choice % len(fleet.attention)])
+        else:
+            fleet.restart()
+    while fleet.deliver(0):
+        pass
+    assert [one.at for one in fleet.attention] == [[LAYERS] * LANES] * len(fleet.attention)
+    assert len({tuple(one.runs) for one in fleet.ffn}) == 1, "another order"
+
+
+def test_an_order_without_its_rows_is_an_error():
+    order = NamedMessage("d0", 2, 0, 0, "dense", 0, 8)
+    with pytest.raises(EngineFailedError, match="which has not arrived here"):
+        Process(1, [0, 1]).server.ordered(encode(order))
+
+
+def test_a_lane_goes_on_and_forgets():
+    domain = Domain("d0")
+    first, later = (NamedMessage("d0", 1, number, 0, "dense", 0, 8) for number in (3, 5))
+    message = domain.message(first, [0])
+    assert message.take("a", {0: "rows"})
+    assert domain.ran(message, ["answer"]) == {"a": {0: "answer"}}
+    assert domain.message(first, [0]).answer == {0: "answer"}
+    domain.ran(domain.message(later, [0]), ["another"])
+    assert domain.message(first, [0]) is None
