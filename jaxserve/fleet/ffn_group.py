@@ -6,6 +6,7 @@ programs are collective. Called by `serve`; `ffn_runtime.py` knows the group as 
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -17,11 +18,11 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.collected import COUNTS
+from jaxserve.fleet.collected_counts import collect_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.following import Completions, own_counts
+from jaxserve.fleet.follower_reports import Completions, own_counts
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.leading import LedFollowers
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.roles.actions import Action
@@ -51,7 +52,8 @@ class FFNGroup:
         self.leave: Callable[[str], None]
         if isinstance(peers, Leader):
             self._numbers, self._broadcast = itertools.count(), peers.broadcast
-            self.counts, self.wait_warm_up = LedFollowers(peers).counts, peers.begin_warm_up
+            self.counts = functools.partial(collect_counts, peers)
+            self.wait_warm_up = peers.begin_warm_up
             self.leave = lambda reason: self.ended.set()
         else:
             self.report, self.wait_warm_up = peers.report, peers.wait_warm_up

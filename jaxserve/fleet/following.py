@@ -4,22 +4,20 @@ A follower has the same runtime over the same deployment as the leader (`leading
 (`assembly.open_follower`). `control.py` defines the messages between the two.
 """
 
-import queue
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import msgspec
 
 from jaxserve.engine.runtime import Driver, Runtime
-from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
+from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS
 from jaxserve.fleet.control import Position
 from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.follower_reports import Completions, own_counts
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages
-from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 
 if TYPE_CHECKING:
     from jaxserve.roles.page_transfer import PageAccess
@@ -71,17 +69,6 @@ class Following:
             self._completions.put(boundary.number, last)
 
 
-def own_counts(slots: ExpertSlots | None) -> bytes:
-    """Encodes this process's part of the counts; waits for the devices."""
-    if slots is None:
-        return msgspec.msgpack.encode(Counts(None))
-    if (taken := slots.counted) is None:
-        return msgspec.msgpack.encode(Counts(-1))
-    own = counts_of_ranks(taken.counts)
-    ranks = {rank: part.astype("<u4").tobytes() for rank, part in own.items()}
-    return msgspec.msgpack.encode(Counts(taken.number, len(slots.layers), ranks, slots.unread))
-
-
 def position(driver: Driver) -> Position | None:
     """Returns the driver's position in the schedule, for heartbeats and errors."""
     at = driver.position()
@@ -91,27 +78,3 @@ def position(driver: Driver) -> Position | None:
 def _spans(recorder: Recorder) -> bytes:
     recorder.flush(5.0)
     return msgspec.msgpack.encode(recorder.spans())
-
-
-class Completions:
-    """Reports boundaries that are done on the devices to the leader, from a thread of its own."""
-
-    def __init__(self, follower: Follower):
-        self._follower = follower
-        self._queue: queue.SimpleQueue[tuple[int, jax.Array | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="jaxserve-completions", daemon=True).start()
-
-    def put(self, number: int, last: Any) -> None:
-        """Queues boundary `number`, which is done once `last` is ready; None: it had no step."""
-        self._queue.put((number, last))
-
-    def _run(self) -> None:
-        while True:
-            number, last = self._queue.get()
-            try:
-                if last is not None:
-                    last.block_until_ready()
-            except Exception as error:
-                self._follower.fail(f"{type(error).__name__}: {error}")
-                return
-            self._follower.completed(number)

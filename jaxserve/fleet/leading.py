@@ -3,19 +3,17 @@
 `assembly.open_engine` hands them to the engine; `following.py` is the followers' end.
 """
 
-import time
+import functools
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, Counts
+from jaxserve.fleet.collected import MEASURED, SPANS
+from jaxserve.fleet.collected_counts import collect_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.leader import Leader
 from jaxserve.observe.spans import Span
 from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_moves import Counted
 from jaxserve.roles.step_plan import StepPlan
 
 
@@ -26,6 +24,7 @@ class LedFollowers:
         self._leader = leader
         self._number = 0
         self.explain = leader.explain
+        self.counts = functools.partial(collect_counts, leader)
 
     def broadcast(self, plans: list[StepPlan], measured: bool, actions: Sequence[Action]) -> None:
         """Sends the next boundary, before the driver runs it."""
@@ -37,32 +36,6 @@ class LedFollowers:
     def measured(self, timeout: float) -> list[list[Span]]:
         """Returns the spans of every follower's probe; raises as `collect_spans`."""
         return collect_spans(self._leader, timeout, MEASURED)
-
-    def counts(self, number: int, timeout: float) -> Counted:
-        """Returns the followers' parts of the counts with this number.
-
-        Raises:
-          EngineFailedError: one did not answer in time, or has not got so far; names it.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            left = max(0.1, deadline - time.monotonic())
-            parts = [
-                msgspec.msgpack.decode(data, type=Counts)
-                for data in self._leader.collect(COUNTS, left).values()
-            ]
-            if all(part.number in (None, number) for part in parts):
-                ranks = {
-                    rank: np.frombuffer(data, "<u4").reshape(part.layers, -1)
-                    for part in parts
-                    for rank, data in part.ranks.items()
-                }
-                return Counted(
-                    ranks, unread="; ".join(part.unread for part in parts if part.unread)
-                )
-            if time.monotonic() > deadline:
-                raise EngineFailedError(f"the counts of experts did not come within {timeout:g} s")
-            time.sleep(0.05)
 
 
 def collect_spans(leader: Leader, timeout: float, name: str = SPANS) -> list[list[Span]]:
