@@ -94,22 +94,18 @@ def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]
     return rows
 
 
-def _read_loads(
-    options: argparse.Namespace, made: Scenario
-) -> tuple[ExpertLoads | None, ExpertLoads | None]:
-    """Returns how tokens fall on a deployment's ffn devices with experts at home, and, with
-    --placed, where a rebalance puts them.
+def _read_loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
+    """Returns how tokens fall on a deployment's ffn devices, with experts at home or, with
+    --placed, where a rebalance puts them; None: evenly.
 
     Raises:
-      ConfigError: the options do not say.
+      ConfigError: --placed without --skew.
     """
-    if options.skew is None:
-        if options.placed:
-            raise ConfigError("--placed needs --skew: without, all experts are alike")
-        return None, None
-    asked = made.layout, made.ffn.model, read_skew(options.skew)
-    home = expert_loads(*asked, seed=options.seed)
-    return home, expert_loads(*asked, seed=options.seed, placed=True) if options.placed else None
+    if options.skew is None and options.placed:
+        raise ConfigError("--placed needs --skew: without, all experts are alike")
+    skew = None if options.skew is None else read_skew(options.skew)
+    asked = {"seed": options.seed, "placed": options.placed}
+    return expert_loads(made.layout, made.ffn.model, skew, **asked)
 
 
 def _lengths(options: argparse.Namespace, made: Scenario) -> Lengths:
@@ -132,7 +128,7 @@ def _lengths(options: argparse.Namespace, made: Scenario) -> Lengths:
 
 
 def _alone(options: argparse.Namespace) -> Report:
-    """Simulates steps of a deployment; with --placed, before and after a rebalance."""
+    """Simulates steps of a deployment."""
     if options.warm_up >= options.steps:
         raise ConfigError(f"--warm-up {options.warm_up}: expected 0 to {options.steps - 1}")
     made = read_scenario(options, options.prompt + options.output // 2)
@@ -146,18 +142,13 @@ def _alone(options: argparse.Namespace) -> Report:
         domains=options.domains or (made.deployment.domains if afd else 1),
         steps=options.steps,
         warm_up=options.warm_up,
-        link=options.link,
         jitter=jitter(options),
         host_seconds=options.host,
         tokens_a_step=1 + options.acceptance,
         seed=options.seed,
     )
-    home, placed = _read_loads(options, made)
-    results = []
-    for loads in [home] if placed is None else [home, placed]:
-        simulation = Simulation(made.deployment, made.rooflines(loads), traffic, conditions)
-        result, spans = simulation.run()
-        results.append(result)
+    loads = _read_loads(options, made)
+    result, spans = Simulation(made.deployment, made.rooflines(loads), traffic, conditions).run()
     if options.timeline:
         timeline_view.write(options.timeline, spans, "as simulated")
     scope = PREFILL_ELSEWHERE if traffic.prefill == "elsewhere" else PREFILL_HERE
@@ -166,8 +157,9 @@ def _alone(options: argparse.Namespace) -> Report:
     tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
     more: dict[str, str] = {}
-    if home is not None and placed is not None:
-        tree["experts"], more = _gain((home, placed), results)
+    if loads is not None:
+        tree["result"]["balance"] = loads.balance
+        more["balance of experts"] = f"{loads.balance:.3f}"
     notes = [scope]
     if not result.steps:
         notes.append("nothing was counted: more --steps, or fewer of --warm-up")
@@ -190,27 +182,6 @@ def _alone(options: argparse.Namespace) -> Report:
 
 def _told(**parts: msgspec.Struct) -> list[str]:
     return [f"{name}: {msgspec.json.encode(part).decode()}" for name, part in parts.items()]
-
-
-def _gain(
-    loads: tuple[ExpertLoads, ExpertLoads], results: list[Result]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Figures with experts at home, and where a rebalance puts them, for programs and as rows.
-    `balance` is the mean over the most tokens of an ffn device, `tpot` the mean."""
-    balance = [one.balance for one in loads]
-    rate = [one.tokens_per_second for one in results]
-    tpot = [0.0 if one.tpot is None else one.tpot.mean for one in results]
-    figures = {"balance": balance, "tokens_per_second": rate, "tpot": tpot}
-    tree = {
-        name: dict(zip(("at_home", "placed"), pair, strict=True)) for name, pair in figures.items()
-    }
-    return tree, {
-        "balance of experts, at home": f"{balance[0]:.3f}",
-        "tokens/s, at home": f"{rate[0]:.0f}",
-        "TPOT ms, at home": f"{tpot[0] * 1e3:.2f}",
-        "balance of experts, placed": f"{balance[1]:.3f}",
-        "tokens/s, placed ÷ at home": f"{rate[1] / rate[0] if rate[0] else 0.0:.3f}",
-    }
 
 
 # ------------------------------------------------------------- attention workers on an ffn worker
@@ -324,10 +295,7 @@ def read_simulation(
         seed=options.seed,
         losses=tuple(Loss(worker=name, at=at, seconds=away) for name, at, away in options.lose),
     )
-    times = []
-    for one in workers:
-        home, placed = _read_loads(options, one)
-        times.append(one.rooflines(placed or home))
+    times = [one.rooflines(_read_loads(options, one)) for one in workers]
     simulation = FleetSimulation(deployment, traffic, conditions, *times)
     return simulation, traffic, conditions
 

@@ -256,19 +256,15 @@ class Bounds(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def bounds(counts: Counts, process_devices: int = 0) -> Bounds:
-    """Returns the seconds of each resource.
-
-    Args:
-      process_devices: devices of a process instead of the counted number.
-    """
+def bounds(counts: Counts) -> Bounds:
+    """Returns the seconds of each resource."""
     found = stages(counts)
     attention, ffn = (counts.mean(role, lambda name: found[name].seconds) for role in ROLES)
     network = counts.instances * max(counts.message.values()) / assumed("h200.network")
-    return Bounds(attention, ffn, network, sum(host_parts(counts, process_devices).values()))
+    return Bounds(attention, ffn, network, sum(host_parts(counts).values()))
 
 
-def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
+def host_parts(counts: Counts) -> dict[str, float]:
     """Returns the seconds that a lane's layer takes of the busiest process's enqueueing thread.
 
     The parts are the program's call, its arguments and launches, a message with its answer, and
@@ -276,11 +272,8 @@ def host_parts(counts: Counts, process_devices: int = 0) -> dict[str, float]:
 
     The calling thread launches the kernels of a single device. With several devices each has a
     thread (XLA's `PjRtStreamExecutorLoadedExecutable::Execute`), assumed to be as fast.
-
-    Args:
-      process_devices: devices of a process instead of the counted number.
     """
-    own, programs = process_devices or counts.process_devices, counts.programs
+    own, programs = counts.process_devices, counts.programs
     call, argument, message = (
         assumed(f"host.{name}") + (own - 1) * assumed(f"host.{name}_device")
         for name in ("call", "argument", "message")
@@ -326,7 +319,6 @@ def case(
     name: str,
     counts: Counts,
     *,
-    process_devices: int = 0,
     serial: bool = False,
     waits: bool = False,
     values: Mapping[str, float] | None = None,
@@ -334,23 +326,21 @@ def case(
     """Returns the speed that follows from these counts.
 
     Args:
-      process_devices: devices of a process instead of the counted number.
       serial: receives run on the compute stream, so the network's time adds to both roles.
       waits: messages wait for a wave of attention's blocks.
       values: assumptions other than those of `pallas_kernels/estimate/assumptions.py`.
     """
     with assuming(values or {}):
-        found = bounds(counts, process_devices)
+        found = bounds(counts)
         receiving = found.network if serial else 0.0
         attention = found.attention + receiving + waits * assumed("h200.contention")
         found = found._replace(attention=attention, ffn=found.ffn + receiving)
     return Case(name, max(found), found.longest())
 
 
-def figure(counts: Counts, process_devices: int = 0) -> Case:
+def figure(counts: Counts) -> Case:
     """Returns the figure: every byte and kernel charged, one after the other."""
-    name = "everything charged, nothing side by side"
-    return case(name, every_byte(counts), process_devices=process_devices)
+    return case("everything charged, nothing side by side", every_byte(counts))
 
 
 def best(counts: Counts) -> Case:
@@ -361,18 +351,12 @@ def best(counts: Counts) -> Case:
 
 def worst(counts: Counts) -> Case:
     """Returns the lower end of the range: all adverse costs together."""
-    name = f"everything charged, {_named(ADVERSE)}, {SERIAL}, {_waits()}"
+    contention = f"a message waits {assumed('h200.contention') * 1e6:g} µs for attention"
+    receives = "receives on the compute stream"
+    name = f"everything charged, {_named(ADVERSE)}, {receives}, {contention}"
     return case(name, every_byte(counts), serial=True, waits=True, values=ADVERSE)
 
 
-def cases(counts: Counts) -> list[Case]:
-    """Returns the figure with one adverse cost at a time."""
-    charged, adverse = every_byte(counts), [{name: value} for name, value in ADVERSE.items()]
-    found = [case(_named(one), charged, values=one) for one in adverse]
-    return [*found, case(SERIAL, charged, serial=True), case(_waits(), charged, waits=True)]
-
-
-SERIAL = "receives on the compute stream"
 _WORDS = {
     "h200.node": "launches {:g} µs",
     "h200.sort": "a sort of choices {:g} µs",
@@ -385,17 +369,12 @@ def _named(values: Mapping[str, float]) -> str:
     return ", ".join(_WORDS[name].format(value * 1e6) for name, value in values.items())
 
 
-def _waits() -> str:
-    return f"a message waits {assumed('h200.contention') * 1e6:g} µs for attention"
-
-
 # ------------------------------------------------------------------------------------- the report
 
 
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
     charged, own = every_byte(counts), figure(counts)
-    sizes = sorted({counts.process_devices, int(assumed("h200.host_devices"))})
     (part,) = declared(
         "estimate",
         counts=counts,
@@ -405,11 +384,10 @@ def lines(counts: Counts) -> list[str]:
         range=_range(counts),
         worst=worst(counts),
         best=best(counts),
-        cases=cases(counts),
         stages=stages(counts),
         charged=stages(charged),
         bounds=bounds(charged),
-        processes=[(n, figure(counts, n), host_parts(counts, n)) for n in sizes],
+        host=host_parts(counts),
         times=_times,
     )
     return list(part.lines)

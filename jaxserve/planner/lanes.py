@@ -3,13 +3,14 @@
 Called by `simulate.py` and `deploy.py`. `Disaggregated` follows the order of
 `roles/schedule.py`, in which the driver enqueues, so no event queue is needed: a stage starts when
 its input has arrived, its devices are free (they work in the order of enqueueing) and the host has
-enqueued it. Lanes of all domains are numbered together; lane i belongs to domain i mod domains.
-`Colocated` runs one step, which is one program, after the other. `Overlapped` runs two batches
-concurrently: one computes while the messages of the other are in flight.
+enqueued it. Each direction between the roles is a link of its own. Lanes of all domains are
+numbered together; lane i belongs to domain i mod domains. `Colocated` runs one step, which is one
+program, after the other. `Overlapped` runs two batches concurrently: one computes while the
+messages of the other are in flight.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,6 @@ from jaxserve.config.topology import Topology
 from jaxserve.observe.spans import STAGES, AFDStage, Span
 from jaxserve.planner.stage_times import StageTimes, StepTimes
 from jaxserve.roles.schedule import Rotation
-
-LinkMode = Literal["duplex", "shared", "sender"]
-"""`duplex`: each direction is a link of its own; `shared`: both directions take turns; `sender`: a
-message keeps its sender busy until it has arrived."""
 
 Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
 """Takes a stage and its seconds, one entry per device, and returns the seconds with noise."""
@@ -81,12 +78,11 @@ class _Pipeline:
         lanes: int,
         groups: int,
         domains: int = 1,
-        link: LinkMode = "duplex",
         disturb: Disturb = undisturbed,
         note: Note | None = None,
     ):
         self._layers, self._groups, self._domains = layers, groups, domains
-        self._link, self._disturb, self._note = link, disturb, note
+        self._disturb, self._note = disturb, note
         self._all_lanes = range(lanes * domains)
         self._inside: dict[int, _Step] = {}
         """Steps in progress by lane, the one that waited longest first."""
@@ -172,12 +168,9 @@ class Disaggregated(_Pipeline):
         return float(step.ready.max())
 
     def _dispatch(self, step: _Step, layer: int, domain: int, now: float) -> float:
-        usual, start = step.times.dispatch[layer], step.ready
-        if self._link != "sender":
-            start = np.maximum(start, self._link_free[0][domain])
+        usual = step.times.dispatch[layer]
+        start = np.maximum(step.ready, self._link_free[0][domain])
         step.ready = end = self._crossed("dispatch", usual, start, domain)
-        if self._link == "sender":
-            self._attention_free[domain] = end
         # The ffn role receives one message at a time; it has arrived when its last part has.
         side = self._side_free[0] + usual if self._domains > 1 else 0.0
         self._side_free[0] = step.on_ffn = max(float(end.max()), side)
@@ -194,23 +187,19 @@ class Disaggregated(_Pipeline):
 
     def _combine(self, step: _Step, layer: int, domain: int, now: float) -> float:
         usual = step.times.combine[layer]
-        free = self._ffn_free if self._link == "sender" else self._link_free[1][domain]
-        start = np.maximum(np.full(self._groups, step.on_ffn), free)
+        start = np.maximum(np.full(self._groups, step.on_ffn), self._link_free[1][domain])
         if self._domains > 1:
             start = np.maximum(start, self._side_free[1])
             self._side_free[1] = float(start.max()) + usual
         step.ready = end = self._crossed("combine", usual, start, domain)
-        if self._link == "sender":
-            self._ffn_free = float(end.max())
         self._tell("combine", step, layer, start, end, domain)
         return float(end.max())
 
     def _crossed(self, stage: AFDStage, usual: float, start: np.ndarray, domain: int) -> np.ndarray:
-        """When a message's parts have crossed; the link is taken until then."""
+        """When a message's parts have crossed; this direction is taken until then."""
         seconds, direction = self._disturb(stage, np.full_like(start, usual)), stage == "combine"
         self._busy[2 + direction] += seconds.mean()
-        for each in (0, 1) if self._link == "shared" else (direction,):
-            self._link_free[each][domain] = start + seconds
+        self._link_free[direction][domain] = start + seconds
         return start + seconds
 
 

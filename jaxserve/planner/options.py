@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import msgspec
 import yaml
@@ -25,7 +25,6 @@ from jaxserve.observe.spans import STAGES
 from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
 from jaxserve.planner.demand import Level
 from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
-from jaxserve.planner.lanes import LinkMode
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
@@ -152,7 +151,6 @@ READERS: dict[str, Callable[[str], Any]] = {
 """Readers that `commands.yaml` names."""
 NAMES: dict[str, Sequence[str]] = {
     "formats": PLANNED,
-    "links": get_args(LinkMode),
     "modes": tuple(MODES),
     "products": ("auto", *PLANNED),
 }

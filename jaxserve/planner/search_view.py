@@ -20,7 +20,6 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
-from jaxserve.planner.cost import checks
 from jaxserve.planner.deployment_file import plan_file, write_plan
 from jaxserve.planner.layouts import MODES, Target
 from jaxserve.planner.options import (
@@ -122,20 +121,15 @@ def run(options: argparse.Namespace) -> int:
     parts = declared("search", scope=DECODE_ONLY, prices=prices)
     tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
     measured = speed_range()
-    tree |= {"checks": {}, "assumptions": assumed, "measured_over_predicted": measured._asdict()}
+    tree |= {"assumptions": assumed, "measured_over_predicted": measured._asdict()}
     for mode in target.modes:
         plans = _best(found.plans, mode, options.best)
         tree["front"] += map(plan_tree, _front(found, mode))
         if not plans:
             parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
             continue
-        layout = plans[0].layout
-        roles = hardware[layout.attention], hardware[layout.ffn]
-        asked = calculator.model, options.context, options.tpot, *roles
-        rules = list(checks(*asked, layout.dp * plans[0].batch))
-        parts += declared("mode", name=MODES[mode], plans=plans, rules=rules)
+        parts += declared("mode", name=MODES[mode], plans=plans)
         tree["best"] += map(plan_tree, plans)
-        tree["checks"][mode] = [rule._asdict() for rule in rules]
     told = {"cheapest": cheapest, "measured": measured, "picture": picture, "assumed": assumed}
     parts += declared("found", **told)
     title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"

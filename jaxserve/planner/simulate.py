@@ -33,7 +33,6 @@ from jaxserve.planner.lanes import (
     Busy,
     Colocated,
     Disturb,
-    LinkMode,
     Note,
     pipeline_of,
     undisturbed,
@@ -80,7 +79,6 @@ class SimulatedEngine:
         elsewhere: bool = False,
         prefixes: bool = False,
         domains: int = 1,
-        link: LinkMode = "duplex",
         host_seconds: float = 0.0,
         disturb: Disturb = undisturbed,
         note: Note | None = None,
@@ -95,7 +93,6 @@ class SimulatedEngine:
             lanes=lanes,
             groups=groups,
             domains=domains,
-            link=link,
             disturb=disturb,
             note=note,
         )
@@ -232,7 +229,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the lane that first completes them; two more follow, so that no lane runs alone."""
     warm_up: int = 10
     """First steps of every lane, which are not counted."""
-    link: LinkMode = "duplex"
     jitter: Jitter = Jitter()
     host_seconds: float = 0.0
     """Host time at every step's end: planning and enqueueing."""
@@ -278,7 +274,6 @@ class Simulation(SimulatedEngine):
             times,
             elsewhere=traffic.prefill == "elsewhere",
             domains=self._domains,
-            link=conditions.link,
             host_seconds=conditions.host_seconds,
             disturb=disturbance(conditions.jitter, self._random),
             note=self._spans.append,

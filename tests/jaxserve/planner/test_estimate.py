@@ -104,8 +104,12 @@ def test_the_host_of_a_process():
     }
     two = msgspec.structs.replace(COUNTS, instances=2)
     leading = msgspec.structs.replace(step3, programs=idle)
-    cases = [(COUNTS, 0), (COUNTS, 4), (two, 0), (step3, 0), (step3, 8), (leading, 0)]
-    found = [estimate.host_parts(*case) for case in cases]
+    fours, eights = (
+        msgspec.structs.replace(each, process_devices=devices)
+        for each, devices in ((COUNTS, 4), (step3, 8))
+    )
+    cases = [COUNTS, fours, two, step3, eights, leading]
+    found = [estimate.host_parts(case) for case in cases]
     in_microseconds = [{key: round(1e6 * value, 2) for key, value in one.items()} for one in found]
     golden.check("planner/host_parts.json", in_microseconds)
     assert estimate.bounds(two).network == pytest.approx(2 * estimate.bounds(COUNTS).network)

@@ -1,5 +1,4 @@
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -37,14 +36,16 @@ def test_for_programs(capsys):
 
 
 def test_what_a_rebalance_brings(capsys):
-    more = ["--skew", "zipf:1.2", "--placed", "--set", "ffn.redundant_slots=2"]
+    more = ["--skew", "zipf:1.2", "--set", "ffn.redundant_slots=2", "--json"]
     more += ["--assume", "compute=0.01", "--set", "scheduler.slots=64"]
     more += ["--steps", "3", "--warm-up", "1"]
-    assert main([*ASKED, *more]) == 0
-    rows = dict(re.findall(r"^(.*?) {2,}(\S+)", capsys.readouterr().out, re.MULTILINE))
-    home, placed = (float(rows[f"balance of experts, {how}"]) for how in ("at home", "placed"))
-    assert home < 0.75 < 0.95 < placed
-    assert float(rows["tokens/s, placed ÷ at home"]) > 1
+    results = []
+    for placed in ([], ["--placed"]):
+        assert main([*ASKED, *more, *placed]) == 0
+        results.append(json.loads(capsys.readouterr().out)["result"])
+    home, placed = results
+    assert home["balance"] < 0.75 < 0.95 < placed["balance"]
+    assert home["tokens_per_second"] < placed["tokens_per_second"]
 
 
 @pytest.mark.nightly
