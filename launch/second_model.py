@@ -6,7 +6,8 @@
 
 Its tokens are the demo's and the marks of Qwen3's chats. Unlike other random models it ends: the
 first feature of the residual stream is constant, so the head's first column acts as a bias. It
-makes ends of reasoning, of answers and of JSON strings likely, and ids without text impossible.
+makes ends of reasoning, of answers and of JSON strings likely, digits beyond a number's first
+unlikely, and ids without text impossible.
 """
 
 import argparse
@@ -25,6 +26,8 @@ FIRST = 3072
 """Id of the first mark."""
 BIASES = {"<|im_end|>": 9.0, "</think>": 12.0, '"': 7.0, "}": 7.0}
 """Token → addition to its logit, whose standard deviation is 2 and whose maximum is about 7."""
+DIGITS = -10.0
+"""Addition to the logits of digits, so that a number of a forced call ends where it may."""
 APART = {"<|im_end|>": ("\n", "\n\n", "</think>"), "</think>": ("\n",)}
 """Token → tokens that it hardly follows, so that neither reasoning nor answers are empty."""
 CONFIG = json.loads((HERE / "second_model.json").read_text(encoding="utf-8"))
@@ -60,6 +63,7 @@ def write(folder: Path, *, thinks: bool = False) -> Path:
     bias = np.where(np.arange(VOCAB) < FIRST + len(MARKS), 0.0, -100.0)
     for mark, added in BIASES.items():
         bias[ids[mark]] = added if thinks or mark != "</think>" else -added
+    bias[[ids[one] for one in ids if one.lstrip("\u0120").isdecimal()]] = DIGITS
     apart = {ids[mark]: [ids[one] for one in before] for mark, before in APART.items()}
     weights = _weights(bias, apart)
     if thinks:

@@ -46,3 +46,4 @@ def test_head(tmp_path: Path) -> None:
     assert np.all(weights["model.layers.0.mlp.down_proj.weight"][0] == 0)
     column = weights["lm_head.weight"][:, 0]
     assert column[3078] < -30 < 0 < column[3073]  # without a text, the end of an answer
+    assert column[18] == column[2721] < -1.5 < column[14] == 0  # 1, 200, minus

@@ -279,7 +279,7 @@ class _Answer:
         told = self._request.return_token_ids or self._request.logprobs
         if ended or (not choices and told and output.token_ids):
             choices.append(ChatChunkChoice(index=index, delta=ChatDelta()))
-        if self._request.logprobs and choices:
+        if self._request.logprobs and output.logprobs and choices:
             choices[0].logprobs = self._logprobs(output)
         if self._request.return_token_ids and choices:
             choices[0].token_ids = output.token_ids

@@ -45,6 +45,9 @@ class TestLogprobs:
             for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
         ]
         assert "".join(found) == "one two three"
+        rig.engine.script = []  # only the end, which has no token
+        chunks = events(rig.chat(logprobs=True, stream=True))
+        assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [None, None]
 
 
 class TestReasoning:
