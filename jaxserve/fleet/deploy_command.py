@@ -24,10 +24,10 @@ from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTra
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Requests, Spares
-from jaxserve.planner.deploy import Hosts, Part, Sizer
-from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Planned, Scaled
+from jaxserve.planner.deploy import Hosts, Sizer
+from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Part, Planned, Scaled
 from jaxserve.planner.deploy_view import Shown, deploy_report
-from jaxserve.planner.deployment_file import FleetFile, plan_file
+from jaxserve.planner.deployment_file import plan_file, write_fleet
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.options import (
     Parser,
@@ -290,13 +290,12 @@ def _write(
     options: argparse.Namespace, sizer: Sizer, planned: Planned, hardware: Mapping[str, Hardware]
 ) -> Planned:
     """Writes the best plan; with fewer slots than it had, it is sized once more."""
-    file = plan_file(options, hardware)
-    fleet = FleetFile(file, sizer.model, sizer.searcher.calculator, sizer.asked)
-    requests, best = sizer.requests(sizer.asked.demand), planned.best
-    slots = fleet.write(best, requests)
+    file, asked = plan_file(options, hardware, sizer.searcher.calculator), sizer.asked
+    requests, best = sizer.requests(asked.demand), planned.best
+    slots = write_fleet(file, asked, best, requests)
     if slots < best.fleet.slots:
         best = sizer.with_slots(best, slots)
-        fleet.write(best, requests)
+        write_fleet(file, asked, best, requests)
     return msgspec.structs.replace(planned, best=best)
 
 

@@ -21,7 +21,7 @@ from jaxserve.planner.measurements import (
     joined,
     read_measurements,
 )
-from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans, with_load
+from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
@@ -226,27 +226,20 @@ def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     Raises:
       ConfigError: the deployment is colocated, or the trace is of another deployment.
     """
-    made = read_scenario(options, options.context)
+    made = read_scenario(options, 1)
     if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
-    batch = options.batch or made.deployment.scheduler.slots
-    count, context = made.layout.dp * batch, made.attention.context
-    pages = -(-context // made.deployment.cache.page_size)
-    unsaid = StepLoad(batch, pages, count, count, count * context, count * context)
-    spans = with_load(read_spans(options.timeline), unsaid)
-    return made, observe(spans, made.attention.model.order)
+    return made, observe(read_spans(options.timeline), made.attention.model.order)
 
 
 def calibrate(options: argparse.Namespace) -> None:
     """Collects measurements, and shows what follows from them."""
-    if options.timeline is None and (options.batches or options.contexts):
-        raise ConfigError("--batches, --contexts: loads of a --timeline, which is missing")
     lists = [read_measurements(path) for path in options.measured]
     if options.write is not None and options.write.is_file():
         lists.insert(0, read_measurements(options.write))
     if options.timeline is not None:
         made, seen = observed(options)
-        lists.append(_chosen(measurements(made, seen), options))
+        lists.append(measurements(made, seen))
     found = joined(lists)
     if not found:
         raise ConfigError("nothing to calibrate with: give --measured or --timeline")
@@ -262,19 +255,3 @@ def calibrate(options: argparse.Namespace) -> None:
     parts = declared("calibrate", fits=fits.fits.items(), points=points, sure=sure)
     tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
     show(options, Report("Calibration", parts, tree))
-
-
-def _chosen(found: Sequence[Measurement], options: argparse.Namespace) -> list[Measurement]:
-    """Selects measurements of the batches and contexts that the options name.
-
-    Raises:
-      ConfigError: none has them.
-    """
-    batches, contexts = options.batches, options.contexts
-    chosen = [one for one in found if not batches or one.batch in batches]
-    chosen = [one for one in chosen if not contexts or one.context in contexts]
-    if found and not chosen:
-        there = sorted({(one.batch, one.context) for one in found})
-        loads = ", ".join(f"{batch} of {context} tokens" for batch, context in there)
-        raise ConfigError(f"--batches, --contexts: the timeline has {loads}")
-    return chosen

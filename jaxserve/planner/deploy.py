@@ -11,8 +11,8 @@ for less, that is the plan. No queue is approximated.
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +28,7 @@ from jaxserve.planner.deploy_fleet import (
     Fleet,
     Handoff,
     Pace,
+    Part,
     Planned,
     PrefillWorker,
     Role,
@@ -59,10 +60,6 @@ FURTHER = 4
 number."""
 GROWN = 8
 """Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
-
-Part = Literal["prefill", "decode", "whole"]
-"""Part of a fleet to simulate: prefill with decode units that keep their pace; decode with computed
-prompts; or both."""
 
 
 class Hosts(NamedTuple):
@@ -114,48 +111,57 @@ class Sizer:
                 f"no prefill worker: the weights do not fit on {most} devices of "
                 f"{', '.join(self._hosts.prefill)}"
             )
-        if min(worker.alone for worker in workers) > asked.ttft.seconds:
+        fast = [worker for worker in workers if worker.alone <= asked.ttft.seconds]
+        if not fast:
             raise ConfigError(
                 f"no prefill worker of up to {asked.target.max_devices} devices meets "
                 f"{asked.ttft.text}: the fastest takes {min(w.alone for w in workers):.2g} s for "
                 "such a prompt with nothing else to do"
             )
+        if slow := len(workers) - len(fast):
+            told = f"a prompt by itself takes more than {asked.ttft.seconds:g} s"
+            self._reasons[f"prefill: {slow} other kinds"] = told
         units = sorted(self._units(candidates), key=self._least_decode)
-        best = self._apart(units, workers)
+        decode = self._cheapest("decode", ((u, self._fewest_units(u, fast[0])) for u in units))
+        if decode is None:
+            raise ConfigError(self._unmet())
+        fleet = self._cheapest("prefill", ((w, self._fewest_workers(w, decode)) for w in fast))
+        best = None if fleet is None else self._whole(fleet, asked.demand)
         for unit in () if asked.prefill_devices else units:
             computes = unit.layout.topology.has("colocated") and not unit.layout.drafts
             if computes and (best is None or unit.dollars < best.dollars):
-                best = self._together(Fleet(workers[0], 0, unit, 1, 1.0)) or best
+                best = self._together(Fleet(fast[0], 0, unit, 1, 1.0)) or best
         if best is None:
             raise ConfigError(self._unmet())
         return Planned(best=best, found=found, reasons=self._reasons)
 
-    def _apart(self, units: list[DecodeUnit], workers: list[PrefillWorker]) -> Deployment | None:
-        """The cheapest deployment with prefill workers; None: none of them meets the TTFT.
+    def _cheapest(
+        self, part: Part, kinds: Iterable[tuple[DecodeUnit | PrefillWorker, Fleet]]
+    ) -> Fleet | None:
+        """The fleet whose decode units, or prefill workers, cost least; None: no number of any kind
+        meets the target of this part.
 
-        Raises:
-          ConfigError: no number of units of any kind meets the TPOT.
+        Args:
+          kinds: every kind with the fewest of it that could do, those that cost least first.
         """
-        fleet: Fleet | None = None
-        for unit in units:
-            least, reason = self._least_decode(unit), ""
-            if fleet is not None and least >= fleet.decode_dollars:
-                reason = f"at least {least:,.2f} USD an hour"
-            elif sized := self._sized(
-                "decode",
-                Fleet(workers[0], 1, unit, 1, 1.0),
-                round(least / unit.dollars),
-                0 if fleet is None else _ceil(fleet.decode_dollars / unit.dollars) - 1,
-            ):
-                reason = f"{sized.units}, {sized.decode_dollars:,.2f} USD an hour"
-                fleet = sized
-            elif fleet is not None:
-                reason = f"not below {fleet.decode_dollars:,.2f} USD an hour"
-            told = reason or f"no number of units meets {self.asked.tpot.text}"
-            self._reasons[f"decode: {unit.layout.text}"] = told
-        if fleet is None:
-            raise ConfigError(self._unmet())
-        return self._cheapest(fleet, workers)
+        best: Fleet | None = None
+        left = SIMULATED
+        for kind, least in kinds:
+            dollars, paid = least.dollars(part), 0.0 if best is None else best.dollars(part)
+            if not left or (best is not None and dollars >= paid):
+                reason = f"at least {dollars:,.2f} USD an hour"
+            else:
+                left -= 1
+                most = 0 if best is None else _ceil(paid / kind.dollars) - 1
+                sized, reason = self._sized(part, least, most), f"not below {paid:,.2f} USD an hour"
+                if sized is not None:
+                    best, reason = sized, sized.number_text(part)
+                elif best is None:
+                    level = self.asked.tpot if part == "decode" else self.asked.ttft
+                    reason = f"no number of them meets {level.text}"
+            if len(self._reasons) < REASONS:
+                self._reasons[f"{part}: {kind.text}"] = reason
+        return best
 
     def _unmet(self) -> str:
         told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
@@ -231,15 +237,21 @@ class Sizer:
         """USD an hour of the fewest units that could do."""
         return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
 
-    def _sized(self, part: Part, fleet: Fleet, least: int, most: int = 0) -> Fleet | None:
+    def _fewest_units(self, unit: DecodeUnit, worker: PrefillWorker) -> Fleet:
+        """The fewest units that could do, beside a worker."""
+        demand = self.asked.demand
+        units = _ceil(demand.rate / unit.capacity)
+        return self._with_units(Fleet(worker, 1, unit, units, 1.0), units, demand)
+
+    def _sized(self, part: Part, least: Fleet, most: int) -> Fleet | None:
         """The fleet with the fewest decode units, or prefill workers, that meets the target of this
         part; None: no number of them does, or none up to `most`, if that is not 0."""
         asked, demand = self.asked, self.asked.demand
 
         def made(number: int) -> Fleet:
             if part == "prefill":
-                return fleet._replace(workers=number)
-            return self._with_units(fleet, number, demand)
+                return least._replace(workers=number)
+            return self._with_units(least, number, demand)
 
         def meets(number: int) -> bool:
             found = self._simulate(self, part, made(number), demand)
@@ -247,7 +259,7 @@ class Sizer:
                 return found.ttft_asked <= asked.ttft.seconds
             return found.tpot_asked <= asked.tpot.seconds
 
-        number = _fewest(meets, least, most)
+        number = _fewest(meets, least.workers if part == "prefill" else least.units, most)
         return None if number is None else made(number)
 
     # ------------------------------------------------------------------------ prefill workers
@@ -294,34 +306,10 @@ class Sizer:
         """USD an hour of the fewest workers that could do, and their TTFT."""
         return worker.dollars * self._least_workers(worker, self.asked.demand.rate), worker.alone
 
-    def _cheapest(self, fleet: Fleet, workers: list[PrefillWorker]) -> Deployment | None:
-        """The deployment with these decode units and the prefill workers that cost least; None:
-        none of them meets the TTFT."""
-        best: Fleet | None = None
-        left, demand = SIMULATED, self.asked.demand
-        for worker in workers:
-            fewest = self._least_workers(worker, demand.rate)
-            least = self._linked(fleet._replace(worker=worker, workers=fewest), demand)
-            if worker.alone > self.asked.ttft.seconds:
-                reason = f"a prompt by itself takes {worker.alone:.2g} s"
-            elif not left or (best is not None and least.prefill_dollars >= best.prefill_dollars):
-                reason = f"at least {least.prefill_dollars:,.2f} USD an hour"
-            else:
-                left -= 1
-                most = 0 if best is None else _ceil(best.prefill_dollars / worker.dollars) - 1
-                sized = self._sized("prefill", least, least.workers, most)
-                reason = "no number of workers meets the TTFT"
-                if sized is not None:
-                    best, reason = (
-                        sized,
-                        f"{sized.workers}, {sized.prefill_dollars:,.2f} USD an hour",
-                    )
-                elif best is not None:
-                    reason = f"not below {best.prefill_dollars:,.2f} USD an hour"
-            if len(self._reasons) < REASONS:
-                text = f"prefill: {worker.layout.text}, chunks of {worker.chunk}"
-                self._reasons[text] = reason
-        return None if best is None else self._whole(best, demand)
+    def _fewest_workers(self, worker: PrefillWorker, fleet: Fleet) -> Fleet:
+        """The fleet with the fewest workers of this kind that could do."""
+        workers = self._least_workers(worker, self.asked.demand.rate)
+        return self._linked(fleet._replace(worker=worker, workers=workers), self.asked.demand)
 
     def _whole(self, fleet: Fleet, demand: Demand) -> Deployment | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both
@@ -438,10 +426,12 @@ def _ceil(number: float) -> int:
 
 def _fewest(meets: Callable[[int], bool], least: int, most: int = 0) -> int | None:
     """The least number from `least` on that meets what all larger ones meet, too; None: `most` does
-    not meet it. Where that is 0 the bound is `FURTHER` times as many, and a few."""
-    most = most or FURTHER * least + 4
-    if meets(least):
-        return least
-    if most == least or not meets(most):
+    not meet it, which is asked first. Where that is 0 the bound is `FURTHER` times as many, and a
+    few, and `least` is asked first."""
+    if not most:
+        if meets(least):
+            return least
+        least, most = least + 1, FURTHER * least + 4
+    if not meets(most):
         return None
-    return least + 1 + bisect_left(range(least + 1, most), True, key=meets)
+    return least + bisect_left(range(least, most), True, key=meets)

@@ -8,7 +8,7 @@ decode unit decodes by itself: an attention and an ffn role together, or a coloc
 
 import functools
 from bisect import bisect_right
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +32,10 @@ HELD_SLOTS = 16
 
 Tree = dict[str, Any]
 
+Part = Literal["prefill", "decode", "whole"]
+"""Part of a fleet: prefill with decode units that keep their pace; decode with computed prompts; or
+both."""
+
 
 class PrefillWorker(NamedTuple):
     """A kind of prefill worker.
@@ -49,6 +53,11 @@ class PrefillWorker(NamedTuple):
     pages: int
     capacity: float
     alone: float
+
+    @property
+    def text(self) -> str:
+        """Devices, sharding and chunks in a few words."""
+        return f"{self.layout.text}, chunks of {self.chunk}"
 
     @property
     def dollars(self) -> float:
@@ -75,6 +84,11 @@ class DecodeUnit(NamedTuple):
     @property
     def layout(self) -> Layout:
         return self.plan.layout
+
+    @property
+    def text(self) -> str:
+        """Devices and sharding in a few words."""
+        return self.layout.text
 
     @property
     def lanes(self) -> int:
@@ -240,15 +254,15 @@ class Fleet(NamedTuple):
     def text(self) -> str:
         return f"{self.workers} prefill workers and {self.units} decode units"
 
-    @property
-    def prefill_dollars(self) -> float:
-        """Price of the prefill workers in USD per hour."""
-        return self.workers * self.worker.dollars
+    def dollars(self, part: Part) -> float:
+        """Price of the prefill workers, or of the decode units, in USD per hour."""
+        prefill, decode = self.workers * self.worker.dollars, self.units * self.unit.dollars
+        return {"prefill": prefill, "decode": decode, "whole": prefill + decode}[part]
 
-    @property
-    def decode_dollars(self) -> float:
-        """Price of the decode units in USD per hour."""
-        return self.units * self.unit.dollars
+    def number_text(self, part: Part) -> str:
+        """Number and price of the prefill workers, or of the decode units."""
+        number = self.workers if part == "prefill" else self.units
+        return f"{number}, {self.dollars(part):,.2f} USD an hour"
 
     @property
     def sequences(self) -> float:

@@ -27,7 +27,7 @@ from jaxserve.planner.demand import Requests
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Tree, unit_keys
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.memory import usable
-from jaxserve.planner.models import CostModel, model_config, model_folder
+from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.stages import Calculator
 
@@ -48,12 +48,14 @@ class PlanFile(NamedTuple):
     Attributes:
       model: its folder.
       hardware: all that the plan may use, by name.
+      calculator: predicted the plan.
     """
 
     path: Path
     model: Path
     config: ModelConfig
     hardware: Mapping[str, Hardware]
+    calculator: Calculator
 
     def write(self, text: str) -> None:
         """Writes a deployment, unless `serve` would refuse it: a search sums up weights by formula,
@@ -95,7 +97,9 @@ class PlanFile(NamedTuple):
         return msgspec.structs.replace(self.config, **told)
 
 
-def plan_file(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> PlanFile:
+def plan_file(
+    options: argparse.Namespace, hardware: Mapping[str, Hardware], calculator: Calculator
+) -> PlanFile:
     """Returns the file that `--write` names.
 
     Raises:
@@ -105,7 +109,7 @@ def plan_file(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> 
     config = model_config(folder)
     if config is None:
         raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
-    return PlanFile(options.write, folder.resolve(), config, hardware)
+    return PlanFile(options.write, folder.resolve(), config, hardware, calculator)
 
 
 def write_plan(file: PlanFile, plan: Plan, searcher: Searcher) -> None:
@@ -118,14 +122,14 @@ def write_plan(file: PlanFile, plan: Plan, searcher: Searcher) -> None:
 
     def write(batch: int) -> None:
         made = plan if batch == plan.batch else searcher.evaluate(plan.layout, batch)
-        file.write(deployment_text(file, made, searcher.calculator))
+        file.write(deployment_text(file, made))
 
     largest_written(file, write, plan.batch)
 
 
-def deployment_text(file: PlanFile, plan: Plan, calculator: Calculator) -> str:
+def deployment_text(file: PlanFile, plan: Plan) -> str:
     """The deployment of a plan as YAML, with what is predicted as comments."""
-    return _yaml(_keys(file, plan, calculator), _comments(file, plan, calculator))
+    return _yaml(_keys(file, plan), _comments(file, plan))
 
 
 def _yaml(keys: Tree, comments: Sequence[str]) -> str:
@@ -142,9 +146,10 @@ def _yaml(keys: Tree, comments: Sequence[str]) -> str:
     return head + yaml.safe_dump(tree, sort_keys=False, width=100, default_flow_style=None)
 
 
-def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
+def _keys(file: PlanFile, plan: Plan) -> Tree:
     """Configuration keys of a plan's deployment, dotted; None: not set."""
-    layout, formats, assumed = plan.layout, calculator.formats, calculator.assumed
+    layout, calculator = plan.layout, file.calculator
+    formats, assumed = calculator.formats, calculator.assumed
     a, f = file.hardware[layout.attention], file.hardware[layout.ffn]
     colocated, apart = layout.topology.has("colocated"), layout.topology.crosses_runtimes
     # A worker over `pull` is one process of one host.
@@ -188,18 +193,18 @@ def _keys(file: PlanFile, plan: Plan, calculator: Calculator) -> Tree:
     }
 
 
-def _comments(file: PlanFile, plan: Plan, calculator: Calculator) -> list[str]:
+def _comments(file: PlanFile, plan: Plan) -> list[str]:
     layout = plan.layout
     a, f = file.hardware[layout.attention].name, file.hardware[layout.ffn].name
     devices = f"{layout.attention_devices} {a} for attention, {layout.ffn_devices} {f} for the FFN"
     if layout.topology.has("colocated"):
         devices = f"{layout.devices} {a}, colocated"
     return [
-        f"{devices}: {plan.sequences} sequences of {calculator.context:,} tokens",
+        f"{devices}: {plan.sequences} sequences of {file.calculator.context:,} tokens",
         f"Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
         f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
         f"{plan.dollars:.3f} USD a million of output. Decoding alone: prompts are not in it.",
-        *_beyond(calculator),
+        *_beyond(file.calculator),
     ]
 
 
@@ -240,90 +245,84 @@ def largest_written(
     return found
 
 
-class FleetFile(NamedTuple):
-    """The file of a fleet's plan."""
+def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Requests) -> int:
+    """Writes the file of a fleet; returns its slots.
 
-    file: PlanFile
-    cost: CostModel
-    calculator: Calculator
-    asked: Asked
+    Raises:
+      ConfigError: `serve` would refuse it whatever the slots.
+    """
 
-    def write(self, made: Deployment, requests: Requests) -> int:
-        """Writes the fleet; returns its slots.
+    def write(slots: int) -> None:
+        keys = _fleet_keys(file, asked, made, requests, slots)
+        comments = _fleet_comments(file, asked, made)
+        file.write(_yaml(keys, comments))
+        if made.fleet.workers:
+            keys["prefill.cache.pages"] = file.pages_beside()
+            file.write(_yaml(keys, comments))
 
-        Raises:
-          ConfigError: `serve` would refuse it whatever the slots.
-        """
+    return largest_written(file, write, made.fleet.slots, PRECISION)
 
-        def write(slots: int) -> None:
-            keys, comments = self._keys(made, requests, slots), self._comments(made)
-            self.file.write(_yaml(keys, comments))
-            if made.fleet.workers:
-                keys["prefill.cache.pages"] = self.file.pages_beside()
-                self.file.write(_yaml(keys, comments))
 
-        return largest_written(self.file, write, made.fleet.slots, PRECISION)
-
-    def _keys(self, made: Deployment, requests: Requests, slots: int) -> Tree:
-        fleet, asked = made.fleet, self.asked
-        unit, worker = fleet.unit.layout, fleet.worker
-        plan = msgspec.structs.replace(made.fleet.unit.plan, batch=slots)
-        keys = _keys(self.file, plan, self.calculator)
-        fewer = fleet._replace(unit=fleet.unit._replace(slots=slots))
-        of_fleet = fewer.keys(asked.longest, asked.page, requests, self.cost)
-        domains = fleet.units
-        if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
-            if domains > 1:
-                raise ConfigError(
-                    f"--write: a file has one FFN worker for attention on other hardware, and "
-                    f"{domains} units have {domains}; plan for one unit's share of the rate"
-                )
-            del of_fleet["attention.dp"], of_fleet["domains"]
-            domains = keys["domains"] or 1
-        keys |= of_fleet
-        keys["attention.hardware"] = unit.attention
-        if unit.topology.has("ffn"):
-            keys["ffn.hardware"] = unit.ffn
-        if fleet.workers or fleet.units > 1:
-            keys |= {
-                "fleet.domains": [f"decode-{number}:{PORT}" for number in range(domains)],
-                "fleet.ttft_seconds": asked.ttft.seconds,
-                "fleet.tpot_seconds": asked.tpot.seconds,
-            }
-        if not fleet.workers:
-            return keys
-        usable = 1 - self.calculator.assumed.reserve / 2
-        replicas = worker.layout.redundant_slots or unit.redundant_slots
-        return keys | {
-            "fleet.prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
-            "prefill.attention.memory_gb": round(worker.hardware.memory_gb * usable, 1),
-            "prefill.attention.hardware": worker.layout.attention,
-            "prefill.ffn.redundant_slots": worker.layout.redundant_slots if replicas else None,
-            "prefill.ffn.shared": "split" if unit.shared_ranks else None,
-            # Their number follows from the memory that one prompt leaves (`pages_beside`).
-            "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
+def _fleet_keys(
+    file: PlanFile, asked: Asked, made: Deployment, requests: Requests, slots: int
+) -> Tree:
+    fleet = made.fleet._replace(unit=made.fleet.unit._replace(slots=slots))
+    unit, worker, domains = fleet.unit.layout, fleet.worker, fleet.units
+    keys = _keys(file, msgspec.structs.replace(fleet.unit.plan, batch=slots))
+    of_fleet = fleet.keys(asked.longest, asked.page, requests, file.calculator.model)
+    if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
+        if domains > 1:
+            raise ConfigError(
+                f"--write: a file has one FFN worker for attention on other hardware, and "
+                f"{domains} units have {domains}; plan for one unit's share of the rate"
+            )
+        del of_fleet["attention.dp"], of_fleet["domains"]
+        domains = keys["domains"] or 1
+    keys |= of_fleet
+    keys["attention.hardware"] = unit.attention
+    if unit.topology.has("ffn"):
+        keys["ffn.hardware"] = unit.ffn
+    if fleet.workers or fleet.units > 1:
+        keys |= {
+            "fleet.domains": [f"decode-{number}:{PORT}" for number in range(domains)],
+            "fleet.ttft_seconds": asked.ttft.seconds,
+            "fleet.tpot_seconds": asked.tpot.seconds,
         }
+    if not fleet.workers:
+        return keys
+    replicas = worker.layout.redundant_slots or unit.redundant_slots
+    memory = usable(worker.hardware, file.calculator.assumed.reserve)
+    return keys | {
+        "fleet.prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
+        "prefill.attention.memory_gb": round(memory / 1e9, 1),
+        "prefill.attention.hardware": worker.layout.attention,
+        "prefill.ffn.redundant_slots": worker.layout.redundant_slots if replicas else None,
+        "prefill.ffn.shared": "split" if unit.shared_ranks else None,
+        # Their number follows from the memory that one prompt leaves (`pages_beside`).
+        "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
+    }
 
-    def _comments(self, made: Deployment) -> list[str]:
-        fleet, asked, found = made.fleet, self.asked, made.prediction
-        worker, layout = fleet.worker, fleet.unit.layout
-        roles = (role for role in made.roles if role.spare_hosts)
-        spare = [f"{r.spare_hosts} servers of {r.hardware.name} for {r.name}" for r in roles]
-        names = dict.fromkeys(one.name for one in fleet.unit.hardware)
-        units = f"{layout.devices} {' and '.join(names)} ({layout.mode})"
-        workers = (
-            f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
-            f"{fleet.units} decode units of {units}"
-        )
-        start = "a router, every worker of `prefill` and every domain, each at its address"
-        if not fleet.workers:
-            workers = f"{fleet.units} of {units}, for prompts and decoding"
-            start = "`serve`" if fleet.units == 1 else "a router and every domain"
-        return [
-            f"For {asked.text}.",
-            f"{workers}. Standing by: {', '.join(spare) or 'nothing'}.",
-            f"Simulated, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
-            f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
-            *_beyond(self.calculator),
-            f"Start: {start}.",
-        ]
+
+def _fleet_comments(file: PlanFile, asked: Asked, made: Deployment) -> list[str]:
+    fleet, found = made.fleet, made.prediction
+    worker, layout = fleet.worker, fleet.unit.layout
+    roles = (role for role in made.roles if role.spare_hosts)
+    spare = [f"{r.spare_hosts} servers of {r.hardware.name} for {r.name}" for r in roles]
+    names = dict.fromkeys(one.name for one in fleet.unit.hardware)
+    units = f"{layout.devices} {' and '.join(names)} ({layout.mode})"
+    workers = (
+        f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
+        f"{fleet.units} decode units of {units}"
+    )
+    start = "a router, every worker of `prefill` and every domain, each at its address"
+    if not fleet.workers:
+        workers = f"{fleet.units} of {units}, for prompts and decoding"
+        start = "`serve`" if fleet.units == 1 else "a router and every domain"
+    return [
+        f"For {asked.text}.",
+        f"{workers}. Standing by: {', '.join(spare) or 'nothing'}.",
+        f"Simulated, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
+        f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
+        *_beyond(file.calculator),
+        f"Start: {start}.",
+    ]

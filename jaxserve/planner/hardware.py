@@ -150,34 +150,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes/s of a device, one way: its share of the host's network."""
         return self.network_gb_s * 1e9 / self.devices_per_host
 
-    @property
-    def host_network(self) -> float:
-        """Bytes/s of a host, one way, to other hosts: by the fast link where that reaches them."""
-        if self.link_devices > self.devices_per_host:
-            return max(self.link, self.network) * self.devices_per_host
-        return self.network_gb_s * 1e9
-
-    @property
-    def paper_flops(self) -> float:
-        """FLOP/s as Step-3 counts them (§4.1): FP8, or BF16 on hardware without FP8 (INT8 is used
-        to store, not to compute)."""
-        return self.flops("fp8")
-
-    @property
-    def roofline(self) -> float:
-        """FLOPs per byte at which compute and memory take equally long (Step-3, table 4)."""
-        return self.paper_flops / self.bandwidth
-
-    @property
-    def dollars_per_flop(self) -> float:
-        """Cost of a FLOP at full use (Step-3, table 5)."""
-        return self.price / 3600 / self.paper_flops
-
-    @property
-    def dollars_per_byte(self) -> float:
-        """Cost of a byte of memory traffic at full use (Step-3, table 5)."""
-        return self.price / 3600 / self.bandwidth
-
 
 def known_hardware(folder: Path = CONFIGS) -> list[str]:
     """Names of the hardware files."""

@@ -138,15 +138,6 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         seen, scored = self.seen(context), self.scored(context)
         return seen - scored + min(scored, self.indexer.top_k) if self.indexer else seen
 
-    def cached_numbers(self, context: int) -> int:
-        """Numbers of keys and values, or of states, that one token reads in one layer."""
-        spec = self.spec
-        if self.has_state:
-            return self.state_numbers
-        arrays = 1 if self.one_row else 2
-        index = self.indexer.head_dim * self.scored(context) if self.indexer else 0
-        return arrays * spec.kv_heads * self.key_dim * self.attended(context) + index
-
     def row_bytes(self, formats: Formats, tp: int) -> float:
         """Bytes of a cached token that attention reads on a device, an indexer's key left out, or
         bytes of the whole state."""
@@ -247,14 +238,6 @@ class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     top_k: Width = 0
     expert_d_ff: Width = 0
     shared_d_ff: Width = 0
-
-    @property
-    def sparsity(self) -> float:
-        """Share of the experts that a token meets; a shared expert counts as one (Step-3 §5.4)."""
-        if not self.experts:
-            return 1.0
-        shared = 1 if self.shared_d_ff else 0
-        return (self.top_k + shared) / (self.experts + shared)
 
     @property
     def spec(self) -> FFN:

@@ -17,7 +17,6 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
-from jaxserve.observe.timeline import steady_window
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import read_json
 from jaxserve.roles.layout import StepLoad
@@ -69,17 +68,6 @@ def read_spans(path: Path) -> list[Span]:
     if not spans:
         raise ConfigError(f"{file}: no spans")
     return spans
-
-
-def with_load(spans: Sequence[Span], load: StepLoad) -> list[Span]:
-    """Gives spans without loads this one, in a typical window without compilations and pauses;
-    spans with loads stay as they are."""
-    if any(span.load is not None for span in spans):
-        return list(spans)
-    steps = len({span.step for span in spans})
-    begin, end = steady_window(spans, max(1, steps // 4))
-    window = [span for span in spans if begin < span.end_ns <= end]
-    return [msgspec.structs.replace(span, load=load) for span in window]
 
 
 def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Observed]:

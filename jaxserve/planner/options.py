@@ -125,9 +125,6 @@ READERS: dict[str, Callable[[str], Any]] = {
         "tokens x pages, as in 128x64",
         lambda rows, pages: Bucket(int(rows), int(pages)),
     ),
-    "numbers": reader(
-        r"(\d+(?:,\d+)*)", "numbers, as in 8,32", lambda items: list(map(int, items.split(",")))
-    ),
     "level": reader(
         r"(?:p(\d\d(?:\.\d+)?)\s*=)?(.*)",
         "a percentile from p50 to p99.9 and a time, as in p95=2s",

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     cheapest, calculator = found.plans[0], searcher.calculator
     if options.write:
-        write_plan(plan_file(options, hardware), cheapest, searcher)
+        write_plan(plan_file(options, hardware, calculator), cheapest, searcher)
     title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
     picture = front_svg(title, found, target, cheapest)
     if options.svg:

@@ -2,7 +2,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
-from jaxserve.planner.observed import Timed, observe, read_spans, with_load
+from jaxserve.planner.observed import Timed, observe, read_spans
 from jaxserve.roles.layout import StepLoad
 
 SMALL, LARGE = StepLoad(16, 4, 2, 2, 100, 100), StepLoad(64, 4, 20, 20, 1000, 1000)
@@ -96,14 +96,6 @@ def test_contexts_that_are_close_are_alike():
     for step, context in enumerate((1000, 1001, 1002, 2000)):
         spans += stages(step, 100 * step, StepLoad(16, 4, 1, 1, context, context))
     assert [one.load.context for one in observe(spans, [(0, 0)] * 2)] == [1001, 2000]
-
-
-def test_steps_that_say_nothing_are_judged_by_what_was_said_of_all():
-    spans = [one for step in range(6) for one in stages(step, 100 * step, None)]
-    (only,) = observe(with_load(spans, SMALL), [(0, 0)] * 2)
-    assert (only.load, only.stages[("ffn", 0)].seconds) == (SMALL, pytest.approx(5e-6))
-    said = stages(0, 0, LARGE)
-    assert with_load(said, SMALL) == said
 
 
 def test_traces_that_cannot_be_judged(tmp_path):
