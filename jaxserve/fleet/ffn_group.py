@@ -45,16 +45,15 @@ class FFNGroup:
       counts: returns the followers' token counts of experts; in process 0.
     """
 
-    def __init__(self, peers: bootstrap.Peers):
-        self.process, self.ended = peers.identity.process_id, threading.Event()
-        self._peers = peers
+    def __init__(self, peers: bootstrap.Peers, ended: threading.Event):
+        self.process, self.ended, self._peers = peers.identity.process_id, ended, peers
         self.wait_warm_up: Callable[[str], None]
         self.leave: Callable[[str], None]
         if isinstance(peers, Leader):
             self._numbers, self._broadcast = itertools.count(), peers.broadcast
             self.counts = functools.partial(collect_counts, peers)
             self.wait_warm_up = peers.begin_warm_up
-            self.leave = lambda reason: self.ended.set()
+            self.leave = lambda reason: ended.set()
         else:
             self.report, self.wait_warm_up = peers.report, peers.wait_warm_up
             self.leave = peers.request_drain
@@ -99,19 +98,18 @@ class FFNGroup:
 def group_of(process: ProcessArguments, deployment: Deployment) -> Iterator[FFNGroup]:
     """This process as one of its ffn worker, with JAX initialised. The end of the block is the end
     of the process; after the loss of another one its exit code says that a start may help."""
-    groups: list[FFNGroup] = []
+    ended = threading.Event()
 
     def lost(failure: EngineFailedError, peers: bootstrap.Peers) -> None:
         bootstrap.abandon(failure, os.EX_TEMPFAIL, peers=peers)
 
     def drained(reason: str, leader: Leader) -> None:
         logger.info("%s: the ffn worker ends", reason)
-        for group in groups:
-            group.ended.set()
+        ended.set()
 
     with bootstrap.joined(process, deployment, on_failure=lost, on_drain=drained) as peers:
         assert peers is not None
-        groups.append(group := FFNGroup(peers))
+        group = FFNGroup(peers, ended)
         try:
             yield group
         except Exception as error:

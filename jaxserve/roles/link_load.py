@@ -1,6 +1,7 @@
 """Computes the bytes that cross between an attention runtime and an ffn runtime in a step, and the
 least time that the link takes for them. Used by `serve --check`; needs no device."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from jaxserve.config.deployment import Deployment
@@ -8,6 +9,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
+from jaxserve.link.dispatch.route import Route
 
 
 class LinkLoad(NamedTuple):
@@ -18,20 +20,23 @@ class LinkLoad(NamedTuple):
     back: int
     """Bytes of the answers to them."""
     domains: int
-    """Domains that share the ffn worker, whose end carries the rows of all of them."""
+    """Domains that share the ffn worker."""
+    busiest: float
+    """Domains whose rows the busiest process of either role carries: all of them at an ffn worker
+    of one process, half at one of two processes between which pieces are spread evenly."""
     rate: float
     """Bytes a second that a process carries each way."""
 
     @property
     def seconds(self) -> float:
         """Least time between two tokens of a sequence."""
-        return self.domains * max(self.there, self.back) / self.rate
+        return self.busiest * max(self.there, self.back) / self.rate
 
     def __str__(self) -> str:
         return (
             f"a step moves {self.there / 1e9:.3g} GB there and {self.back / 1e9:.3g} GB back for "
-            f"each of {self.domains} domains, {self.seconds:.3g} s at {self.rate / 1e9:g} GB/s "
-            "each way"
+            f"each of {self.domains} domains; the busiest process takes {self.seconds:.3g} s for "
+            f"those of {self.busiest:.3g} at {self.rate / 1e9:g} GB/s each way"
         )
 
 
@@ -46,9 +51,18 @@ def link_load(config: ModelConfig, deployment: Deployment) -> LinkLoad | None:
     slots = deployment.attention.dp * deployment.scheduler.slots * deployment.lanes
     rows = slots * (1 + deployment.drafts)
     back = len(widths) * answer.width * answer.dtype.itemsize
-    return LinkLoad(
-        rows * sum(widths), rows * back, deployment.domains, transport.gb_per_second * 1e9
-    )
+    rate = transport.gb_per_second * 1e9
+    return LinkLoad(rows * sum(widths), rows * back, deployment.domains, _busiest(deployment), rate)
+
+
+def _busiest(deployment: Deployment) -> float:
+    """Returns `LinkLoad.busiest`. Processes of a role have its devices in order."""
+    attention, ffn = deployment.attention, deployment.ffn
+    route = Route(attention.devices, ffn.devices, ffn.instances)
+    each = ffn.devices // max(1, ffn.processes)
+    landing = Counter(route.ingress(piece)[0] // each for piece in range(attention.devices))
+    share = max(landing.values()) / attention.devices
+    return max(deployment.domains * share, 1 / max(1, attention.processes))
 
 
 def check_link(config: ModelConfig, deployment: Deployment) -> None:
@@ -57,6 +71,6 @@ def check_link(config: ModelConfig, deployment: Deployment) -> None:
     if load is not None and target and load.seconds > target:
         raise ConfigError(
             f"fleet.tpot_seconds {target:g}: over link.transport {deployment.link.transport} "
-            f"{load}; fewer scheduler.slots, lanes or domains an ffn worker, narrower "
-            "link.dispatch and link.combine, or one runtime for both roles"
+            f"{load}; fewer scheduler.slots, lanes or domains an ffn worker, more ffn.processes, "
+            "narrower link.dispatch and link.combine, or one runtime for both roles"
         )

@@ -293,6 +293,12 @@ class TestPasses:
         assert f"up to {used} messages side by side, domains = 3 (link.batching: cohort)" in text
         assert f": {gb} GB of activations a device; {said}" in text
 
+    def test_several_processes_run_a_message_at_a_time(self):
+        places = ["a:1", "b:1"]
+        config, deployment = load("step3-fleet", ffn_processes=2, link_addresses=places)
+        text = describe(config, deployment, memory_of(deployment))
+        assert "ffn passes   of one message (link.batching: cohort, ffn.processes: 2)" in text
+
 
 class TestDescription:
     def test_the_table_of_released_models(self):

@@ -15,8 +15,20 @@ def test_three_domains_of_step3():
     assert link_load(*load("step3-domains")) is None
 
 
+@pytest.mark.parametrize(
+    ("attention", "ffn", "busiest"), [(1, 1, 3), (1, 2, 1.5), (1, 8, 1), (8, 8, 0.375)]
+)
+def test_every_process_carries_its_own_devices_rows(attention, ffn, busiest):
+    """An attention worker of one process carries all rows of its domain."""
+    sizes = {"attention_processes": attention, "ffn_processes": ffn}
+    places = [f"h{number}:1" for number in range(ffn)]
+    found = link_load(*load("step3-fleet", link_addresses=places, **sizes))
+    assert found.busiest == busiest
+    assert found.seconds == pytest.approx(busiest * 1.367e9 / 4.5e9, rel=1e-3)
+
+
 def test_a_target_that_the_link_cannot_keep_is_refused():
     check_link(*load("step3-fleet"))
-    problem = r"tpot_seconds 0\.05: over link.transport pull .* 2\.69 GB back .*, 1\.79 s at 4\.5"
+    problem = r"tpot_seconds 0\.05: over link.transport pull .* 2\.69 GB back .* 1\.79 s for"
     with pytest.raises(ConfigError, match=problem):
         check_link(*load("step3-fleet", fleet_tpot_seconds=0.05, link_combine="auto"))
