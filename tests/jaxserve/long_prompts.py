@@ -19,13 +19,14 @@ def loaded(folder, overrides):
     return runtime
 
 
-def check_logits(runtime, recorded, chunks):
-    """Compares the logits of prompts and continuations, fed in chunks of these sizes."""
+def check_logits(runtime, recorded, chunk):
+    """Compares the logits of prompts and continuations, fed in chunks of this size, and again
+    token by token: the first prompt from its start, the others behind chunks."""
     tokens, logits = recorded.golden()
     whole = [prompt + more for prompt, more in zip(recorded.questions(), tokens, strict=True)]
-    for chunk in chunks:
-        for index, rows in enumerate(Sequences(runtime, whole).in_chunks(chunk)):
+    for until in ([], [0, 60, 140]):
+        for index, rows in enumerate(Sequences(runtime, whole).in_chunks(chunk, until)):
             own = [at for at in rows if at % EVERY == 0]
             found = [rows[at] for at in own]
             wanted = [logits[index][at // EVERY] for at in own]
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{index} {chunk}")
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=f"{index} {until}")

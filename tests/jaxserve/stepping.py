@@ -59,14 +59,19 @@ class Sequences:
         logits = np.asarray(finished.logits)
         return {i: logits[self.slots[i]] for i, count in enumerate(counts) if count}
 
-    def in_chunks(self, size: int) -> list[dict[int, np.ndarray]]:
+    def in_chunks(self, size: int, until: Sequence[float] = ()) -> list[dict[int, np.ndarray]]:
         """Feeds all of the prompts, at most `size` tokens of each a step.
+
+        Args:
+          until: tokens of each prompt behind which it goes on token by token; empty: never.
 
         Returns:
           for every prompt, position -> logits after the token there.
         """
         logits: list[dict[int, np.ndarray]] = [{} for _ in self.prompts]
+        until = until or [float("inf")] * len(self.prompts)
         while any(rest := [len(p) - fed for p, fed in zip(self.prompts, self.fed, strict=True)]):
-            for index, row in self.step([min(size, count) for count in rest]).items():
+            sizes = [size if fed < end else 1 for fed, end in zip(self.fed, until, strict=True)]
+            for index, row in self.step([*map(min, sizes, rest)]).items():
                 logits[index][self.fed[index] - 1] = row
         return logits

@@ -34,7 +34,7 @@ def loaded(folder, **overrides):
 
 def test_logits_in_chunks_and_token_by_token(folder):
     tokens, runtime = golden()[0], loaded(folder)
-    long_prompts.check_logits(runtime, LONG, chunks=(20, 1))
+    long_prompts.check_logits(runtime, LONG, 20)
     with layouts.serving(runtime) as engine:
         assert layouts.generate(engine, questions(), GREEDY) == tokens
 

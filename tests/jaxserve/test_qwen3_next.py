@@ -22,6 +22,7 @@ GREEDY, questions, golden = long_prompts.GREEDY, LONG.questions, LONG.golden
 LIMITS: dict[str, Any] = ENTRIES["limits"]
 LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
 SMALL_PAGES = {"cache.page_size": 8, "cache.pages": 33, "scheduler.page_buckets": [32]}
+SMALL_PAGES |= {"scheduler.token_buckets": [5, 80]}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def loaded(folder, **overrides):
 
 def test_logits_in_chunks_and_token_by_token(folder):
     tokens, runtime = golden()[0], loaded(folder)
-    long_prompts.check_logits(runtime, LONG, chunks=(25, 1))
+    long_prompts.check_logits(runtime, LONG, 25)
     with layouts.serving(runtime) as engine:
         assert layouts.generate(engine, questions(), GREEDY) == tokens
         (domain,) = engine.load().domains

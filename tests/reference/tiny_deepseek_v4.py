@@ -29,7 +29,7 @@ class TinyDeepseekV4:
     """The sizes are the entries of `ENTRIES`, by the spelling of config.json."""
 
     model_type: str = "deepseek_v4"
-    num_hidden_layers: int = 5
+    num_hidden_layers: int = 4
     changed: tuple[tuple[str, int], ...] = ()
     """Entries with other values."""
 

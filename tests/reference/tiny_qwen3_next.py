@@ -28,7 +28,7 @@ class TinyQwen3Next:
     """The sizes are those of `ENTRIES`."""
 
     model_type: str = "qwen3_next"
-    num_hidden_layers: int = 5
+    num_hidden_layers: int = 4
 
     def is_moe(self, layer: int) -> bool:
         """False: `make_golden.py` does not look at margins of its routers."""

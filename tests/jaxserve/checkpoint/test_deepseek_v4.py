@@ -66,7 +66,6 @@ def folders(tmp_path_factory):
     save_file(floats, made[0] / "model.safetensors")
     save_file(files, made[1] / "model.safetensors")
     entries = SIZES.config("released") | {"expert_dtype": "fp4", "torch_dtype": "bfloat16"}
-    entries |= {"compress_ratios": [0, 4, 128, 4, 128, 0]}
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     entries["quantization_config"] = blocks | {"activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
     # Compressed rows of 32 tokens, as the other folder has.
