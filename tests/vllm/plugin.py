@@ -200,6 +200,8 @@ class RemoteOpenAIServer:
         if "--trust-request-chat-template" in flags:
             settings.append("server.request_templates=true")
         settings.append(f"server.model_names={json.dumps(sorted(names)[:16])}")
+        if "--enable-server-load-tracking" in flags:
+            model = "demo"  # its answers are long enough to be counted
         folder = _folder(model, thinks="--reasoning-parser" in flags)
         self._server = _server(tuple(settings), folder)
         self.host, _, port = self._server.address.rpartition(":")

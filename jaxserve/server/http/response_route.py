@@ -98,6 +98,12 @@ async def delete_response(service: Service, exchange: HttpExchange) -> None:
     await exchange.reply(DeletedResponse(id=response_id))
 
 
+async def cancel_response(service: Service, exchange: HttpExchange) -> None:
+    """Refuse to cancel a response: those that are kept are complete."""
+    _kept(service, exchange, exchange.scope["path_params"]["response"])
+    raise HttpError(400, "Cannot cancel a synchronous response.", code="response_not_cancellable")
+
+
 def _kept(service: Service, exchange: HttpExchange, response_id: str) -> KeptResponse:
     """Returns a response that is kept; raises HttpError (404) if it is not."""
     service.ready()

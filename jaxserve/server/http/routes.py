@@ -30,7 +30,12 @@ from jaxserve.server.http.message_output import Message, MessageEvent, TokenCoun
 from jaxserve.server.http.message_route import count_tokens, create_message
 from jaxserve.server.http.response_input import ResponseRequest
 from jaxserve.server.http.response_output import DeletedResponse, Response, ResponseEvent
-from jaxserve.server.http.response_route import create_response, delete_response, get_response
+from jaxserve.server.http.response_route import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+)
 from jaxserve.server.http.service import Service
 
 Handler = Callable[[Service, HttpExchange], Awaitable[None]]
@@ -158,6 +163,13 @@ ENDPOINTS = (
         handler=delete_response,
         gives=DeletedResponse,
         statuses=(404, *INFORMATION),
+    ),
+    Endpoint(
+        path="/v1/responses/{response}/cancel",
+        method="POST",
+        handler=cancel_response,
+        gives=Response,
+        statuses=(400, 404, *INFORMATION),
     ),
     _ask("/v1/messages", create_message, MessagesRequest, Message, MessageEvent, "anthropic"),
     _ask(

@@ -130,6 +130,8 @@ class TestStored:
         response = sdk.responses.create(model="fake", input="hi")
         found = sdk.responses.retrieve(response.id)
         assert found.model_dump() == response.model_dump()
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+            sdk.responses.cancel(response.id)
         sdk.responses.delete(response.id)
         unkept = sdk.responses.create(model="fake", input="hi", store=False)
         for one in (response, unkept):
