@@ -23,10 +23,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.demand import Demand, Requests, Spares
+from jaxserve.planner.demand import Demand, Spares
 from jaxserve.planner.deploy import Hosts, Sizer
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Part, Planned, Scaled
-from jaxserve.planner.deploy_view import Shown, deploy_report
+from jaxserve.planner.deploy_view import deploy_report
 from jaxserve.planner.deployment_file import plan_file, write_fleet
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.options import (
@@ -46,12 +46,11 @@ from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
 """Positions of a model whose description does not say how many it has."""
-COUNTED, LEAST_COUNTED, TOKENS = 500, 100, 500_000
-"""Requests of the file's simulation that count, fewer where outputs are long, but not below a
-number; and output tokens from which they are fewer: some seconds."""
+COUNTED, LEAST_COUNTED, TOKENS, STEPS = 500, 100, 500_000, 50_000
+"""Requests of the simulation of a fleet and of its file that count, but not fewer than a number;
+output tokens, and steps of the units, from which they are fewer: some seconds."""
 SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50
-"""The same of a fleet that is sized, five times as many for percentiles above 95; and the steps of
-a role from which they are fewer."""
+"""The same of a part that is sized, five times as many for percentiles above 95."""
 HORIZON, MOST_COUNTED = 2, 800
 """Times of the TTFT's target that requests for prefill workers come, at least, up to a number of
 requests: where many come a second, a few hundred end before a queue has grown."""
@@ -102,11 +101,11 @@ def run(options: argparse.Namespace) -> int:
     of_file, command = None, ""
     if options.write:
         planned = _write(options, sizer, planned, hardware)
-        arguments = _simulation(options, asked, planned.best)
+        arguments = _simulation(options, sizer, planned.best)
         command = "python -m jaxserve.plan " + shlex.join(arguments)
         of_file = _simulate(arguments, asked) if options.simulate else None
     prices, title = price_lines(hardware, options.price), f"{options.model}: {asked.text}"
-    show(options, deploy_report(Shown(title, asked, sizer, planned, prices, of_file, command)))
+    show(options, deploy_report(title, sizer, planned, prices, of_file, command))
     return 0
 
 
@@ -126,45 +125,27 @@ def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]
     searcher = read_searcher(options, attention, ffn, context, formats)
     tell = Progress()
 
-    def simulate(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
+    def simulate(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
         tell(lambda: f"simulates {fleet.text} ({part})")
-        return simulated(sizer, part, fleet, demand)
+        return simulated(sizer, part, fleet)
 
     return Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate), hardware
 
 
-def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetResult:
-    """Returns the times of a fleet's requests."""
-    asked, requests, layout = sizer.asked, sizer.requests(demand), fleet.unit.layout
+def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
+    """Returns the times of a fleet's requests, or of those that come to a part of it."""
+    asked, demand, requests, layout = sizer.asked, sizer.demand, sizer.requests, fleet.unit.layout
     workers, units = _part(fleet, part)
     share = workers / fleet.workers if part == "prefill" else units / fleet.units
-    # Where few sequences decode at a time, they take many steps for a few requests.
-    each = units / (demand.rate * share * fleet.pace)
-    if part == "whole" and workers and each * LEAST > 2 * SIZING_STEPS:
-        prefill = simulated(sizer, "prefill", fleet, demand)
-        decode = simulated(sizer, "decode", fleet, demand)
-        busy = {**decode.busy, "prefill": prefill.busy["prefill"]}
-        tpot = {"tpot": decode.tpot, "tpot_asked": decode.tpot_asked}
-        return msgspec.structs.replace(prefill, **tpot, busy=busy)
-    percents = asked.ttft.percent, asked.tpot.percent
-    counted = SIZING * (5 if max(percents) > 95 else 1)
     keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests, sizer.model)
-    warm, coarse = 0, _coarse(part, fleet, sizer, requests)
+    coarse = _coarse(part, fleet, sizer)
+    count, uncounted = _count(part, fleet, sizer, coarse)
     running: tuple[tuple[int, int], ...] = ()
-    if workers:
-        groups = fleet.worker.layout.dp
-        steps = float((requests.prompt - requests.found).mean()) / fleet.worker.chunk
-        counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
-        warm = min(counted, 2 * workers * groups)
     if part == "prefill":
-        horizon = int(HORIZON * asked.ttft.seconds * demand.rate * share)
-        counted = max(counted, min(horizon, MOST_COUNTED))
         domain: StageTimes = Constant(1, 1, fleet.pace / layout.lanes)
         passing = max(LEAST, int(4 * demand.rate * share * fleet.pace))
         keys |= PACED | {"cache.pages": passing * (asked.longest // asked.page + 1)}
     else:
-        most = min(SIZING_TOKENS / demand.output, SIZING_STEPS / each)
-        counted = min(counted, max(LEAST, int(most * coarse)))
         if part == "decode" or workers:
             length, left = requests.running(max(1, round(fleet.sequences * units / fleet.units)))
             left = np.maximum(1, left // coarse)
@@ -194,11 +175,12 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
                 output=1 if part == "prefill" else max(1, demand.output // coarse),
             ),
             rate=demand.rate * share,
-            requests=warm + counted,
-            warm_up=warm,
+            requests=count,
+            warm_up=uncounted,
+            cool_down=0 if running or part == "prefill" else uncounted,
             hits=demand.hits,
             running=running,
-            percents=percents,
+            percents=(asked.ttft.percent, asked.tpot.percent),
         ),
         FleetConditions(
             pages=msgspec.structs.replace(link, token_bytes=link.token_bytes * coarse),
@@ -212,7 +194,43 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet, demand: Demand) -> FleetRe
     ).run()
 
 
-def _coarse(part: Part, fleet: Fleet, sizer: Sizer, requests: Requests) -> int:
+def _count(part: Part, fleet: Fleet, sizer: Sizer, coarse: int) -> tuple[int, int]:
+    """Requests that are simulated, and the first ones that do not count; where units compute
+    prompts, also the last. A whole fleet gets those of its file: with other lengths and gaps the
+    TTFT of a plan and that of its file are 20 % apart."""
+    if part == "whole":
+        return _file_requests(sizer, fleet)
+    asked, demand, requests = sizer.asked, sizer.demand, sizer.requests
+    workers, _ = _part(fleet, part)
+    counted = SIZING * (5 if max(asked.ttft.percent, asked.tpot.percent) > 95 else 1)
+    if part == "prefill":
+        groups = fleet.worker.layout.dp
+        steps = requests.computed / fleet.worker.chunk
+        counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
+        rate = demand.rate * workers / fleet.workers
+        horizon = int(HORIZON * asked.ttft.seconds * rate)
+        uncounted = min(counted, 2 * workers * groups)
+        return uncounted + max(counted, min(horizon, MOST_COUNTED)), uncounted
+    # Where few sequences decode at a time, they take many steps for a few requests.
+    most = min(SIZING_TOKENS / demand.output, SIZING_STEPS / _steps_each(sizer, fleet))
+    return min(counted, max(LEAST, int(most * coarse))), 0
+
+
+def _file_requests(sizer: Sizer, fleet: Fleet) -> tuple[int, int]:
+    """The same of the file's simulation."""
+    uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
+    counted = max(COUNTED, int(HORIZON * sizer.asked.ttft.seconds * sizer.demand.rate))
+    most = min(TOKENS / sizer.demand.output, STEPS / _steps_each(sizer, fleet))
+    ends = 1 if fleet.workers else 2
+    return ends * uncounted + max(LEAST_COUNTED, min(counted, int(most))), uncounted
+
+
+def _steps_each(sizer: Sizer, fleet: Fleet) -> float:
+    """Steps of all units from one request to the next."""
+    return fleet.units / (sizer.demand.rate * fleet.pace)
+
+
+def _coarse(part: Part, fleet: Fleet, sizer: Sizer) -> int:
     """Returns how many tokens a simulated one stands for: a power of two that divides a page.
 
     Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen.
@@ -220,7 +238,7 @@ def _coarse(part: Part, fleet: Fleet, sizer: Sizer, requests: Requests) -> int:
     """
     asked, most = sizer.asked, float(sizer.asked.page)
     if part != "decode":
-        most = min(most, requests.computed / LEAST_TOKENS)
+        most = min(most, sizer.requests.computed / LEAST_TOKENS)
     if part != "prefill":
         most = min(most, asked.demand.output / LEAST_OUTPUT)
     if part == "whole":
@@ -291,7 +309,7 @@ def _write(
 ) -> Planned:
     """Writes the best plan; with fewer slots than it had, it is sized once more."""
     file, asked = plan_file(options, hardware, sizer.searcher.calculator), sizer.asked
-    requests, best = sizer.requests(asked.demand), planned.best
+    requests, best = sizer.requests, planned.best
     slots = write_fleet(file, asked, best, requests)
     if slots < best.fleet.slots:
         best = sizer.with_slots(best, slots)
@@ -299,12 +317,11 @@ def _write(
     return msgspec.structs.replace(planned, best=best)
 
 
-def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> list[str]:
+def _simulation(options: argparse.Namespace, sizer: Sizer, made: Deployment) -> list[str]:
     """Returns the arguments of `plan` that simulate the file, in the middle of things; where units
     compute prompts, from its start."""
-    demand, fleet, layout = asked.demand, made.fleet, made.fleet.unit.plan.layout
-    uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
-    counted = max(COUNTED, int(HORIZON * asked.ttft.seconds * demand.rate))
+    demand, fleet, layout = sizer.demand, made.fleet, made.fleet.unit.plan.layout
+    count, uncounted = _file_requests(sizer, fleet)
     values = {
         "config": options.write,
         "rate": f"{demand.rate:g}",
@@ -312,7 +329,7 @@ def _simulation(options: argparse.Namespace, asked: Asked, made: Deployment) -> 
         "output": demand.output,
         "spread": f"{demand.spread:g}",
         "prefix-hits": f"{demand.hits:g}",
-        "requests": uncounted + max(LEAST_COUNTED, min(counted, TOKENS // demand.output)),
+        "requests": count,
         "uncounted": uncounted,
         "running": max(1, round(fleet.sequences)) if fleet.workers else 0,
         "pages-latency": f"{1e3 * options.pages_latency:g}ms",

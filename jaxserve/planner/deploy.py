@@ -8,7 +8,6 @@ the best one costs is not simulated. Where one unit that computes prompts, too, 
 for less, that is the plan. No queue is approximated.
 """
 
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +18,6 @@ import msgspec
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
-from jaxserve.planner.demand import Demand, Requests
 from jaxserve.planner.deploy_fleet import (
     Asked,
     Chunks,
@@ -83,13 +81,11 @@ class Sizer:
         self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
         self.asked, self._simulate = asked, simulate
         self.model, self.context = searcher.calculator.model, searcher.calculator.context
-        self.requests = functools.cache(self._cut)
+        self.demand = asked.demand
+        self.requests = self.demand.requests(asked.longest, asked.page)
+        """Requests of the demand, as the deployment cuts them."""
         self._loads: dict[SlotSizes, ExpertLoads | None] = {}
         self._reasons: dict[str, str] = {}
-
-    def _cut(self, demand: Demand) -> Requests:
-        """Requests of a demand, as the deployment cuts them."""
-        return demand.requests(self.asked.longest, self.asked.page)
 
     def plan(self) -> Planned:
         """The cheapest deployment.
@@ -126,7 +122,7 @@ class Sizer:
         if decode is None:
             raise ConfigError(self._unmet())
         fleet = self._cheapest("prefill", ((w, self._fewest_workers(w, decode)) for w in fast))
-        best = None if fleet is None else self._whole(fleet, asked.demand)
+        best = None if fleet is None else self._whole(fleet)
         for unit in () if asked.prefill_devices else units:
             computes = unit.layout.topology.has("colocated") and not unit.layout.drafts
             if computes and (best is None or unit.dollars < best.dollars):
@@ -170,26 +166,25 @@ class Sizer:
     def _together(self, fleet: Fleet) -> Deployment | None:
         """The deployment of one colocated unit that computes prompts, too; None: it misses a
         target."""
-        asked, demand = self.asked, self.asked.demand
+        asked, rate = self.asked, self.demand.rate
         name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
-        busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests(demand))
-        prompts = demand.rate * busy / unit.layout.dp
+        busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests)
+        prompts = rate * busy / unit.layout.dp
         self._reasons[name] = "one is too slow for these requests"
-        if prompts + demand.rate / unit.capacity > MOST_BUSY:
+        if prompts + rate / unit.capacity > MOST_BUSY:
             return None
-        fleet = self._with_units(fleet, 1, demand)
-        found = self._simulate(self, "whole", fleet, demand)
+        fleet = self._with_units(fleet, 1)
+        found = self._simulate(self, "whole", fleet)
         self._reasons[name] = (
             f"TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2g} s, TPOT p{asked.tpot.percent:g} "
             f"{found.tpot_asked * 1e3:.3g} ms, {unit.dollars:,.2f} USD an hour"
         )
-        return self._deployment(fleet, demand, found) if self._meets(found) else None
+        return self._deployment(fleet, found) if self._meets(found) else None
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
         """Decode units of the layouts of every mode that are cheapest for the rate, by the search's
         figures."""
-        demand = self.asked.demand
-        tokens = demand.rate * float(self.requests(demand).output.mean())
+        tokens = self.demand.rate * float(self.requests.output.mean())
 
         def dollars(plan: Plan) -> float:
             units = -(-tokens // (MOST_BUSY * plan.tokens_per_second))
@@ -207,15 +202,13 @@ class Sizer:
 
     # -------------------------------------------------------------------------- decode units
 
-    def unit(self, plan: Plan, demand: Demand | None = None, most: int = 0) -> DecodeUnit | str:
+    def unit(self, plan: Plan, most: int = 0) -> DecodeUnit | str:
         """Returns a decode unit of the plan's layout, or the reason why it cannot work.
 
         Args:
-          demand: requests to serve; None: the demand of the whole plan.
           most: most slots; 0: any number.
         """
-        layout, target = plan.layout, self.asked.tpot.seconds
-        requests = self.requests(demand or self.asked.demand)
+        layout, target, requests = plan.layout, self.asked.tpot.seconds, self.requests
         hardware = self.searcher.memory.on(layout)
         pace = Pace(self.searcher, layout, self.times(layout, hardware), requests)
         # Sequences of unequal lengths fit with twice the standard deviation of their sum above it.
@@ -235,26 +228,25 @@ class Sizer:
 
     def _least_decode(self, unit: DecodeUnit) -> float:
         """USD an hour of the fewest units that could do."""
-        return unit.dollars * _ceil(self.asked.demand.rate / unit.capacity)
+        return unit.dollars * _ceil(self.demand.rate / unit.capacity)
 
     def _fewest_units(self, unit: DecodeUnit, worker: PrefillWorker) -> Fleet:
         """The fewest units that could do, beside a worker."""
-        demand = self.asked.demand
-        units = _ceil(demand.rate / unit.capacity)
-        return self._with_units(Fleet(worker, 1, unit, units, 1.0), units, demand)
+        units = _ceil(self.demand.rate / unit.capacity)
+        return self._with_units(Fleet(worker, 1, unit, units, 1.0), units)
 
     def _sized(self, part: Part, least: Fleet, most: int) -> Fleet | None:
         """The fleet with the fewest decode units, or prefill workers, that meets the target of this
         part; None: no number of them does, or none up to `most`, if that is not 0."""
-        asked, demand = self.asked, self.asked.demand
+        asked = self.asked
 
         def made(number: int) -> Fleet:
             if part == "prefill":
                 return least._replace(workers=number)
-            return self._with_units(least, number, demand)
+            return self._with_units(least, number)
 
         def meets(number: int) -> bool:
-            found = self._simulate(self, part, made(number), demand)
+            found = self._simulate(self, part, made(number))
             if part == "prefill":
                 return found.ttft_asked <= asked.ttft.seconds
             return found.tpot_asked <= asked.tpot.seconds
@@ -267,7 +259,7 @@ class Sizer:
     def _workers(self) -> Iterator[PrefillWorker]:
         """Prefill workers whose memory holds weights and pages, and that could meet the TTFT."""
         asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
-        requests = self.requests(asked.demand)
+        requests = self.requests
         modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
         layouts = Layouts(calculator.model, hosts, hosts, skewed=self.searcher.skew is not None)
@@ -291,44 +283,44 @@ class Sizer:
                 alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
                 yield PrefillWorker(layout, chunk, hardware, int(pages), capacity, alone)
 
-    def _least_workers(self, worker: PrefillWorker, rate: float) -> int:
-        return _ceil(rate / (MOST_BUSY * worker.capacity))
+    def _least_workers(self, worker: PrefillWorker) -> int:
+        return _ceil(self.demand.rate / (MOST_BUSY * worker.capacity))
 
-    def _linked(self, fleet: Fleet, demand: Demand) -> Fleet:
+    def _linked(self, fleet: Fleet) -> Fleet:
         """The fleet with as many workers and units as it takes for hand-offs to keep neither end of
         the pages link busy for more than `MOST_BUSY` of the time."""
-        seconds = self.link(fleet).seconds(self.requests(demand).computed)
-        least = _ceil(demand.rate * seconds / MOST_BUSY)
+        seconds = self.link(fleet).seconds(self.requests.computed)
+        least = _ceil(self.demand.rate * seconds / MOST_BUSY)
         fleet = fleet._replace(workers=max(fleet.workers, least))
-        return fleet if least <= fleet.units else self._with_units(fleet, least, demand)
+        return fleet if least <= fleet.units else self._with_units(fleet, least)
 
     def _least_prefill(self, worker: PrefillWorker) -> tuple[float, float]:
         """USD an hour of the fewest workers that could do, and their TTFT."""
-        return worker.dollars * self._least_workers(worker, self.asked.demand.rate), worker.alone
+        return worker.dollars * self._least_workers(worker), worker.alone
 
     def _fewest_workers(self, worker: PrefillWorker, fleet: Fleet) -> Fleet:
         """The fleet with the fewest workers of this kind that could do."""
-        workers = self._least_workers(worker, self.asked.demand.rate)
-        return self._linked(fleet._replace(worker=worker, workers=workers), self.asked.demand)
+        workers = self._least_workers(worker)
+        return self._linked(fleet._replace(worker=worker, workers=workers))
 
-    def _whole(self, fleet: Fleet, demand: Demand) -> Deployment | None:
+    def _whole(self, fleet: Fleet) -> Deployment | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both
         run together; None: no number does."""
         for _ in range(GROWN):
-            found = self._simulate(self, "whole", fleet, demand)
+            found = self._simulate(self, "whole", fleet)
             if self._meets(found):
-                return self._deployment(fleet, demand, found)
+                return self._deployment(fleet, found)
             slow = found.ttft_asked > self.asked.ttft.seconds
             waits = {part: times.p95 for part, times in found.waits.items() if times is not None}
             if slow and fleet.workers and waits.get("prefill", 0.0) >= waits.get("domain", 0.0):
                 fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // 10))
             else:
-                fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10), demand)
+                fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10))
         return None
 
-    def _with_units(self, fleet: Fleet, units: int, demand: Demand) -> Fleet:
-        output = float(self.requests(demand).output.mean())
-        return fleet._replace(units=units, taken=fleet.unit.taken(demand.rate / units, output))
+    def _with_units(self, fleet: Fleet, units: int) -> Fleet:
+        taken = fleet.unit.taken(self.demand.rate / units, float(self.requests.output.mean()))
+        return fleet._replace(units=units, taken=taken)
 
     # ------------------------------------------------------------------------------- together
 
@@ -356,7 +348,7 @@ class Sizer:
             latency=self.asked.pages_latency,
         )
 
-    def _deployment(self, fleet: Fleet, demand: Demand, found: FleetResult) -> Deployment:
+    def _deployment(self, fleet: Fleet, found: FleetResult) -> Deployment:
         layout, (a, f) = fleet.unit.layout, fleet.unit.hardware
         name = "decode" if layout.topology.has("colocated") else "attention"
         parts = [
@@ -371,30 +363,30 @@ class Sizer:
             if devices
         )
         return Deployment(
-            fleet=fleet, demand=demand, link=self.link(fleet), prediction=found, roles=roles
+            fleet=fleet, demand=self.demand, link=self.link(fleet), prediction=found, roles=roles
         )
 
-    def again(self, made: Deployment, demand: Demand, most: int = 0) -> Deployment | None:
-        """Returns a deployment of the same kinds of workers and units for another demand; None: no
-        number of them meets the targets.
+    def again(self, made: Deployment, most: int = 0) -> Deployment | None:
+        """Returns a deployment of the same kinds of workers and units as one that was sized for
+        another demand or other targets; None: no number of them meets the targets.
 
         Args:
           most: slots of a unit at most; 0: any number.
         """
         old = made.fleet.worker
-        unit = self.unit(made.fleet.unit.plan, demand, most)
+        unit = self.unit(made.fleet.unit.plan, most)
         if isinstance(unit, str):
             return None
         chunks = self._chunks(old.layout, (old.hardware,) * 2, old.chunk)
-        worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests(demand)))
-        workers = self._least_workers(worker, demand.rate) if made.fleet.workers else 0
+        worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests))
+        workers = self._least_workers(worker) if made.fleet.workers else 0
         fleet = Fleet(worker, workers, unit, 1, 1.0)
-        fleet = self._with_units(fleet, _ceil(demand.rate / unit.capacity), demand)
-        fleet = self._linked(fleet, demand) if workers else fleet
+        fleet = self._with_units(fleet, _ceil(self.demand.rate / unit.capacity))
+        fleet = self._linked(fleet) if workers else fleet
         same = (fleet.workers, fleet.units) == (made.fleet.workers, made.fleet.units)
-        if demand == made.demand and not most and same and self._meets(made.prediction):
+        if self.demand == made.demand and not most and same and self._meets(made.prediction):
             return made
-        return self._whole(fleet, demand)
+        return self._whole(fleet)
 
     def _meets(self, found: FleetResult) -> bool:
         asked = self.asked
@@ -409,14 +401,14 @@ class Sizer:
         Raises:
           ConfigError: no number of them meets the targets.
         """
-        again = self.again(made, self.asked.demand, slots)
+        again = self.again(made, slots)
         if again is None:
             raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
         return again
 
 
-Simulate = Callable[[Sizer, Part, Fleet, Demand], FleetResult]
-"""Simulates a fleet, or a part of it, for a demand that may differ from the sizer's."""
+Simulate = Callable[[Sizer, Part, Fleet], FleetResult]
+"""Simulates a fleet, or a part of it, for the sizer's demand."""
 
 
 def _ceil(number: float) -> int:

@@ -4,7 +4,7 @@ Called by `fleet/deploy_command.py`.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,42 +17,37 @@ from jaxserve.planner.search_view import front_svg, plan_tree
 from jaxserve.planner.view import Report, declared
 
 
-class Shown(NamedTuple):
-    """Contents of the report of `plan deploy`.
+def deploy_report(
+    title: str,
+    sizer: Sizer,
+    planned: Planned,
+    prices: list[str],
+    of_file: FleetResult | None,
+    command: str,
+) -> Report:
+    """The plan with its latency, load, cost, sensitivity and alternatives.
 
-    Attributes:
+    Args:
       prices: one line per kind of hardware.
       of_file: times from the simulation of the written file.
       command: `plan simulate` command for the written file; empty: no file was written.
     """
-
-    title: str
-    asked: Asked
-    sizer: Sizer
-    planned: Planned
-    prices: list[str]
-    of_file: FleetResult | None
-    command: str
-
-
-def deploy_report(shown: Shown) -> Report:
-    """The plan with its latency, load, cost, sensitivity and alternatives."""
-    made, asked, sizer = shown.planned.best, shown.asked, shown.sizer
-    fleet, demand, requests = made.fleet, asked.demand, sizer.requests(asked.demand)
-    title = f"Decode alone: cost against TPOT, {sizer.context:,} tokens"
+    made, asked = planned.best, sizer.asked
+    fleet, demand, requests = made.fleet, asked.demand, sizer.requests
+    axes = f"Decode alone: cost against TPOT, {sizer.context:,} tokens"
     pace = 0.0 if made.prediction.tpot is None else made.prediction.tpot.mean
     # Whole pages cross, without the prompt's last token.
     crossing = float(((requests.prompt - 1) // asked.page * asked.page).mean())
-    sensitivity = _sensitivity(shown)
+    sensitivity = _sensitivity(sizer, made)
     parts = declared(
         "deploy",
-        title=shown.title,
+        title=title,
         made=made,
         asked=asked,
         fleet=fleet,
         unit=fleet.unit.layout,
         roles=_roles(made),
-        latency=_latency(shown),
+        latency=_latency(asked, made.prediction, of_file),
         found=made.prediction,
         demand=demand,
         requests=requests,
@@ -65,13 +60,19 @@ def deploy_report(shown: Shown) -> Report:
         latent=any(group.latent for group in sizer.model.attention),
         assumed=sizer.searcher.calculator.assumed,
         measured=speed_range(),
-        prices=shown.prices,
+        prices=prices,
         sensitivity=sensitivity,
-        reasons=shown.planned.reasons.items(),
-        picture=front_svg(title, shown.planned.found, asked.target, fleet.unit.plan),
-        command=shown.command,
+        reasons=planned.reasons.items(),
+        picture=front_svg(axes, planned.found, asked.target, fleet.unit.plan),
+        command=command,
     )
-    return Report(shown.title, parts, _tree(shown, sensitivity))
+    tree = _tree(sizer, planned) | {
+        "of_file": of_file,
+        "prices": prices,
+        "sensitivity": sensitivity,
+        "simulate": command,
+    }
+    return Report(title, parts, tree)
 
 
 def _roles(made: Deployment) -> list[dict[str, Any]]:
@@ -103,11 +104,11 @@ def _roles(made: Deployment) -> list[dict[str, Any]]:
     return [*rows, {"name": "together"} | {n: sum(row[n] for row in rows) for n in numbers}]
 
 
-def _latency(shown: Shown) -> list[dict[str, Any]]:
+def _latency(asked: Asked, found: FleetResult, of_file: FleetResult | None) -> list[dict[str, Any]]:
     """TTFT and TPOT as sized, and as the written file's simulation gave them."""
-    asked, found, rows = shown.asked, shown.planned.best.prediction, []
+    rows = []
     for name, level in {"ttft": asked.ttft, "tpot": asked.tpot}.items():
-        for label, result in (("", found), ("of the file", shown.of_file)):
+        for label, result in (("", found), ("of the file", of_file)):
             if result is not None:
                 shown_as = f"  {name.upper()} {label}" if label else name.upper()
                 times, there = getattr(result, name), getattr(result, f"{name}_asked")
@@ -137,15 +138,15 @@ def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
             yield f"{name.upper()} {sign}", replace(asked, **{name: moved}), 1.0
 
 
-def _sensitivity(shown: Shown) -> list[dict[str, Any]]:
+def _sensitivity(sizer: Sizer, best: Deployment) -> list[dict[str, Any]]:
     """The fleet of the same kinds of workers and units that another demand, or targets a fifth
     tighter or looser, would take: seconds and USD by name; only the change, where none does."""
-    asked, best, found = shown.asked, shown.planned.best, []
+    asked, found = sizer.asked, []
     for name, one, factor in [("as planned", asked, 1.0), *_variants(asked)]:
-        sizer, row = shown.sizer.asking(one), dict[str, Any](change=name)
-        made = best if one == asked else sizer.again(best, one.demand)
+        other, row = sizer.asking(one), dict[str, Any](change=name)
+        made = best if one == asked else other.again(best)
         if made is not None:
-            millions = made.millions(sizer.requests(one.demand)).items()
+            millions = made.millions(other.requests).items()
             row |= {
                 "ttft": made.prediction.ttft_asked,
                 "tpot": made.prediction.tpot_asked,
@@ -158,9 +159,9 @@ def _sensitivity(shown: Shown) -> list[dict[str, Any]]:
     return found
 
 
-def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
+def _tree(sizer: Sizer, planned: Planned) -> dict[str, Any]:
     """The plan for programs: seconds, bytes, USD."""
-    made, asked, fleet = shown.planned.best, shown.asked, shown.planned.best.fleet
+    made, asked, fleet = planned.best, sizer.asked, planned.best.fleet
     return {
         "demand": asked.demand,
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
@@ -185,12 +186,8 @@ def _tree(shown: Shown, sensitivity: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "link": made.link,
         "prediction": made.prediction,
-        "of_file": shown.of_file,
         "dollars_a_month": made.month,
-        "dollars_per_million_tokens": made.millions(shown.sizer.requests(asked.demand)),
-        "prices": shown.prices,
+        "dollars_per_million_tokens": made.millions(sizer.requests),
         "measured_over_predicted": speed_range()._asdict(),
-        "sensitivity": sensitivity,
-        "alternatives": shown.planned.reasons,
-        "simulate": shown.command,
+        "alternatives": planned.reasons,
     }

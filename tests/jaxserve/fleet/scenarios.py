@@ -28,7 +28,7 @@ def planned(line: str, folder: Path) -> dict[str, Any]:
             near.append(read_sizer(options)[0].plan().best.dollars)
         setattr(options, field, value)
     best, asked = _write(options, sizer, plan, hardware).best, sizer.asked
-    of_file = _simulate(_simulation(options, asked, best), asked)
+    of_file = _simulate(_simulation(options, sizer, best), asked)
     late = of_file.ttft_asked / asked.ttft.seconds, of_file.tpot_asked / asked.tpot.seconds
     machine = max(best.fleet.worker.dollars, best.fleet.unit.dollars)
     return {"dollars": plan.best.dollars, "machine": machine, "near": near, "late": late}

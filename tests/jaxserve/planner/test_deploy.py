@@ -21,7 +21,7 @@ class Fleets:
         self._workers, self._units = workers, units
         self.parts: list[str] = []
 
-    def __call__(self, sizer, part, fleet, demand) -> FleetResult:
+    def __call__(self, sizer, part, fleet) -> FleetResult:
         self.parts.append(part if fleet.workers else "together")
         ttft = 0.1 if fleet.workers >= self._workers else 0.9
         tpot = 0.01 if fleet.units >= self._units else 0.09

@@ -58,7 +58,7 @@ def deepseek() -> list[Compared]:
     h800 = load_hardware("h800")
     formats = Formats(cache="bfloat16", compute="fp8", core="bfloat16")
     sizer = _sizer(h800, formats, demand, DEEPSEEK)
-    requests = sizer.requests(demand)
+    requests = sizer.requests
     prefill = max(
         32 / chunks.busy(requests) for chunks in _chunks(sizer, layout("ep", dp=32), h800)
     )
@@ -100,7 +100,7 @@ def xdeepserve() -> list[Compared]:
         sizer = _sizer(DIE, formats, own, assumed, LONGEST)
         for hits in (0.0, HITS):
             demand = msgspec.structs.replace(own, hits=hits)
-            requests = sizer.requests(demand)
+            requests = demand.requests(sizer.asked.longest, PAGE)
             unit = layout("ep", "910c", dp=128)
             pace = _pace(sizer, unit, DIE, requests)
             at = f"{hits:.0%} hits{form}"
