@@ -46,7 +46,7 @@ from jaxserve.planner.view import show
 
 UNLIMITED = 2**22
 """Positions of a model whose description does not say how many it has."""
-COUNTED, LEAST_COUNTED, TOKENS, STEPS = 500, 100, 500_000, 50_000
+COUNTED, LEAST_COUNTED, TOKENS, STEPS = 500, 50, 500_000, 30_000
 """Requests of the simulation of a fleet and of its file that count, but not fewer than a number;
 output tokens, and steps of the units, from which they are fewer: some seconds."""
 SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50

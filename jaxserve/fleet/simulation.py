@@ -144,6 +144,9 @@ class _Seen(msgspec.Struct):
     pages_wait: float | None = None
     domain_wait: float = 0.0
     first: float = -1.0
+    early: float = 0.0
+    """Seconds by which the first token comes earlier than at the end of a step that stands for
+    several."""
     last: float = -1.0
     tokens: int = 0
 
@@ -188,7 +191,7 @@ class FleetSimulation:
         self._link_free: dict[str, float] = {}
         self._seen: dict[str, _Seen] = {}
         self._attempts: dict[str, str] = {}  # attempt → request id
-        self._sent: dict[str, float] = {}  # attempt → when it went to its worker
+        self._sent: dict[str, float] = {}  # attempt → when it is at its worker
         self._refused = 0
         self._lookups = np.zeros(2)  # tokens looked for and found in lost prefill workers
         workers = deployment.prefill.workers if prefill is not None else 0
@@ -197,9 +200,9 @@ class FleetSimulation:
             for number in range(workers):
                 reserved = number >= workers - deployment.prefill.long_workers
                 self._workers[f"prefill {number}"] = _Worker("prefill", again(), again, reserved)
-        elsewhere = workers > 0 or conditions.prefilled
+        self._elsewhere = workers > 0 or conditions.prefilled
         together = deployment.domains if deployment.topology.has("ffn") else 1
-        asked = {"elsewhere": elsewhere, "domains": together}
+        asked = {"elsewhere": self._elsewhere, "domains": together}
         again = functools.partial(self._engine, deployment, domain, **asked)
         for number in range(decode_workers(deployment)):
             self._workers[f"domain {number}"] = _Worker("domain", again(), again, False)
@@ -336,7 +339,7 @@ class FleetSimulation:
         """A request goes to a worker, where it is at a time."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, priority=priority)
         self._attempts[attempt] = request.job.request_id
-        self._sent[attempt] = self._now
+        self._sent[attempt] = at
         made = Request(request_id=attempt, prompt=request.tokens, params=params, arrival=at)
         self._workers[worker].engine.submit(made, at)
 
@@ -382,6 +385,9 @@ class FleetSimulation:
             return
         if seen.first < 0 and output.token_ids:
             seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
+            if self._elsewhere:  # from its plan on it waits for a step, or two, and no more
+                inside = self._now - self._sent[attempt] - output.queue_seconds
+                seen.early = inside * (1 - 1 / self._conditions.tokens_a_step)
             self._without_token -= not self._attempts[attempt].startswith(RUNNING)
         request, actions = self._coordinator.output(attempt, output)
         if request is not None and request.last_at is not None:
@@ -392,7 +398,7 @@ class FleetSimulation:
         """TTFT and TPOT of every request that counts, in seconds. Sequences that ran at the start,
         or run at the end, have a pace by the tokens that they got."""
         late, paced = self._conditions.request_seconds, self._counted()
-        ttft = [seen.first - seen.arrival + late for seen in paced]
+        ttft = [seen.first - seen.early - seen.arrival + late for seen in paced]
         if self._traffic.running:
             for name, request in self._coordinator.requests.items():
                 if request.last_at is not None:

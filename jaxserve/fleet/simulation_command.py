@@ -35,15 +35,14 @@ from jaxserve.planner.options import jitter, read_deployment, read_scenario
 from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
 from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
-from jaxserve.planner.simulate import Conditions, Simulation, Traffic
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import expert_loads
 from jaxserve.planner.view import Part, Report, show, times_row
 
-PREFILL_ELSEWHERE = (
-    "decode only: prompts come computed from elsewhere, so TTFT is the wait for a slot and a first "
-    "step; `--prefill here` computes them, `prefill.workers` in the file makes it a fleet"
+SCOPE = (
+    "decode only, every slot taken: prompts come computed from elsewhere; --rate simulates "
+    "requests that come to a router"
 )
-PREFILL_HERE = "prompts are computed here"
 REQUESTS = 500
 """Requests of a fleet's simulation."""
 NUMBERS = {
@@ -71,15 +70,16 @@ def run(options: argparse.Namespace) -> None:
     deployment = read_deployment(options)
     if options.workers:
         return show(options, _pool(options))
-    fleet = deployment.prefill.workers or options.requests is not None
+    fleet = deployment.prefill.workers or options.rate or options.requests is not None
     show(options, _fleet(options, deployment) if fleet else _alone(options))
 
 
 def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]:
     """Returns table rows, one for each quantity: times, numbers, and more numbers."""
     rows = [["", *Times.__struct_fields__]]
-    rows += [times_row("TTFT ms", result.ttft), times_row("TPOT ms", result.tpot)]
+    rows.append(times_row("TPOT ms", result.tpot))
     if isinstance(result, FleetResult):
+        rows.insert(1, times_row("TTFT ms", result.ttft))
         rows += [times_row(f"wait for {role} ms", found) for role, found in result.waits.items()]
         more |= {f"{role} busy": f"{share:.1%}" for role, share in result.busy.items()}
     numbers = {
@@ -132,11 +132,7 @@ def _alone(options: argparse.Namespace) -> Report:
     if options.warm_up >= options.steps:
         raise ConfigError(f"--warm-up {options.warm_up}: expected 0 to {options.steps - 1}")
     made = read_scenario(options, options.prompt + options.output // 2)
-    traffic = Traffic(
-        lengths=_lengths(options, made),
-        rate=options.rate,
-        prefill=options.prefill or ("here" if options.rate else "elsewhere"),
-    )
+    lengths = _lengths(options, made)
     afd = made.deployment.topology.has("ffn")
     conditions = Conditions(
         domains=options.domains or (made.deployment.domains if afd else 1),
@@ -148,19 +144,18 @@ def _alone(options: argparse.Namespace) -> Report:
         seed=options.seed,
     )
     loads = _read_loads(options, made)
-    result, spans = Simulation(made.deployment, made.rooflines(loads), traffic, conditions).run()
+    result, spans = Simulation(made.deployment, made.rooflines(loads), lengths, conditions).run()
     if options.timeline:
         timeline_view.write(options.timeline, spans, "as simulated")
-    scope = PREFILL_ELSEWHERE if traffic.prefill == "elsewhere" else PREFILL_HERE
-    parts = {"traffic": traffic, "conditions": conditions, "result": result}
-    tree: dict[str, Any] = {"scope": scope, **msgspec.to_builtins(parts)}
+    parts = {"lengths": lengths, "conditions": conditions, "result": result}
+    tree: dict[str, Any] = {"scope": SCOPE, **msgspec.to_builtins(parts)}
     tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
     more: dict[str, str] = {}
     if loads is not None:
         tree["result"]["balance"] = loads.balance
         more["balance of experts"] = f"{loads.balance:.3f}"
-    notes = [scope]
+    notes = [SCOPE]
     if not result.steps:
         notes.append("nothing was counted: more --steps, or fewer of --warm-up")
     layout = made.layout
@@ -168,7 +163,7 @@ def _alone(options: argparse.Namespace) -> Report:
         f"{conditions.domains} x {layout.attention_devices} {made.roles.attention.name} for "
         f"attention (dp {layout.dp}, tp {layout.tp}), {layout.ffn_devices} {made.roles.ffn.name} "
         f"for the FFN (ep {layout.ep}, tp {layout.ffn_tp}), {layout.lanes} lanes",
-        *_told(traffic=traffic, conditions=conditions, assumed=made.attention.assumed),
+        *_told(lengths=lengths, conditions=conditions, assumed=made.attention.assumed),
     ]
     page = timeline_view.page(spans, timeline_view.steady_summary(spans), "as simulated").decode()
     picture = f'<iframe srcdoc="{escape(page)}" width="100%" height="720"></iframe>'

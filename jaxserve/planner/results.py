@@ -38,7 +38,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
       context: mean tokens of a running sequence.
       finished: requests that finished.
       tpot: between the tokens of a request, over requests with at least two tokens.
-      ttft: from a request's arrival to its first token; without a rate, from its predecessor's end.
       attention_busy, ffn_busy, dispatch_busy, combine_busy: mean share of the time that devices of
         a role, or a direction of the link, are busy.
       seen: colocated only: durations of the collectives, waiting included.
@@ -54,7 +53,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     preemptions: int
     tpot: Times | None
-    ttft: Times | None
     attention_busy: float
     ffn_busy: float
     dispatch_busy: float

@@ -1,4 +1,6 @@
-"""A serving deployment in simulated time: requests come, the scheduler plans, lanes run.
+"""A serving deployment in simulated time: the scheduler plans, lanes run. Every slot always decodes
+a request, whose prompt comes computed from elsewhere. Requests at a rate are a fleet's
+(`fleet/simulation.py`).
 
 The schedulers, one for each domain, and the loop are the engine's own (`engine/loop.py`); this
 module carries out the loop's actions in simulated time. `lanes.py` works out when devices are busy,
@@ -14,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -210,17 +211,6 @@ class SimulatedEngine:
         return self.now, self._loop.complete(lane, plan, self._sampled)
 
 
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests to the deployment."""
-
-    lengths: Lengths
-    rate: float = 0.0
-    """Requests per second, at random times (Poisson). 0: every slot always has a request, and a new
-    request follows each that ends."""
-    prefill: Literal["here", "elsewhere"] = "elsewhere"
-    """`elsewhere`: a prompt's cache comes ready from a prefill deployment (Step-3, xDeepServe)."""
-
-
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """How the deployment runs."""
 
@@ -242,26 +232,23 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 class _Request(msgspec.Struct):
     """A request in the simulation."""
 
-    arrival: float
     first: float = -1.0
     """Time of its first counted token."""
     last: float = -1.0
     tokens: int = 0
-    whole: bool = False
-    """Whether the first counted token was its first."""
 
 
 class Simulation(SimulatedEngine):
-    """A single simulation; call `run` once."""
+    """A single simulation, in which a new request follows each that ends; call `run` once."""
 
     def __init__(
         self,
         deployment: Deployment,
         times: StageTimes,
-        traffic: Traffic,
+        lengths: Lengths,
         conditions: Conditions,
     ):
-        self._traffic, self._conditions = traffic, conditions
+        self._drawn, self._conditions = lengths, conditions
         self._random = np.random.default_rng(conditions.seed)
         self._domains, self._lanes = conditions.domains, deployment.lanes * conditions.domains
         self._slots = deployment.attention.dp * deployment.scheduler.slots
@@ -272,7 +259,7 @@ class Simulation(SimulatedEngine):
         super().__init__(
             deployment,
             times,
-            elsewhere=traffic.prefill == "elsewhere",
+            elsewhere=True,
             domains=self._domains,
             host_seconds=conditions.host_seconds,
             disturb=disturbance(conditions.jitter, self._random),
@@ -283,7 +270,7 @@ class Simulation(SimulatedEngine):
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
         self._count = self._read_steps = self._counted = 0
-        self._next_arrival = self._running = self._length = 0.0
+        self._running = self._length = 0.0
         self._last = conditions.steps + 2
         """Steps of the lane that has the most of them."""
         self._uncounted = 2**62
@@ -293,19 +280,13 @@ class Simulation(SimulatedEngine):
         self._start: tuple[float, Busy] | None = None
         self._end: tuple[float, Busy] | None = None
 
-    @property
-    def next_at(self) -> float:
-        """When the engine does something next: without a rate it never waits for requests."""
-        return max(self.now, self._next_arrival) if self._idle else self.now
-
     def run(self) -> tuple[Result, list[Span]]:
         """Simulates to the end; returns the result and the spans of the last steps."""
         tell = Progress()
         with no_garbage_collection():
-            if not self._traffic.rate:
-                self._fill()
-            self.turn()
-            while not self._idle or (self._traffic.rate and not self._all_issued):
+            self._fill()
+            self._idle = False
+            while not self._idle:
                 self.turn()
                 tell(lambda: f"{max(self._loop.issued)} of {self._last} steps simulated")
         return self._result(), self._kept_spans()
@@ -313,11 +294,11 @@ class Simulation(SimulatedEngine):
     def _fill(self) -> None:
         """Adds a request for every slot, at different points within their outputs."""
         for _ in range(self._lanes * self._slots):
-            prompt, output = self._traffic.lengths.draw(self._random)
+            prompt, output = self._drawn.draw(self._random)
             age = int(self._random.integers(output))
-            self._add(prompt + age, output - age, 0.0)
+            self._add(prompt + age, output - age)
 
-    def _add(self, prompt: int, output: int, arrival: float) -> None:
+    def _add(self, prompt: int, output: int) -> None:
         """A request, to the domain whose turn it is."""
         name = str(self._count)
         params = SamplingParams(max_tokens=output, ignore_eos=True)
@@ -326,13 +307,8 @@ class Simulation(SimulatedEngine):
             tokens += [0] * prompt
         request = Request(request_id=name, prompt=tokens, params=params)
         self._loop.submit(request, self._count % self._domains)
-        self._requests[name] = _Request(arrival)
+        self._requests[name] = _Request()
         self._count += 1
-
-    def _arrive(self) -> None:
-        while self._traffic.rate and self._next_arrival <= self.now:
-            self._add(*self._traffic.lengths.draw(self._random), self._next_arrival)
-            self._next_arrival += float(self._random.exponential(1 / self._traffic.rate))
 
     @property
     def _all_issued(self) -> bool:
@@ -373,7 +349,6 @@ class Simulation(SimulatedEngine):
     def _deliver(self, output: TokenOutput, end: float) -> None:
         request = self._requests[output.request_id]
         if request.first < 0:
-            request.whole = request.tokens == 0
             request.first, request.tokens = end, 0
         request.last = end
         request.tokens += 1
@@ -381,8 +356,7 @@ class Simulation(SimulatedEngine):
             del self._requests[output.request_id]
             if self._start is not None:
                 self._done.append(request)
-            if not self._traffic.rate:
-                self._add(*self._traffic.lengths.draw(self._random), end)
+            self._add(*self._drawn.draw(self._random))
 
     def _result(self) -> Result:
         start, before = self._start or (0.0, Busy(0, 0, 0, 0))
@@ -396,7 +370,6 @@ class Simulation(SimulatedEngine):
         factor = self._conditions.tokens_a_step
         several = (r for r in seen if r.tokens > 1 and r.first >= 0)
         tpot = [(r.last - r.first) / (r.tokens - 1) / factor for r in several]
-        ttft = [r.first - r.arrival for r in seen if r.whole]
         a = self.deployment
         devices = self._domains * a.attention.devices
         devices += 0 if a.topology.has("colocated") else a.ffn.devices
@@ -420,7 +393,6 @@ class Simulation(SimulatedEngine):
             finished=len(self._done),
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=Times.of(tpot),
-            ttft=Times.of(ttft),
             **shares,
             seen={s: colocated.seen(s) for s in ("dispatch", "combine")} if colocated else {},
         )

@@ -1,16 +1,16 @@
-"""Plans the deployments of `golden/fleet/scenarios.txt`, for prompts and rates 1 % apart, too.
+"""Plans a deployment of `golden/fleet/scenarios.txt`, for prompts and rates 1 % apart, too.
 
-`python -m tests.jaxserve.fleet.scenarios` prints them as JSON; `test_deploy_command.py` holds them.
+`python -m tests.jaxserve.fleet.scenarios LINE` prints it as JSON, for `test_deploy_command.py`.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from jaxserve.fleet.deploy_command import _simulate, _simulation, _write, read_sizer
 from jaxserve.planner.options import Parser, add_command
-from tests import golden
 
 
 def planned(line: str, folder: Path) -> dict[str, Any]:
@@ -36,5 +36,4 @@ def planned(line: str, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        lines = golden.text("fleet/scenarios.txt").splitlines()
-        print(json.dumps({line: planned(line, Path(folder)) for line in lines}))
+        print(json.dumps(planned(sys.argv[1], Path(folder))))

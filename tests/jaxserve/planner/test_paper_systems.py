@@ -23,7 +23,7 @@ from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.results import Result
 from jaxserve.planner.scenario import Roles, Stored, scenario
-from jaxserve.planner.simulate import Conditions, Simulation, Traffic
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import json_text
 from tests import golden
@@ -190,19 +190,18 @@ class _NothingEnds(Simulation):
 
     def _fill(self) -> None:
         for _ in range(self._lanes * self._slots):
-            self._add(*self._traffic.lengths.draw(self._random), 0.0)
+            self._add(*self._drawn.draw(self._random))
 
 
 def _run(
     deployment: Deployment, times: StageTimes, lengths: Lengths, **conditions: object
 ) -> Result:
     """A few steps with every slot taken; nothing ends meanwhile."""
-    traffic = Traffic(lengths=lengths)
     how = msgspec.convert(
         {"steps": 6, "warm_up": 2, **{k: msgspec.to_builtins(v) for k, v in conditions.items()}},
         Conditions,
     )
-    return _NothingEnds(deployment, times, traffic, how).run()[0]
+    return _NothingEnds(deployment, times, lengths, how).run()[0]
 
 
 ROWS = yaml.safe_load(golden.text("planner/paper_errors.yaml"))

@@ -11,7 +11,7 @@ from jaxserve.planner.deploy_fleet import Pace
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.results import Result
-from jaxserve.planner.simulate import Conditions, Simulation, Traffic
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H800, Given, layout, searcher
 
@@ -42,9 +42,8 @@ def given(groups: int = 4, leave: float = 0.0, **stages: float) -> Given:
 def simulate(
     made: Deployment | None = None, times: Given | None = None, **asked: object
 ) -> tuple[Result, Simulation]:
-    traffic = Traffic(**{"lengths": LENGTHS, **asked.pop("traffic", {})})  # type: ignore[dict-item]
     conditions = Conditions(**{"steps": 20, "warm_up": 5, **asked})  # type: ignore[arg-type]
-    simulation = Simulation(made or deployment(), times or given(), traffic, conditions)
+    simulation = Simulation(made or deployment(), times or given(), LENGTHS, conditions)
     return simulation.run()[0], simulation
 
 
@@ -92,31 +91,6 @@ class TestClosed:
         assert result.tpot.p50 == pytest.approx(3 * 0.1, rel=0.05)
 
 
-class TestOpen:
-    def test_few_requests_wait_for_nothing(self):
-        result, _ = simulate(
-            deployment(lanes=1), steps=130, warm_up=0, traffic={"rate": 0.02, "prefill": "here"}
-        )
-        # Alone, a prompt of 100 tokens is two chunks of up to 64: two steps of 100 ms.
-        assert result.ttft.p99 == pytest.approx(0.2)
-        assert result.tpot.p99 == pytest.approx(0.1)
-        assert result.finished == 2
-
-    def test_too_many_requests_queue(self):
-        lengths = Lengths(prompt=20, output=20, longest=256)
-        here = {"prefill": "here", "lengths": lengths}
-        calm, busy = (
-            simulate(steps=60, warm_up=0, traffic=here | {"rate": rate})[0] for rate in (0.5, 50.0)
-        )
-        assert busy.ttft.p90 > 5 * calm.ttft.p90
-
-    def test_pages_run_out(self):
-        result, _ = simulate(
-            deployment(pages=24), steps=60, traffic={"rate": 50.0, "prefill": "here"}
-        )
-        assert result.preemptions > 0
-
-
 def test_domains_share_the_experts():
     one, three = simulate()[0], simulate(domains=3)[0]
     assert three.tpot.p50 == pytest.approx(3 * one.tpot.p50, rel=0.01)  # 9 lanes at 4 ms of ffn
@@ -136,8 +110,7 @@ def test_colocated():
 
 
 def test_the_timeline_has_the_form_of_a_measured_one(tmp_path):
-    traffic = Traffic(lengths=LENGTHS)
-    simulation = Simulation(deployment(), given(), traffic, Conditions(steps=12, keep_steps=4))
+    simulation = Simulation(deployment(), given(), LENGTHS, Conditions(steps=12, keep_steps=4))
     _, spans = simulation.run()
     timeline_view.write(tmp_path, spans, "as simulated")
     assert read_spans(tmp_path) == spans
@@ -176,9 +149,11 @@ def test_one_plan_three_ways(mode, lanes, assumed, apart):
     made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
     limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
     made = msgspec.structs.replace(made, scheduler=limits)
-    traffic = Traffic(lengths=Lengths(prompt=4032, output=64, longest=8192))
-    conditions = Conditions(steps=12, warm_up=4)
-    result = Simulation(made, times, traffic, conditions).run()[0]
+    lengths, conditions = (
+        Lengths(prompt=4032, output=64, longest=8192),
+        Conditions(steps=12, warm_up=4),
+    )
+    result = Simulation(made, times, lengths, conditions).run()[0]
     assert pace == pytest.approx(searched, rel=apart)
     assert result.tpot.mean == pytest.approx(searched, rel=apart)
 

@@ -19,20 +19,22 @@ def test_as_text_page_and_timeline(capsys, tmp_path):
     for part in ("TPOT ms", "tokens/s/device", "attention busy", "bubble"):
         assert part in text
     assert "as simulated" in page.read_text(encoding="utf-8")
-    assert "decode only: prompts come computed from elsewhere" in text
-    assert "decode only: prompts come computed from elsewhere" in page.read_text(encoding="utf-8")
+    assert "decode only, every slot taken: prompts come computed" in text
+    assert "decode only, every slot taken: prompts come computed" in page.read_text(
+        encoding="utf-8"
+    )
     assert len(list(folder.iterdir())) == 3
 
 
 def test_for_programs(capsys):
-    more = ["--json", "--rate", "200", "--skew", "0.5", "--stall", "0.01:1ms"]
+    more = ["--json", "--skew", "0.5", "--stall", "0.01:1ms"]
     assert main([*ASKED, *more]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert set(tree) == {"scope", "traffic", "conditions", "result"}
-    assert tree["scope"] == "prompts are computed here"
-    assert tree["traffic"]["prefill"] == "here"
+    assert set(tree) == {"scope", "lengths", "conditions", "result"}
     assert tree["conditions"]["jitter"]["stall_seconds"] == 1e-3
-    assert tree["result"]["ttft"]["p50"] > 0
+    assert tree["result"]["tpot"]["p50"] > 0
+    assert main([*ASKED, "--json", "--rate", "20", "--requests", "20"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["ttft"]["p50"] > 0
 
 
 def test_what_a_rebalance_brings(capsys):
