@@ -152,8 +152,9 @@ def _keys(file: PlanFile, plan: Plan) -> Tree:
     formats, assumed = calculator.formats, calculator.assumed
     a, f = file.hardware[layout.attention], file.hardware[layout.ffn]
     colocated, apart = layout.topology.has("colocated"), layout.topology.crosses_runtimes
-    # A worker over `pull` is one process of one host.
+    # Over `pull` a domain is one process of one host; the ffn worker has one on each host.
     domains = max(1, layout.attention_devices // a.devices_per_host) if apart else 1
+    processes = -(-layout.ffn_devices // f.devices_per_host) if apart else 1
     page = page_tokens(a.platform, formats.cache)
     longest = min(file.config.max_positions, 2 * calculator.context)
     sequences = layout.lanes * plan.batch
@@ -179,13 +180,14 @@ def _keys(file: PlanFile, plan: Plan) -> Tree:
         **unit,
         **of_role("attention", layout.attention, a),
         **({"ffn.weights": weights} if colocated else of_role("ffn", layout.ffn, f)),
+        "ffn.processes": processes if processes > 1 else None,
         "ffn.redundant_slots": layout.redundant_slots or None,
         "ffn.shared": f"ranks:{layout.shared_ranks}" if layout.shared_ranks else None,
         "ffn.exchange": exchange if assumed.alltoall and exchange == "alltoall" else None,
         "link.dispatch": formats.dispatch,
         "link.combine": None if formats.combine == "auto" else formats.combine,
         "link.transport": "pull" if apart else None,
-        "link.addresses": [f"ffn-0:{PORT}"] if apart else None,
+        "link.addresses": [f"ffn-{n}:{PORT}" for n in range(processes)] if apart else None,
         "cache.format": formats.cache,
         "experts.rebalance_seconds": REBALANCE_SECONDS if layout.redundant_slots else None,
         "speculative.method": "mtp" if layout.drafts else None,

@@ -48,7 +48,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The deployment's `ffn.instances`; a search does not try it."""
     transport: TransportName = "auto"
     """The deployment's `link.transport`: between two kinds of hardware `pull`, which joins a
-    runtime a host of attention and one of a single host for the FFN."""
+    runtime a host of attention and one for the FFN, with a process a host."""
 
     @property
     def topology(self) -> Topology:
@@ -172,10 +172,7 @@ class Layouts:
                 if a.platform != f.platform:
                     continue  # a GPU and a TPU have not served a model together
                 for a_devices in _device_counts(a, target.max_devices - 1):
-                    most = target.max_devices - a_devices
-                    if a_name != f_name:  # an ffn worker over `pull` is one process
-                        most = min(most, f.devices_per_host)
-                    for f_devices in _device_counts(f, most):
+                    for f_devices in _device_counts(f, target.max_devices - a_devices):
                         rented = a.slice_of(a_devices) and f.slice_of(f_devices)
                         if a_name == f_name:  # both roles are one slice
                             rented = a.slice_of(a_devices + f_devices)

@@ -222,7 +222,7 @@ class Calculator(NamedTuple):
         self, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
     ) -> tuple[StageTime, StageTime]:
         """Dispatch and combine of `batch` rows of a DP group: by the fast link if it joins the
-        roles; over `pull`, through the one process of the ffn role; else over the network."""
+        roles; over `pull`, through a process a host of either role; else over the network."""
         pulled = layout.topology.crosses_runtimes and self.assumed.pull_gb_s > 0
         joined = layout.attention == layout.ffn and layout.devices <= attention.link_devices
         bandwidth = [attention.link, ffn.link] if joined else [attention.network, ffn.network]
@@ -235,7 +235,12 @@ class Calculator(NamedTuple):
         received = layout.dp * batch * self.own_rows(layout.ffn_mesh)
         rows = [copies * sent, copies * received]
         if pulled:
-            bandwidth = [self.assumed.pull_gb_s * 1e9, ffn.network * layout.ffn_devices]
+            processes = min(
+                math.ceil(layout.attention_devices / attention.devices_per_host),
+                math.ceil(layout.ffn_devices / ffn.devices_per_host),
+            )
+            pulling = self.assumed.pull_gb_s * 1e9 * processes
+            bandwidth = [pulling, ffn.network * layout.ffn_devices]
             rows = [float(layout.dp * batch)] * 2
         elif joined:  # on a torus the roles are two parts of a slice, with few links between them
             bandwidth.append(middle_bandwidth(attention, layout.devices))
