@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 from importlib.metadata import distributions
 
@@ -22,7 +23,7 @@ import jax
 import jaxserve
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.addresses import is_loopback, local_address
+from jaxserve.fleet.addresses import is_loopback
 from jaxserve.fleet.hardware import choose_platform
 from jaxserve.fleet.membership import ProcessShare, process_shares
 from jaxserve.fleet.process_arguments import ProcessArguments
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
 _UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
+_ELSEWHERE = "192.0.2.1"
+"""An address that belongs to nobody (RFC 5737): the default route leads to it."""
 _LARGEST_POOL = 0.95
 """Part of a card; CUDA's context and the compiler need the rest."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -267,3 +270,30 @@ def _delay_abort() -> None:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def local_address(host: str, port: int, flag: str) -> str:
+    """This host's own address on the network that leads to `host`, an IPv6 one in brackets; sends
+    nothing.
+
+    Raises:
+      ConfigError: `host` does not resolve, or to loopback although other hosts are to use it, and
+        this host has no other address.
+    """
+    try:
+        address = "127.0.0.1" if host == "localhost" else _address_towards(host, port)
+        if is_loopback(address) and not is_loopback(host):  # this host's own name
+            address = _address_towards(_ELSEWHERE, port)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {host}: this host has no address on a network that leads there ({error}); "
+            "give the IP address of process 0 instead"
+        ) from None
+    return f"[{address}]" if ":" in address else address
+
+
+def _address_towards(host: str, port: int) -> str:
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
