@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.bench.workers import say
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import Frame, Outputs
@@ -21,6 +20,7 @@ from jaxserve.fleet.worker_port import RouterConnection
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Framing, accept
 from jaxserve.link.session.messages import encode
+from jaxserve.observe.load import EngineLoad
 
 MODEL = "stub"
 TOKEN = "bench"

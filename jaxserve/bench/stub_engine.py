@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -20,7 +20,6 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.loop import Idle, Loop
 from jaxserve.engine.request import Grammar, Request, RequestChecks, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver
@@ -37,6 +36,7 @@ from jaxserve.engine.stepper import (
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.compilation import CompilationCounter
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
 from jaxserve.roles.expert_moves import MovesExperts

@@ -17,7 +17,6 @@ import msgspec
 
 from jaxserve.engine.admission import FetchOrder
 from jaxserve.engine.holds import Hold, HoldLimits, Holds
-from jaxserve.engine.interface import FETCHED, summed
 from jaxserve.engine.loop import DropFetch, ExportPages, FetchPages, FetchPolicy, ImportPages, Loop
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.stepper import HandOffs, OnHeld, PageAction, Post
@@ -25,6 +24,7 @@ from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.link.pages.ends import FetchJob, PagesError, Piece
 from jaxserve.link.pages.frames import Fetch, pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesLoad, PagesSource
+from jaxserve.observe.load import FETCHED, summed
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from jaxserve.engine.admission import FetchOrder
-from jaxserve.engine.interface import DomainLoad
 from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineFailedError
+from jaxserve.observe.load import DomainLoad
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.step_plan import StepPlan
 

@@ -40,7 +40,6 @@ import numpy as np
 
 from jaxserve.engine.admission import AdmissionQueue, Fetches
 from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
-from jaxserve.engine.interface import DraftCounts
 from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.prefix_cache import PageKeys
@@ -48,6 +47,7 @@ from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenO
 from jaxserve.engine.sequence import RequestRules, Sequence, token_array
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
+from jaxserve.observe.load import DraftCounts
 from jaxserve.roles.step_plan import StepPlan
 
 MAX_STEPS_IN_FLIGHT = 2

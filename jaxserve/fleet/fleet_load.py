@@ -4,11 +4,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxserve.engine.interface import COUNTERS, FETCHED, EngineLoad, WorkerLoad, summed
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 from jaxserve.link.pages.source import PagesLoad
+from jaxserve.observe.load import (
+    COUNTERS,
+    FETCHED,
+    EngineLoad,
+    WorkerLoad,
+    summed,
+)
 
 
 def worker_status(worker: Worker) -> str:

@@ -7,10 +7,10 @@ other router's.
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet.worker_frames import DrainMode, WorkerFacts
 from jaxserve.link.pages.source import PagesSource
+from jaxserve.observe.load import EngineLoad
 
 
 class Job(NamedTuple):

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import RequestChecks, RequestLimits, SamplingParams, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError
 from jaxserve.fleet import worker_frames as frames
@@ -46,6 +45,7 @@ from jaxserve.fleet.routing_actions import (
 )
 from jaxserve.fleet.stand_ins import StandIns
 from jaxserve.fleet.worker_connections import WorkerConnection, WorkerConnections
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 
 MOST_NAMED = 32

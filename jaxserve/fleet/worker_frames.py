@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 import jaxserve
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.link.session.messages import Greeting
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 
 WORKER_FRAME_BYTES = 1 << 28

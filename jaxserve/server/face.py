@@ -20,7 +20,6 @@ import msgspec
 
 from jaxserve import logs
 from jaxserve.config.deployment import Deployment
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet import worker_frames as frames
@@ -30,6 +29,7 @@ from jaxserve.fleet.request_frames import Outputs, Refusal
 from jaxserve.fleet.routed import Routed
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.worker_connections import WorkerConnection
+from jaxserve.observe.load import EngineLoad
 from jaxserve.server.face_frames import Abort, Aborted, Admitted
 from jaxserve.server.faces import LocalFaces
 from jaxserve.text.output import joined

@@ -23,9 +23,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.interface import DraftCounts, EngineLoad, StepLoop, TokenEngine
+from jaxserve.engine.interface import StepLoop, TokenEngine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.link.pages.source import PagesLoad
+from jaxserve.observe.load import DraftCounts, EngineLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.progress import advances
 from jaxserve.roles.expert_view import ExpertView

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.interface import EngineLoad, WorkerLoad
 from jaxserve.link.pages.source import PagesLoad
+from jaxserve.observe.load import EngineLoad, WorkerLoad
 from jaxserve.server.metrics import Metrics
 from tests.jaxserve.server.http.rig import HttpRig
 from tests.jaxserve.text.fake_engine import FakeEngine, pipeline_view

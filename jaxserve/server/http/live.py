@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.engine.interface import EngineLoad
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.page import SHARED, assembled
 from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.timeline_view import Bar, bars

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.fleet.rolling import FleetProposal
+from jaxserve.observe.load import EngineLoad
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError

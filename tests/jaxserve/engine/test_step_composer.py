@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.interface import DraftCounts
 from jaxserve.engine.step_composer import FIRST_INTERVAL, PROBE_STEPS, DraftPolicy
+from jaxserve.observe.load import DraftCounts
 
 
 def run(policy: DraftPolicy, steps: int, seconds: dict[int, float], held: int, rows: int = 4):

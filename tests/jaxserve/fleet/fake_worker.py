@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.request_frames import GrammarOf
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.link.pages.source import PagesSource
+from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 
 VOCAB = 1000

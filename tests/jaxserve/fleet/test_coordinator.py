@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxserve.config.load import load_deployment
-from jaxserve.engine.interface import EngineLoad
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet import routing_actions as orders
@@ -20,6 +19,7 @@ from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.fleet.worker_frames import Release, Renew, State, Withdraw, WorkerRole
 from jaxserve.link.pages.source import PagesLoad, PagesSource
+from jaxserve.observe.load import EngineLoad
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import worker_facts
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.interface import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.engine.request import SamplingParams
 from jaxserve.link.pages.source import PagesLoad
+from jaxserve.observe.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.server import metrics as module

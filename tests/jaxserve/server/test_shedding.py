@@ -3,9 +3,9 @@
 import pytest
 
 from jaxserve.engine import interface
-from jaxserve.engine.interface import DomainLoad, EngineLoad
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
+from jaxserve.observe.load import DomainLoad, EngineLoad
 from jaxserve.server.shedding import Shedding, shedding, waiting_in
 from tests import golden
 from tests.jaxserve.server.faces import Faces

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from jaxserve.engine.interface import DraftCounts, WorkerLoad
+from jaxserve.observe.load import DraftCounts, WorkerLoad
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView, PipelineView
 from jaxserve.server.access import Access, ApiKeys
