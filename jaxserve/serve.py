@@ -27,6 +27,7 @@ from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, exi
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.sizing import Sizing
+from jaxserve.link.session import tls
 from jaxserve.logs import configure
 
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sizing is not None:
             sizing.log()
         ports.use(deployment.cluster.ports)
+        tls.use(deployment.cluster.tls)
         check_timeline(options.timeline, deployment)
         if process.host_processes > 1:
             from jaxserve.commands.host import run_processes

@@ -64,11 +64,12 @@ def load_deployment(
         tree["model"] = model
     if isinstance(tree.get("model"), str) and not is_url(tree["model"]):
         tree["model"] = str((base / tree["model"]).resolve())
-    server = tree.get("server")
-    if isinstance(server, dict):
-        for key in SERVER_FILES:
-            if isinstance(server.get(key), str) and server[key]:
-                server[key] = str((base / server[key]).resolve())
+    for section, keys in {"server": SERVER_FILES, "cluster": ("tls",)}.items():
+        given = tree.get(section)
+        if isinstance(given, dict):
+            for key in keys:
+                if isinstance(given.get(key), str) and given[key]:
+                    given[key] = str((base / given[key]).resolve())
     for key, value in _override_items(overrides):
         set_key(tree, key, value)
     expand_roles(tree)

@@ -298,6 +298,10 @@ class Cluster(Section, frozen=True):
     """Ports `FIRST-LAST` of every process for what no other key or flag names: plans that are
     handed on, hand-offs of pages, the servers of JAX's transfers. Firewalls must let them through.
     Empty: the system chooses."""
+    tls: str = ""
+    """Folder with `ca.crt`, `tls.crt` and `tls.key` (PEM, as Kubernetes' TLS Secrets have them),
+    relative to the YAML file: connections between processes are encrypted, and each end shows a
+    certificate that `ca.crt` has signed. JAX's own services and collectives are not covered."""
     step_seconds: Seconds = 30.0
     """Deadline of a step."""
     heartbeat_seconds: Seconds = 5.0

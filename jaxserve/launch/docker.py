@@ -9,7 +9,16 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import CACHE, KEYS, SPARE_SECONDS, Options, Rendering, files_of
+from jaxserve.launch.options import (
+    CACHE,
+    KEYS,
+    SPARE_SECONDS,
+    TLS,
+    TLS_FILES,
+    Options,
+    Rendering,
+    files_of,
+)
 from jaxserve.launch.packages import sbom
 from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml
 from jaxserve.launch.workloads import Workload, serve_arguments
@@ -88,7 +97,7 @@ def render(rendering: Rendering) -> dict[str, str]:
         for key, kind in (("prefill", "prefill"), ("domains", "domain"), ("ffn", "ffn"))
     }
     files = files_of(rendering.deployment, options)
-    places = Places(model=options.model, host="0.0.0.0", files=files, **addresses)
+    places = Places(model=options.model, host="0.0.0.0", files=files, tls=TLS, **addresses)
     deployment = placed(rendering.deployment, places)
     return {
         **render_image(rendering),
@@ -106,6 +115,8 @@ def _head(rendering: Rendering) -> str:
     names = [path.rpartition("/")[2] for path in files.values()]
     if names:
         lines.append(f"needs secrets/{', secrets/'.join(names)} beside this file")
+    if rendering.deployment.cluster.tls:
+        lines.append(f"needs tls/{', tls/'.join(TLS_FILES)} beside this file")
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -146,6 +157,8 @@ def _service(
     mounts = ["./deployment.yaml:/etc/jaxserve/deployment.yaml:ro", f"cache-{name}:{CACHE}"]
     if files and work.faces:
         mounts.append(f"./secrets:{KEYS}:ro")
+    if deployment.cluster.tls:
+        mounts.append(f"./tls:{TLS}:ro")
     mounts.append("${MODELS:-./models}:/models:ro")
     made: Tree = {
         "image": options.image,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.launch import autoscaling, clusters, pods
-from jaxserve.launch.options import Options, Rendering, files_of
+from jaxserve.launch.options import TLS_FILES, Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
 from jaxserve.launch.settings import placed, trees
 from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
@@ -86,6 +86,9 @@ def head(rendering: Rendering, deployment: Deployment) -> str:
     if "api_keys" in files:
         secret.append('  --from-literal=metrics-key="$(head -n 1 FILE)" \\')
     secret[-1] = secret[-1].removesuffix(" \\")
+    if deployment.cluster.tls:
+        names = " ".join(f"--from-file={name}" for name in TLS_FILES)
+        secret.append(f"kubectl create secret generic {options.name}-tls{where} {names}")
     models = "" if options.models_bucket else options.models_claim
     claims = [claim for claim in (models, options.cache_claim) if claim]
     lines = [rendering.command, *secret]

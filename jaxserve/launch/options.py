@@ -11,6 +11,9 @@ from jaxserve.launch.workloads import Workload
 
 KEYS = "/run/secrets/jaxserve"
 """Folder of API keys and certificates in a container."""
+TLS = "/run/secrets/jaxserve-tls"
+"""Folder of `cluster.tls` in a container."""
+TLS_FILES = ("ca.crt", "tls.crt", "tls.key")
 CACHE = "/var/cache/jaxserve"
 """Compiled programs, in a container."""
 

@@ -12,6 +12,7 @@ from jaxserve.launch.options import (
     KEYS,
     SECRET_FILES,
     SPARE_SECONDS,
+    TLS,
     Options,
     Rendering,
     files_of,
@@ -36,6 +37,7 @@ def container_places(rendering: Rendering, **addresses: Any) -> Places:
         model=options.model,
         host="0.0.0.0",
         files=files_of(deployment, options),
+        tls=TLS,
         follower_port=deployment.server.http_port if silent else -1,
         **addresses,
     )
@@ -259,6 +261,8 @@ def _volumes(
         items = [{"key": SECRET_FILES[key], "path": SECRET_FILES[key]} for key in files]
         secret = {"secretName": options.name, "items": items}
         found.append(("secrets", KEYS, True, {"secret": secret}))
+    if deployment.cluster.tls:
+        found.append(("tls", TLS, True, {"secret": {"secretName": f"{options.name}-tls"}}))
     if options.models_bucket:
         bucket = {"bucketName": options.models_bucket, "mountOptions": "implicit-dirs"}
         driver = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True}
@@ -345,8 +349,8 @@ def _faces(deployment: Deployment) -> dict[str, int]:
 
 
 def network_policy(deployment: Deployment, options: Options) -> Tree:
-    """Clients reach the faces; everything else is between the pods of the deployment: neither the
-    control plane nor JAX's own services are encrypted."""
+    """Clients reach the faces; everything else is between the pods of the deployment: JAX's own
+    services are not encrypted, and the control plane only with `cluster.tls`."""
     faces = [{"port": port} for port in _faces(deployment).values()]
     own = {"matchLabels": {"app.kubernetes.io/instance": options.name}}
     (made,) = trees("network_policy", name=options.name, own=own, faces=faces)

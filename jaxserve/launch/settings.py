@@ -23,6 +23,7 @@ class Places(NamedTuple):
       model: the model folder there; empty: as the deployment says.
       host: that process 0 listens on for clients; empty: as the deployment says.
       files: path of each file of `server`, by its key.
+      tls: folder of `cluster.tls`, if the deployment has it; empty: as it says.
       prefill, domains, ffn: where workers listen, or names of Services; empty: as it says.
       registry: how routers understand them.
       follower_port: where processes other than 0 answer probes; -1: nowhere.
@@ -31,6 +32,7 @@ class Places(NamedTuple):
     model: str = ""
     host: str = ""
     files: dict[str, str] = {}  # noqa: RUF012  (never changed)
+    tls: str = ""
     prefill: Sequence[str] = ()
     domains: Sequence[str] = ()
     ffn: Sequence[str] = ()
@@ -47,8 +49,10 @@ def placed(deployment: Deployment, places: Places) -> Deployment:
     replaced["server"] = msgspec.structs.replace(
         deployment.server, follower_http_port=places.follower_port, **server
     )
-    if not deployment.cluster.ports:
-        replaced["cluster"] = msgspec.structs.replace(deployment.cluster, ports=PORTS)
+    cluster = {"ports": deployment.cluster.ports or PORTS}
+    if places.tls and deployment.cluster.tls:
+        cluster["tls"] = places.tls
+    replaced["cluster"] = msgspec.structs.replace(deployment.cluster, **cluster)
     if places.domains:
         replaced["fleet"] = msgspec.structs.replace(
             deployment.fleet,

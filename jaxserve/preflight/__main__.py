@@ -23,6 +23,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
+from jaxserve.link.session import tls
 from jaxserve.logs import configure
 from jaxserve.preflight import hosts, kernels
 from jaxserve.preflight.children import run_on_devices, run_part
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process = from_arguments(options)
         deployment = read_deployment(options.config, options.model, options.set)
         ports.use(deployment.cluster.ports)
+        tls.use(deployment.cluster.tls)
         if process.host_processes > 1:
             return run_on_devices(process, given)
     except (ConfigError, CheckpointError) as error:

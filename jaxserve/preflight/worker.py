@@ -25,6 +25,7 @@ from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.sizing import Sizing
+from jaxserve.link.session import tls
 from jaxserve.logs import configure
 from jaxserve.preflight.outcomes import run
 
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure("text")
     deployment, process = read_part(options)
     ports.use(deployment.cluster.ports)
+    tls.use(deployment.cluster.tls)
     from jaxserve.preflight.parts import PARTS
 
     part = PARTS[options.check]

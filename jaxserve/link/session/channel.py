@@ -5,8 +5,8 @@ The two ends prove to each other that they know the token (HMAC challenges of
 number on the connection and a checksum, so that a changed, lost or repeated frame ends the
 connection and never passes for another one. Chosen over a gRPC stream by latency: a frame of 120
 bytes and its echo take 45 µs, over gRPC 295 (2 cores of a Xeon at 2.0 GHz, loopback, 2026-11-22),
-and a note goes out for every layer and lane. The token keeps strangers out; nothing is encrypted,
-so a link belongs into a private network. Knows nothing of JAX.
+and a note goes out for every layer and lane. The token keeps strangers out; only with `cluster.tls`
+(`tls.py`) is anything encrypted. Knows nothing of JAX.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
+from jaxserve.link.session.tls import secured
 from jaxserve.ports import listening
 
 MAX_FRAME_BYTES = 1 << 20
@@ -131,13 +132,16 @@ class Channel:
     Args:
       sock: Connected, of TCP or a Unix pair; the channel's from now on.
       most: Largest frame that is received, in bytes.
+      accepted: Whether this is the listening end, for `cluster.tls`; None: no TLS in any case.
+
+    Raises:
+      OSError: the peer has left already, or does not pass for TLS.
     """
 
-    def __init__(self, sock: socket.socket, most: int = MAX_FRAME_BYTES):
-        self._socket = sock
+    def __init__(
+        self, sock: socket.socket, most: int = MAX_FRAME_BYTES, *, accepted: bool | None = None
+    ):
         try:
-            sock.setblocking(True)
-            self.allow(SEND_SECONDS, RECEIVE_SECONDS)
             self.local_host, self.peer = "", "this host"
             """The address by which the peer reaches this host, and the peer's."""
             if sock.family != socket.AF_UNIX:
@@ -145,7 +149,10 @@ class Channel:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self.local_host = sock.getsockname()[0]
                 self.peer = join_address(*sock.getpeername()[:2])
-        except OSError:  # The peer has left already.
+            self._socket = sock if accepted is None else secured(sock, accepted=accepted)
+            self._socket.setblocking(True)
+            self.allow(SEND_SECONDS, RECEIVE_SECONDS)
+        except OSError:
             sock.close()
             raise
         self._framing = Framing(most)
@@ -153,7 +160,7 @@ class Channel:
         self._unread = bytearray()
         """Bytes that have been received and not taken yet."""
         self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._socket, select.POLLIN)
 
     def allow(self, send: float, receive: float) -> None:
         """Sets the seconds that the peer may read nothing, and stop in the middle of a frame."""
@@ -288,15 +295,18 @@ def dial(address: str, token: str, seconds: float, most: int = MAX_FRAME_BYTES) 
             raise
     else:
         sock = socket.create_connection(split_address(address), timeout=seconds)
-    return _authenticated(Channel(sock, most), token, seconds, accepted=False)
+    return _authenticated(sock, most, token, seconds, accepted=False)
 
 
 def accept(sock: socket.socket, token: str, seconds: float, most: int = MAX_FRAME_BYTES) -> Channel:
     """Returns an authenticated channel of an accepted socket; arguments and errors as `dial`."""
-    return _authenticated(Channel(sock, most), token, seconds, accepted=True)
+    return _authenticated(sock, most, token, seconds, accepted=True)
 
 
-def _authenticated(channel: Channel, token: str, seconds: float, *, accepted: bool) -> Channel:
+def _authenticated(
+    sock: socket.socket, most: int, token: str, seconds: float, *, accepted: bool
+) -> Channel:
+    channel = Channel(sock, most, accepted=accepted)
     try:
         with cut_off(channel.shutdown, seconds):
             channel.authenticate(token, accepted=accepted)

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.ports import free_port
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import started
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS
@@ -183,7 +184,10 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, te
     greedy, drawn, shared = texts
     # Pages of other sizes: `engine/test_hand_off.py`, and the nightly tests below.
     overrides = {"mode": "colocated", "domains": 2, "prefill.workers": 2}
-    overrides |= {"server.admin_port": free_port()}
+    overrides |= {
+        "server.admin_port": free_port(),
+        "cluster.tls": str(golden.FOLDER / "tls" / "own"),
+    }
     with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
 

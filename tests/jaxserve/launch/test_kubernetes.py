@@ -142,6 +142,19 @@ def test_a_bucket_is_mounted_where_models_are() -> None:
     assert volume["csi"]["volumeAttributes"]["bucketName"] == "weights"
 
 
+def test_certificates_are_mounted_in_every_container(tmp_path) -> None:
+    """`cluster.tls` has a Secret of its own; Compose mounts the folder beside its file."""
+    given = "--set=cluster.tls=certificates"
+    text = files_of(f"{FLEET} {given}")["kubernetes.yaml"]
+    assert "--from-file=ca.crt --from-file=tls.crt --from-file=tls.key" in text
+    data = objects(text)["ConfigMap", "jaxserve"]["data"]
+    folder = deployment_in(data["deployment.yaml"], tmp_path).cluster.tls
+    # A router, a domain of one pod, and prefill workers of leaders and others.
+    assert text.count("secretName: jaxserve-tls") == text.count(f"mountPath: {folder}\n") == 4
+    compose = files_of(f"--config demo-fleet --target docker {given}")["compose.yaml"]
+    assert compose.count(f"- ./tls:{folder}:ro") == 3
+
+
 @pytest.mark.parametrize(("image", "flagged"), [("a/b:1", 1), (f"a/b@sha256:{'0c' * 32}", 0)])
 def test_an_image_without_a_digest_is_flagged(image: str, flagged: int) -> None:
     text = files_of(f"{FLEET} --image {image}")["kubernetes.yaml"]

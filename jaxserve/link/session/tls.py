@@ -1,0 +1,111 @@
+"""Mutual TLS of the connections between processes (`cluster.tls`).
+
+`serve` calls `use` before anything listens or dials; a channel asks `secured` for the socket that
+it goes on with. TLS 1.3 alone: each end shows a certificate that the deployment's own authority has
+signed. Names in certificates are not compared, because workers are dialled by addresses that come
+and go: the authority signs certificates for nothing but the deployment, and the token is still
+proved inside. Threads may not read and write one TLS socket at once, as they do with channels, so
+an event loop carries the bytes between it and a socket pair.
+"""
+
+import asyncio
+import functools
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError
+
+HANDSHAKE_SECONDS = 5.0
+
+_contexts: dict[bool, ssl.SSLContext] = {}
+"""Settings of the listening end (true) and of the dialling end; none where TLS is off."""
+
+
+def use(folder: str) -> None:
+    """Reads `ca.crt`, `tls.crt` and `tls.key` from a folder; empty: connections stay in clear.
+
+    Raises:
+      ConfigError: a file is missing, or not what its name says.
+    """
+    _contexts.clear()
+    authority, own, key = (str(Path(folder, name)) for name in ("ca.crt", "tls.crt", "tls.key"))
+    purposes = {True: ssl.Purpose.CLIENT_AUTH, False: ssl.Purpose.SERVER_AUTH}
+    for accepted, purpose in purposes.items() if folder else ():
+        try:
+            context = ssl.create_default_context(purpose, cafile=authority)
+            context.load_cert_chain(own, key, password="")
+        except OSError as error:
+            raise ConfigError(f"cluster.tls {folder}: ca.crt, tls.crt, tls.key: {error}") from error
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        _contexts[accepted] = context
+
+
+def secured(sock: socket.socket, *, accepted: bool) -> socket.socket:
+    """Returns the socket to go on with: a pair's end whose bytes go through `sock` in TLS. Without
+    TLS, and on one host's Unix sockets, it is `sock` itself.
+
+    Args:
+      accepted: whether this is the listening end.
+
+    Raises:
+      OSError: the peer has no certificate of the authority, or speaks no TLS.
+    """
+    if accepted not in _contexts or sock.family == socket.AF_UNIX:
+        return sock
+    inner, carried = socket.socketpair()
+    opened = asyncio.run_coroutine_threadsafe(_tunnel(sock, carried, accepted), _loop())
+    try:
+        opened.result(2 * HANDSHAKE_SECONDS)
+    except OSError as error:
+        inner.close()
+        why = f"{error}" or "it closed the connection"
+        raise OSError(f"no TLS, which cluster.tls asks of every process: {why}") from error
+    return inner
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="tls", daemon=True).start()
+    return loop
+
+
+async def _tunnel(sock: socket.socket, carried: socket.socket, accepted: bool) -> None:
+    """Carries bytes between the sockets, in TLS on `sock`; returns after the handshake."""
+    loop, outer, inner = asyncio.get_running_loop(), _End(), _End()
+    outer.other, inner.other = inner, outer
+    await loop.create_connection(lambda: inner, sock=carried)
+    made = functools.partial(loop.create_connection, server_hostname="")
+    if accepted:
+        made = functools.partial(loop.connect_accepted_socket)
+    await made(
+        lambda: outer, sock=sock, ssl=_contexts[accepted], ssl_handshake_timeout=HANDSHAKE_SECONDS
+    )
+
+
+class _End(asyncio.Protocol):
+    """One end of a tunnel: what it receives, the other end sends."""
+
+    other: "_End"
+    transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.other.transport is not None:
+            self.other.transport.close()

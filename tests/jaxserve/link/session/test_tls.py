@@ -1,0 +1,118 @@
+"""Channels in mutual TLS over real sockets; `golden/tls` has certificates of two authorities."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.link.session import tls
+from jaxserve.link.session.channel import Channel, accept, dial, join_address
+from tests import golden
+
+OWN, OTHER = (str(golden.FOLDER / "tls" / name) for name in ("own", "other"))
+
+
+@pytest.fixture(autouse=True)
+def in_clear_afterwards() -> Iterator[None]:
+    yield
+    tls.use("")
+
+
+def use(accepting: str, dialling: str) -> None:
+    """Gives the two ends different folders; empty: no TLS there."""
+    found = {}
+    for accepted, folder in {True: accepting, False: dialling}.items():
+        tls.use(folder)
+        found |= {end: context for end, context in tls._contexts.items() if end == accepted}
+    tls.use("")
+    tls._contexts.update(found)
+
+
+@contextlib.contextmanager
+def relay(target: socket.socket, seen: bytearray) -> Iterator[socket.socket]:
+    """A listening socket whose connection goes on to the target; keeps what goes through."""
+
+    def carry(source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def connect() -> None:
+        near, far = listening.accept()[0], socket.create_connection(target.getsockname())
+        with near, far, ThreadPoolExecutor(1) as pool:
+            pool.submit(carry, far, near)
+            carry(near, far)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        pool.submit(connect)
+        yield listening
+
+
+def connected(listening: socket.socket, through: socket.socket) -> tuple[Channel, Channel]:
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(lambda: accept(listening.accept()[0], "a secret", 5))
+        client = dial(join_address(*through.getsockname()), "a secret", 5)
+        return client, accepted.result()
+
+
+@pytest.mark.parametrize("folder", [OWN, ""])
+def test_nothing_is_readable_on_the_way(folder: str) -> None:
+    """Large parts go both ways at once; without TLS the same bytes are found."""
+    tls.use(folder)
+    part, seen = memoryview(os.urandom(4 << 20)), bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listening, relay(listening, seen) as through:
+        ends = connected(listening, through)
+        sending = [threading.Thread(target=end.send, args=(b"a frame", [part])) for end in ends]
+        for thread in sending:
+            thread.start()
+        for end in ends:
+            received = memoryview(bytearray(len(part)))
+            assert end.receive() == b"a frame"
+            end.receive_into(received, 30)
+            assert received == part
+        for thread in sending:
+            thread.join()
+        assert ends[0].peer.startswith("127.0.0.1:")
+        ends[0].close()
+        with pytest.raises((EOFError, OSError)):
+            ends[1].receive()
+        ends[1].close()
+    for plain in (b"a frame", part[: 1 << 10]):
+        assert (bytes(plain) in seen) is not bool(folder)
+
+
+@pytest.mark.parametrize("ends", [(OWN, OTHER), (OTHER, OWN), ("", OWN), (OWN, "")])
+def test_others_are_turned_away(ends: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        use(*ends)
+        accepted = pool.submit(lambda: accept(listening.accept()[0], "a secret", 2))
+        with pytest.raises((EOFError, OSError)):
+            dial(join_address(*listening.getsockname()), "a secret", 2).receive()
+        with pytest.raises((EOFError, OSError)):
+            accepted.result()
+
+
+def test_a_peer_in_clear_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.5)
+    tls.use(OWN)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        with pytest.raises(OSError, match=r"no TLS, which cluster\.tls asks of every process"):
+            dial(join_address(*listening.getsockname()), "a secret", 5)
+
+
+def test_a_folder_without_certificates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.tls .*: ca.crt, tls.crt, tls.key: .*No"):
+        tls.use(str(tmp_path))
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        (tmp_path / name).write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"cluster\.tls"):
+        tls.use(str(tmp_path))
