@@ -385,9 +385,10 @@ class FleetSimulation:
             return
         if seen.first < 0 and output.token_ids:
             seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
-            if self._elsewhere:  # from its plan on it waits for a step, or two, and no more
-                inside = self._now - self._sent[attempt] - output.queue_seconds
-                seen.early = inside * (1 - 1 / self._conditions.tokens_a_step)
+            if self._elsewhere:  # it waited for the step under way, and for its own
+                own = self._now - self._sent[attempt] - output.queue_seconds
+                waited = own + min(own, output.queue_seconds)
+                seen.early = waited * (1 - 1 / self._conditions.tokens_a_step)
             self._without_token -= not self._attempts[attempt].startswith(RUNNING)
         request, actions = self._coordinator.output(attempt, output)
         if request is not None and request.last_at is not None:

@@ -161,9 +161,6 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     broadcast: bool = False
     """Whether a row goes to every ffn host directly and attention sums their results (Step-3
     §7.1), or to one ffn device, and from there to the hosts that need it."""
-    forward: bool = False
-    """With `broadcast`: whether a row goes only to the hosts that have an expert of it, and is
-    spread only there. The shared expert counts as one that each host has its share of."""
     whole_dense: bool = False
     """Whether a colocated deployment has its dense FFNs whole on every DP group, which then
     exchange nothing, as SGLang's. The engine cuts them over all devices."""
@@ -184,6 +181,6 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def beyond_engine(self) -> list[str]:
         """Names of what is assumed of other systems, which this engine does not do."""
-        names = ("broadcast", "forward", "whole_dense", "overlapped", "expanded")
+        names = ("broadcast", "whole_dense", "overlapped", "expanded")
         found = [name for name in names if getattr(self, name)]
         return [*found, f"overlap={self.overlap:g}"] if self.overlap else found

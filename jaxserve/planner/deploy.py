@@ -56,8 +56,9 @@ REASONS = 16
 FURTHER = 4
 """A number of workers or units that meets a target is looked for up to this multiple of the least
 number."""
-GROWN = 8
-"""Times that a fleet gets a tenth more workers or units, if it misses a target as a whole."""
+GROWN, PART = 12, 33
+"""Times that a fleet gets more workers or units, if it misses a target as a whole, and the part of
+them that it gets: 3 %, or one."""
 
 
 class Hosts(NamedTuple):
@@ -313,9 +314,9 @@ class Sizer:
             slow = found.ttft_asked > self.asked.ttft.seconds
             waits = {part: times.p95 for part, times in found.waits.items() if times is not None}
             if slow and fleet.workers and waits.get("prefill", 0.0) >= waits.get("domain", 0.0):
-                fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // 10))
+                fleet = fleet._replace(workers=fleet.workers + -(-fleet.workers // PART))
             else:
-                fleet = self._with_units(fleet, fleet.units + -(-fleet.units // 10))
+                fleet = self._with_units(fleet, fleet.units + -(-fleet.units // PART))
         return None
 
     def _with_units(self, fleet: Fleet, units: int) -> Fleet:

@@ -26,13 +26,15 @@ from pallas_kernels.estimate import model as kernels
 ESTIMATES = CONFIGS / "estimates"
 COMMITTED = ESTIMATES / "step3-h200.json"
 """Counts shown when no deployment is named."""
+ATTENTION = "step3 fp8 decode"
+"""Case of `pallas_kernels.estimate` whose cycles attention's kernel takes."""
 PROGRAMS = ("enter", "attend", "leave", "ffn")
 """Programs of a step. Programs of a layer append the layer's kind."""
 
 
 def run(options: argparse.Namespace) -> None:
     """Counts if asked to, shows, and writes."""
-    path = options.counts or counts_of(options.config)
+    path = counts_of(options.config)
     if options.count:
         counted = count(options, read_deployment(options))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     if options.calibration is not None:
         told = estimate.measured_lines(counts, read_measurements(options.calibration))
         parts.append(Part(lines=told or ["no stage was measured at this load"]))
-    if options.config is None and options.counts is None:
+    if options.config is None:
         paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         others = (read_json(each, estimate.Counts) for each in paths)
         parts.append(Part(lines=[estimate.one_line(each) for each in others]))
@@ -90,7 +92,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         if one.counted and one.name.partition("_")[0] in PROGRAMS:
             programs[one.name] = one.counted
     chosen = aot.ffn_rows(config, deployment, size).chosen
-    case = options.ffn_kernel or _experts_case(config, deployment, size)
+    case = _experts_case(config, deployment, size)
     context, tokens = options.context, size.tokens
     attention, ffn = deployment.attention, deployment.ffn
     message = deployment_row_bytes(config, deployment)
@@ -117,7 +119,7 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         process_devices=1,
         lanes=deployment.lanes,
         kernels={
-            "attend": _beyond_bytes(options.attention_kernel, tokens * context),
+            "attend": _beyond_bytes(ATTENTION, tokens * context),
             "ffn": _beyond_bytes(case, chosen),
             **_shared_kernels(config, deployment, size),
         },
@@ -145,7 +147,7 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
     form = "fp8_block_rows" if weights == "fp8" else weights
     found = _name_of(here)
     if found is None:
-        raise ConfigError(f"no kernels were counted for experts as {here}: name a --ffn-kernel")
+        raise ConfigError(f"no kernels were counted for experts as {here}")
     return f"{found} {form} {tokens}"
 
 

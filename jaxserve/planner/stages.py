@@ -229,8 +229,6 @@ class Calculator(NamedTuple):
         copies = 1.0
         if self.assumed.broadcast:
             copies = -(-layout.ffn_devices // ffn.link_devices)
-            if self.model.moe is not None:
-                copies *= self.needed(self.model.moe, layout.ep)
         sent = layout.instances * batch / layout.tp
         received = layout.dp * batch * self.own_rows(layout.ffn_mesh)
         rows = [copies * sent, copies * received]
@@ -414,18 +412,9 @@ class Calculator(NamedTuple):
             moving = alltoall_seconds(hardware, mesh, row, reached, shared=shared)
             own, ahead = own * busiest, 2  # the numbers of rows go ahead
         else:
-            brought = self._broadcast(mesh)
-            moving = gather_seconds(hardware, mesh, row, brought=brought)
-            own *= self.needed(group, mesh.ranks) if brought else 1.0
+            moving = gather_seconds(hardware, mesh, row, brought=self._broadcast(mesh))
         there, back = (own * seconds / self.assumed.network for seconds in moving)
         return there + ahead * latency if there else 0.0, back + latency
-
-    def needed(self, group: FFNLayers, instances: int) -> float:
-        """Part of the rows that an ffn instance of a broadcast needs (`Assumptions.forward`)."""
-        if not (self.assumed.broadcast and self.assumed.forward and group.experts):
-            return 1.0
-        needed = reach(group.experts, group.top_k, instances)
-        return needed + (1 - needed) / instances if group.shared_d_ff else needed
 
     def entrance(self, hardware: Hardware, rows: int) -> float:
         """Seconds of a prediction module's map of `[embedding, hidden]` to its input, on every

@@ -74,8 +74,7 @@ def _afd_on_h800(model: CostModel, case: dict[str, Any]) -> Result:
     )
     h800 = load_hardware("h800")
     roles = Roles(h800, h800, ("h800", "h800"))
-    assumed = msgspec.structs.replace(PAPER, forward=case.get("forward", False))
-    made = scenario(deployment, model, Stored(), roles, context, assumed)
+    made = scenario(deployment, model, Stored(), roles, context, PAPER)
     fp8 = [
         part._replace(formats=msgspec.structs.replace(part.formats, compute="fp8"))
         for part in (made.attention, made.ffn)

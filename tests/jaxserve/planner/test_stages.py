@@ -10,13 +10,11 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import blocks_met, busiest_by_chance, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
-from jaxserve.planner.options import PAPER
 from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
 from tests import golden
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H100, H800
-from tests.jaxserve.planner.test_paper_systems import upcycled
 
 ONES = dict.fromkeys(("compute", "memory", "network", "imbalance"), 1)
 NOUGHTS = ("stage_seconds", "crossing_seconds", "pull_seconds", "collective_seconds", "hop_seconds")
@@ -210,20 +208,6 @@ class TestFFN:
         assert cut.ffn(dense, H100, 72 * 16, mesh).spread > 0
         more = 71 / 72 * 3 * 3 * 7168 * 18432
         assert whole.ffn_weights(mesh, H100) - cut.ffn_weights(mesh, H100) == pytest.approx(more)
-
-    def test_instances_get_only_the_rows_that_they_need(self):
-        """Step-3 upcycled to 96 experts on 4 instances: 69 % of the rows."""
-        model = upcycled(load_model("step3"))
-        both = (
-            Calculator(model, 4096, Formats(), msgspec.structs.replace(PAPER, forward=forward))
-            for forward in (False, True)
-        )
-        mesh = ExchangeMesh(ranks=4, tensor=8, attention=24)
-        every, needed = (c.ffn(model.ffn[1], H800, 3072, mesh) for c in both)
-        missed = math.comb(72, 3) / math.comb(96, 3)
-        assert 1 - missed * 3 / 4 == pytest.approx(0.69, abs=0.005)
-        assert (needed.spread + needed.gather) * 1e6 == pytest.approx(270, abs=3)
-        assert (every.spread + every.gather) * 1e6 == pytest.approx(384, abs=3)
 
     def test_few_attention_devices_fill_few_ffn_devices(self):
         """What arrives on one of eight devices leaves from it."""
