@@ -36,7 +36,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
 
 HOSTS_EACH = 8
-"""Hosts that each host hands a plan on to, as in `fleet/broadcast.py`."""
+"""Hosts that each host hands a plan on to, as in `fleet/joining.py`."""
 
 
 class StageTime(NamedTuple):
@@ -209,7 +209,7 @@ class Calculator(NamedTuple):
 
     def plans(self, hardware: Hardware, devices: int) -> float:
         """Seconds more of the process that leads `devices` devices of all roles: a step's plan goes
-        to the others of its host and, once each, to a few other hosts (`fleet/broadcast.py`)."""
+        to the others of its host and, once each, to a few other hosts (`fleet/joining.py`)."""
         here = min(devices, hardware.devices_per_host)
         hosts = math.ceil(devices / hardware.devices_per_host)
         below = math.ceil(here / hardware.process_devices) - 1 + min(hosts - 1, HOSTS_EACH)

@@ -5,15 +5,14 @@ what others measured: a search's, for the one layout and batch that was measured
 `configs/world/`.
 """
 
-import datetime
-from typing import Annotated, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.config.topology import PlannedMode, topology_of
+from jaxserve.config.topology import topology_of
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
@@ -101,20 +100,6 @@ def minimum_sparsity(
     return d_model * peak(hardware) * layers / (network * hardware.bandwidth * budget)
 
 
-class Printed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers of a row are divided by spaces; a dot where a cell is blank."""
-
-    title: str
-    columns: list[str]
-    rows: dict[str, str]
-
-
-class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    models: dict[str, str]
-    hardware: dict[str, str]
-    tables: dict[str, Printed]
-
-
 def cell(value: float | None, printed: str) -> Cell:
     if value is None:
         return Cell(None, "N/A", printed)
@@ -124,7 +109,7 @@ def cell(value: float | None, printed: str) -> Cell:
 
 
 def tables() -> Tables:
-    paper = read_struct(WORLD / "step3.yaml", Paper)
+    paper = SimpleNamespace(**read_struct(WORLD / "step3.yaml", dict[str, Any]))
     models = {name: load_model(key) for name, key in paper.models.items()}
     hardware = {name: load_hardware(key) for name, key in paper.hardware.items()}
     step3, kinds = models["Step-3"], hardware.values()
@@ -157,8 +142,8 @@ def tables() -> Tables:
     found, number, wrong = [], 0, []
     for name, one in paper.tables.items():
         rows = {}
-        for label, printed in one.rows.items():
-            cells = zip(one.columns, map(cell, ours[name](label), printed.split()), strict=True)
+        for label, printed in one["rows"].items():
+            cells = zip(one["columns"], map(cell, ours[name](label), printed.split()), strict=True)
             rows[label] = own = {column: c for column, c in cells if c.printed != "."}
             number += len(own)
             wrong += [
@@ -166,54 +151,30 @@ def tables() -> Tables:
                 for column, c in own.items()
                 if c.ours != c.printed
             ]
-        found.append(Table(name, one.title, one.columns, rows))
+        found.append(Table(name, one["title"], one["columns"], rows))
     agree = f"{number - len(wrong)} of {number} printed numbers agree to the printed digits"
     return Tables(found, [agree, *wrong])
 
 
-Count = Annotated[int, Meta(ge=1)]
 LAYER = "µs an attention layer"
 LARGE = 0.35
 """Relative errors above this one need a reason."""
+DEFAULTS = dict.fromkeys(("dp", "tp", "ffn_tp", "lanes"), 1)
+DEFAULTS |= dict.fromkeys(("ep", "shared_ranks", "drafts", "fitted"), 0)
+DEFAULTS |= {"acceptance": "", "assume": [], "why": ""}
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One published number: `given` is what its source states, `taken` what it does not."""
-
-    name: str
-    quantity: Literal["tokens/s a device", "tokens/s a chip", "ms a token", "µs an attention layer"]
-    measured: Annotated[float, Meta(gt=0)]
-    source: str
-    date: datetime.date
-    model: str
-    hardware: str
-    mode: PlannedMode
-    batch: Count
-    context: Count
-    given: str
-    taken: str
-    formats: Formats
-    dp: Count = 1
-    tp: Count = 1
-    ep: int = 0
-    ffn_tp: Count = 1
-    lanes: Count = 1
-    shared_ranks: int = 0
-    drafts: int = 0
-    acceptance: str = ""
-    assume: list[str] = []
-    fitted: bool = False
-    why: str = ""
+def read_measurements() -> list[SimpleNamespace]:
+    """Published numbers: `given` is what the source states, `taken` what it does not."""
+    rows = read_struct(WORLD / "measurements.yaml", list[dict[str, Any]])
+    return [SimpleNamespace(**DEFAULTS | row) for row in rows]
 
 
-def read_measurements(folder=CONFIGS) -> list[Measurement]:
-    return read_struct(folder / "world" / "measurements.yaml", list[Measurement])
-
-
-def predict(one: Measurement) -> float:
+def predict(one: SimpleNamespace) -> float:
     """Our number, in the measurement's unit."""
     hardware, model = load_hardware(one.hardware), load_model(one.model)
-    calculator = Calculator(model, one.context, one.formats, assumptions(one.assume))
+    formats = msgspec.convert(one.formats, Formats)
+    calculator = Calculator(model, one.context, formats, assumptions(one.assume))
     if one.quantity == LAYER:
         group = max(model.attention, key=lambda each: each.layers)
         return calculator.attend(group, hardware, one.batch, one.tp).seconds * 1e6

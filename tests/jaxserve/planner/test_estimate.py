@@ -6,7 +6,7 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.broadcast import HOSTS_EACH
+from jaxserve.fleet.joining import HOSTS_EACH
 from jaxserve.plan import main
 from jaxserve.planner import estimate, estimate_command, stages
 from jaxserve.planner.estimate_command import COMMITTED
