@@ -32,16 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class FFNGroup:
-    """This process's end of the control plane (`link.remote.server.Group`).
+    """This process's end of the control plane: a `link.remote.server.Group` that moves experts.
 
     Attributes:
-      process: number of this process; 0 leads.
       ended: set when this process is to leave.
       wait_warm_up: waits until all processes have loaded and compiled; gets the digest of the
         weights, which must be equal.
       leave: ends the worker in order, from any of its processes; safe in a signal handler.
-      report: sends a report to process 0.
-      order: has all followers run a message, or move experts, next; in process 0.
       counts: returns the followers' token counts of experts; in process 0.
     """
 

@@ -89,9 +89,3 @@ class NamedMessage(msgspec.Struct, frozen=True, tag="message", array_like=True):
     kind: str
     layer: int
     rows: int
-
-
-class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
-    """Order to forget an attention worker that has left."""
-
-    domain: str

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 MOST_CONNECTIONS = 64
 """Most processes of domains at a time, and most domains that have left and are remembered."""
 
-_orders = msgspec.msgpack.Decoder(frames.NamedMessage | frames.Forget)
+_names = msgspec.msgpack.Decoder(frames.NamedMessage)
 
 
 class Group(Protocol):
@@ -157,34 +157,32 @@ class MessageServer:
             lost = domain.connections.get(connection.own)
             domain.connections[connection.own] = connection
             absent = [one for one in self._domains.values() if not one.connections]
+            for gone in absent[:-MOST_CONNECTIONS]:
+                self._forget(gone)
         if lost is not None:
             lost.fail("the process has connected again")
-        if len(absent) > MOST_CONNECTIONS and not self._process:
-            self.passes.between(lambda: self._forget(absent[0]))
         return domain
 
     def _forget(self, domain: "Domain[_DomainConnection]") -> None:
-        """Has all processes forget a domain, unless it is back."""
-        with self._changing:
-            if domain.connections or self._domains.get(domain.name) is not domain:
-                return
+        """Needs the lock."""
+        if self._domains.get(domain.name) is domain:
             del self._domains[domain.name]
-        self._order(frames.Forget(domain.name))
+        domain.clear()
         self.passes.forget(domain)
 
     def left(self, connection: "_DomainConnection") -> None:
-        """Forgets a domain with its last connection, unless another process may have run a message
-        of which this one is asked again."""
+        """Forgets a domain with its last connection. A worker of several processes remembers those
+        that left last: another process may have run a message of which this one is asked again."""
         domain = connection.domain
         with self._changing:
             if domain.connections.get(connection.own) is connection:
                 del domain.connections[connection.own]
-            if domain.connections or self._group is not None:
+            if domain.connections:
                 return
-            if self._domains.get(domain.name) is domain:
-                del self._domains[domain.name]
-            domain.clear()
-        self.passes.forget(domain)
+            if self._group is None:
+                self._forget(domain)
+            elif self._domains.get(domain.name) is domain:
+                self._domains[domain.name] = self._domains.pop(domain.name)
 
     # ------------------------------------------------------------------------ its messages
     def places(self, pieces: int, own: Sequence[int]) -> list[int]:
@@ -216,7 +214,7 @@ class MessageServer:
 
     def reported(self, process: int, data: bytes) -> None:
         """Handles the report of a follower, in process 0."""
-        what = _orders.decode(data)
+        what = _names.decode(data)
         with self._changing:
             domain = self._domains.setdefault(what.domain, Domain(what.domain))
             message = domain.message(what, self.work.holders(what.pieces))
@@ -247,7 +245,8 @@ class MessageServer:
             return False
         result, first = None, batch[0].message.what
         try:
-            self._order(first)  # processes of one worker run a message at a time
+            if self._group is not None:  # its processes run a message at a time
+                self._group.order(encode(first))
             answers = self._run([one.message for one in batch])
             result = next(iter(answers[0]), None)
         except Exception as error:
@@ -269,10 +268,6 @@ class MessageServer:
         for connection in senders:
             connection.refuse(number, f"{type(error).__name__}: {error}")
 
-    def _order(self, order: frames.NamedMessage | frames.Forget) -> None:
-        if self._group is not None:
-            self._group.order(encode(order))
-
     def ordered(self, data: bytes) -> jax.Array | None:
         """Carries out an order of process 0, in a follower; called by one thread.
 
@@ -282,13 +277,7 @@ class MessageServer:
         Raises:
           EngineFailedError: the message has not arrived here.
         """
-        order = _orders.decode(data)
-        if isinstance(order, frames.Forget):
-            with self._changing:
-                gone = self._domains.pop(order.domain, Domain(order.domain))
-            for connection in list(gone.connections.values()):
-                connection.fail("process 0 has forgotten the domain")
-            return None
+        order = _names.decode(data)
         with self._changing:
             domain = self._domains.setdefault(order.domain, Domain(order.domain, self._process))
             message = domain.message(order, self.work.holders(order.pieces))

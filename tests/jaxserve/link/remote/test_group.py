@@ -160,3 +160,13 @@ def test_a_lane_goes_on_and_forgets():
     assert domain.message(first, [0]).answer == {0: "answer"}
     domain.ran(domain.message(later, [0]), ["another"])
     assert domain.message(first, [0]) is None
+
+
+def test_the_domain_that_left_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr("jaxserve.link.remote.server.MOST_CONNECTIONS", 1)
+    server = Process(1, [1]).server
+    for name in "abac":
+        connection = Mock(own=(0,))
+        connection.domain = server.admit(connection, name)
+        server.left(connection)
+    assert list(server._domains) == ["a", "c"]
