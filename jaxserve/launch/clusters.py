@@ -1,8 +1,8 @@
 """A fleet over two Kubernetes clusters: prefill workers in one, routers and domains in the other.
 
-Called by `kubernetes.py`. Routers and domains open all connections, to the addresses of pods. The
-links between workers are authenticated but not encrypted by jaxserve: the clusters' network does
-that (WireGuard), and the script refuses to go on where it does not.
+Called by `kubernetes.py`. Routers and domains open all connections, to the addresses of pods. Links
+between workers are encrypted by `cluster.tls` or by the clusters' network (WireGuard), and the
+script refuses to go on where neither does.
 """
 
 import shlex
@@ -71,6 +71,7 @@ def script(rendering: Rendering) -> str:
         command=rendering.command,
         name=shlex.quote(options.name),
         namespace=shlex.quote(options.namespace),
+        tls="1" if rendering.deployment.cluster.tls else "",
         files=f"\n# Beside this file: {', '.join(names)}." if names else "",
         secrets=given,
     )

@@ -32,8 +32,10 @@ def test_each_cluster_has_its_roles_and_one_deployment_file():
 
 
 @golden.table("launch/encryption.yaml")
-def test_both_get_one_secret_where_the_network_encrypts(says, kept, code, tmp_path):
-    write({**files_of(TWO), "kubectl": KUBECTL, "api-keys": "k", "calls": ""}, tmp_path)
+def test_both_get_one_secret_where_links_are_encrypted(says, kept, given, code, tmp_path):
+    write(
+        {**files_of(f"{TWO} {given}"), "kubectl": KUBECTL, "api-keys": "k", "calls": ""}, tmp_path
+    )
     path = f"{tmp_path}:{os.environ['PATH']}"
     more = {"PATH": path, "PREFILL": "p", "DECODE": "d", "SAYS": says, "KEPT": kept}
     command = [tmp_path / "clusters.sh", "apply"]
