@@ -188,6 +188,7 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
             request_seconds=sizer.searcher.calculator.assumed.request_seconds,
             prefilled=part == "decode",
             tokens_a_step=1 if part == "prefill" else coarse,
+            step_seconds=coarse * fleet.pace,
         ),
         domain=domain,
         prefill=Scaled(sizer.times(fleet.worker.layout, (on, on)), coarse) if workers else None,

@@ -123,6 +123,7 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
       request_seconds: added to every TTFT: HTTP, the router and its messages.
       prefilled: whether prompts arrive with their KV entries although no worker computes them.
       tokens_a_step: tokens that a sequence gains with each simulated token.
+      step_seconds: of a simulated step that decodes, where it stands for several.
     """
 
     pages: Handoff = Handoff()
@@ -133,6 +134,7 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
     request_seconds: float = 0.0
     prefilled: bool = False
     tokens_a_step: float = 1.0
+    step_seconds: float = 0.0
 
 
 class _Seen(msgspec.Struct):
@@ -385,10 +387,12 @@ class FleetSimulation:
             return
         if seen.first < 0 and output.token_ids:
             seen.first, seen.domain_wait = self._now, seen.domain_wait + output.queue_seconds
-            if self._elsewhere:  # it waited for the step under way, and for its own
-                own = self._now - self._sent[attempt] - output.queue_seconds
-                waited = own + min(own, output.queue_seconds)
-                seen.early = waited * (1 - 1 / self._conditions.tokens_a_step)
+            queued, step = output.queue_seconds, self._conditions.step_seconds
+            own = self._now - self._sent[attempt] - queued
+            # It waits for a step under way, before its plan or behind it, and for its own; steps
+            # that compute prompts take as long for their tokens, however many they stand for.
+            decoding = min(queued, step) + min(own, (1 + self._elsewhere) * step)
+            seen.early = decoding * (1 - 1 / self._conditions.tokens_a_step)
             self._without_token -= not self._attempts[attempt].startswith(RUNNING)
         request, actions = self._coordinator.output(attempt, output)
         if request is not None and request.last_at is not None:

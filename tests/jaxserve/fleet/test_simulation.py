@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from jaxserve.config.load import load_deployment
@@ -82,6 +83,13 @@ def test_one_request_waits_for_nothing(tmp_path):
     assert result.busy == pytest.approx(
         {"prefill": 2 * 0.8 * STEP / whole, "domain": 3 * 0.8 * STEP / whole}
     )
+
+
+def test_a_first_token_takes_one_of_the_steps_that_a_simulated_one_stands_for(tmp_path):
+    simulation = simulate(tmp_path)
+    coarse = {"tokens_a_step": 4, "step_seconds": STEP}
+    simulation._conditions = msgspec.structs.replace(simulation._conditions, **coarse)
+    assert simulation.run().ttft.mean == pytest.approx(2 * STEP + PULL + STEP / 4)
 
 
 def test_sequences_that_run_at_the_start(tmp_path):
