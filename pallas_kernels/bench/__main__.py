@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tune:
         return _tune(parser, options)
     device = jax.devices()[0]
+    if device.platform == "cpu" and not options.quick:
+        parser.error("a CPU takes hours for real sizes; --quick compares the results of tiny ones")
     effort = timing.Effort(2, 1) if options.quick else timing.Effort(20, 7)
     found: Any
     if options.layer:

@@ -70,6 +70,12 @@ def test_quick_writes_json(op, case, count, tmp_path):
     assert all(one["correct"] and one["backend"] == "reference" for one in found["results"])
 
 
+def test_real_sizes_need_an_accelerator(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--op", "attention", "--case", "step3"])
+    assert "a CPU takes hours for real sizes" in capsys.readouterr().err
+
+
 def test_a_measured_case_stands_beside_its_baselines(capsys):
     (case,) = cases(["norm_quantize"], ["step3"], quick=True)[:1]
     result = bench._measure(case, timing.Effort(1, 1), bench.Rates(1e9, 1e12))
