@@ -72,11 +72,6 @@ class AnswerParser:
         """Whether a tool call was found."""
         return self._called > 0
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the text so far ends in the reasoning."""
-        return self._state == self._reasoning
-
     def push(self, text: str) -> list[Piece]:
         """Adds text; returns the pieces that are certain now, adjacent ones of a kind joined."""
         return joined(self._pieces(text, last=False))

@@ -46,11 +46,6 @@ class HarmonyParser(AnswerParser):
         self._first = not begun  # no message has begun yet
         self._state = self._inside if begun else self._outside
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the text so far ends in the reasoning."""
-        return self._kind == "reasoning" and self._state == self._inside
-
     def _outside(self, text: str, last: bool) -> tuple[list[Piece], str | None]:
         """Before a message: its recipient and channel."""
         text, self.held = self.held + text, ""

@@ -228,6 +228,7 @@ class _Answer:
         self._chunk = chunk
         self._count = count
         self._parsers = parsers
+        self._thoughts = dict[AnswerParser, list[str]]()  # reasoning of each answer so far
         self._tokenizer = tokenizer
         last = request.messages[-1]
         echoed = request.echo and last.get("role") == "assistant"
@@ -316,14 +317,14 @@ class _Answer:
         return sources[0].job.token_ids if self._request.return_token_ids else UNSET
 
     def _pieces(self, parser: AnswerParser, output: GenerationOutput) -> list[Piece]:
-        """The pieces of an output; counts the tokens of its reasoning."""
-        began = parser.thinking
+        """The pieces of an output; at the answer's end, counts the tokens of its reasoning."""
         pieces = parser.push(output.text)
-        if output.finish_reason is not None:
+        ended = output.finish_reason is not None
+        if ended:
             pieces += parser.finish(cut=output.finish_reason == "length")
-        if began and parser.thinking:
-            self._count.reasoning += len(output.token_ids)
-        elif thought := "".join(piece.reasoning for piece in pieces):
+        thoughts = self._thoughts.setdefault(parser, [])
+        thoughts += [piece.reasoning for piece in pieces]
+        if ended and (thought := "".join(thoughts)):
             self._count.reasoning += len(self._tokenizer.encode(thought, add_bos=False))
         return pieces
 

@@ -126,7 +126,7 @@ def check_supported(request: ResponseRequest) -> None:
     for field in ("background", "conversation", "prompt"):
         if getattr(request, field):
             raise InvalidRequestError(
-                field, "is not supported: the server keeps complete responses alone"
+                field, "is not supported: the server keeps only complete responses"
             )
 
 

@@ -51,14 +51,6 @@ def test_an_answer_that_is_cut_off_has_no_markup() -> None:
         assert not any(mark in said for mark in marks)
 
 
-def test_the_reasoning_is_known_while_it_is_written() -> None:
-    parser = HarmonyParser(None, 9)
-    parser.push(TEXT[: (place := TEXT.index("Hm") + 1)])
-    assert parser.thinking
-    parser.push(TEXT[place : TEXT.index("Let") + 1])
-    assert not parser.thinking
-
-
 def test_a_template_shows_the_form_and_its_calls_are_read() -> None:
     template = template_of("gpt_oss")
     form = AnswerFormat.of(template)

@@ -56,10 +56,11 @@ def told(response: Any) -> list[Any]:
 
 
 def chat_stream(rig: HttpRig, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """(joined chunks, whole): reasoning, content, calls, reason of the end."""
+    """(joined chunks, whole): reasoning, content, calls, reason of the end, usage."""
     reasoning = content = reason = ""
     calls: list[list[str]] = []
-    for chunk in events(rig.chat(stream=True, **fields)):
+    *chunks, last = events(rig.chat(stream=True, stream_options={"include_usage": True}, **fields))
+    for chunk in chunks:
         delta = chunk["choices"][0]["delta"]
         reasoning += delta.get("reasoning_content") or ""
         content += delta.get("content") or ""
@@ -68,12 +69,14 @@ def chat_stream(rig: HttpRig, fields: dict[str, Any]) -> tuple[Any, Any]:
                 calls.append([call["function"]["name"], ""])
             calls[call["index"]][1] += call["function"]["arguments"]
         reason = chunk["choices"][0]["finish_reason"] or reason
-    choice = rig.chat(**fields).json()["choices"][0]
+    answer = rig.chat(**fields).json()
+    (choice,) = answer["choices"]
     message = choice["message"]
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     whole = [[function["name"], function["arguments"]] for function in functions]
     parts = message.get("reasoning_content") or "", message["content"] or ""
-    return (reasoning, content, calls, reason), (*parts, whole, choice["finish_reason"])
+    whole_answer = *parts, whole, choice["finish_reason"], answer["usage"]
+    return (reasoning, content, calls, reason, last["usage"]), whole_answer
 
 
 def response_stream(rig: HttpRig, fields: dict[str, Any]) -> tuple[Any, Any]:
