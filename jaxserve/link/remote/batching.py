@@ -32,7 +32,7 @@ class Waiting:
       layer: layer to run.
       shape: everything else that must be equal in a batch.
       cohort: lanes with the same value are run together where possible.
-      arrived: seconds, set by the policy.
+      arrived, taken: seconds, set by the policy; `taken` in the first message of a batch.
       key: identity of the message's lane.
     """
 
@@ -42,6 +42,7 @@ class Waiting:
     shape: Hashable
     cohort: Hashable
     arrived: float = dataclasses.field(default=0.0, init=False)
+    taken: float = dataclasses.field(default=0.0, init=False)
     key: Key = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class Turns:
             del self._waiting[message.key]
         return Decision(batch)
 
-    def served(self, batch: Iterable[Waiting], now: float) -> None:
+    def served(self, batch: Sequence[Waiting], now: float) -> None:
         """Notes that the answers of a batch are computed; nothing follows from it here."""
 
     def forget(self, domain: Hashable) -> None:

@@ -2,13 +2,15 @@
 
 Lanes that were served together return together, so independent attention workers stay in step while
 all is calm. A straggler would break that for good unless the others wait for it, or it for them.
+Where smaller passes are better, a cohort runs in parts, each as a cohort of its own (`parts.py`).
 See `docs/decisions/expert-pools-batch-by-cohort.md`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 
 from jaxserve.link.remote.batching import NEVER, Decision, Key, Turns, Waiting, batches
+from jaxserve.link.remote.parts import Parts
 
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
@@ -20,6 +22,9 @@ class _Lane:
     pipeline."""
 
     def __init__(self) -> None:
+        self.cohort: Hashable = None
+        self.home = _Cohort()
+        """Cohort that its messages name, none before the first; the part of it that it runs in."""
         self.layer = self._last = -1
         self.answered = self.due = 0.0
         self._means = [0.0] * 4
@@ -41,8 +46,8 @@ class _Lane:
 
 
 class _Cohort:
-    """Lanes that are to run together. Those of its last pass are *in step*; all others wait at
-    their layer until the cohort comes by."""
+    """Lanes that are to run together: a part of a cohort, or all of it. Those of its last pass are
+    *in step*; all others wait at their layer until the cohort comes by."""
 
     def __init__(self) -> None:
         self.layer, self.ran, self.began, self.look = -1, 0.0, 0.0, 0.0
@@ -82,6 +87,10 @@ class Cohorts(Turns):
         self._price, self._longest = price, longest
         self._lanes: dict[Key, _Lane] = defaultdict(_Lane)
         self._cohorts: dict[Hashable, _Cohort] = defaultdict(_Cohort)
+        self._places: dict[Hashable, int] = {}
+        """Numbers of the domains, by which they are dealt to the parts of a cohort."""
+        self._parts, self._ended = Parts(), 0.0
+        """Number of parts; when the last pass ended."""
         self._ready: deque[list[Waiting]] = deque()
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
         self.iteration = FIRST_ITERATION
@@ -92,9 +101,12 @@ class Cohorts(Turns):
         message.arrived, key = now, message.key
         if key in self._waiting:
             self._remove(self._waiting[key])
-        cohort = self._cohorts[message.cohort]
-        self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
         lane = self._lanes[key]
+        if message.cohort != lane.cohort:
+            lane.cohort = message.cohort
+            lane.home = self._home(key, lane)
+        cohort = lane.home
+        self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
         if lane.due:
             self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
         lane.arrives(message.layer, now)
@@ -109,14 +121,21 @@ class Cohorts(Turns):
         if not self._ready:
             return Decision(at=at)
         batch = self._ready.popleft()
-        self.served(batch, now)
+        batch[0].taken = now
         return Decision(batch)
 
-    def served(self, batch: Iterable[Waiting], now: float) -> None:
+    def served(self, batch: Sequence[Waiting], now: float) -> None:
         """See `Turns`."""
         for message in batch:
             if message.key in self._lanes:
                 self._lanes[message.key].leaves(message.layer, now)
+        domains, seconds = len(self._places), now - max(batch[0].taken, self._ended)
+        self._ended = now
+        if domains < 2 or self._price == NEVER:
+            return
+        self._parts.passed(len(batch), seconds)
+        if self._parts.review(now, self.iteration, domains, len(self._lanes) / domains, self.most):
+            self._divide()
 
     def forget(self, domain: Hashable) -> None:
         """See `Turns`."""
@@ -128,12 +147,36 @@ class Cohorts(Turns):
             cohort.missing -= gone
         for key in gone:
             del self._lanes[key]
+        self._places.pop(domain, None)
         rest = ([one for one in batch if one.domain != domain] for batch in self._ready)
         self._ready = deque(filter(None, rest))
 
+    def _home(self, key: Key, lane: _Lane) -> _Cohort:
+        """Returns the part of its cohort that a lane runs in."""
+        place = self._places.setdefault(key[0], max(self._places.values(), default=-1) + 1)
+        return self._cohorts[lane.cohort, place % self._parts.count]
+
+    def _divide(self) -> None:
+        """Deals the lanes to the present number of parts. A part goes on where the largest share of
+        its lanes in step is."""
+        old = sorted(self._cohorts.values(), key=lambda one: len(one.in_step), reverse=True)
+        self._cohorts, sources = defaultdict(_Cohort), dict[_Cohort, _Cohort]()
+        for key, lane in self._lanes.items():
+            lane.home = self._home(key, lane)
+        for cohort in old:
+            for key in cohort.in_step:
+                home = self._lanes[key].home
+                if sources.setdefault(home, cohort) is cohort:
+                    home.layer, home.ran, home.began = cohort.layer, cohort.ran, cohort.began
+                    home.in_step.add(key)
+        for home, cohort in sources.items():
+            home.missing = home.in_step & cohort.missing
+        for key, message in self._waiting.items():
+            self._lanes[key].home.waiting.setdefault(message.layer, {})[key] = message
+
     def _remove(self, message: Waiting) -> None:
         del self._waiting[message.key]
-        waiting = self._cohorts[message.cohort].waiting
+        waiting = self._lanes[message.key].home.waiting
         del waiting[message.layer][message.key]
         if not waiting[message.layer]:
             del waiting[message.layer]
@@ -173,7 +216,7 @@ class Cohorts(Turns):
         """Takes the message that waited longest, with those of its cohort that wait beside it. They
         go on as the cohort if they are more than the lanes in step: else a cohort that fell apart
         would never be whole again, since passes of few messages keep the pool busy."""
-        cohort, layer = self._cohorts[oldest.cohort], oldest.layer
+        cohort, layer = self._lanes[oldest.key].home, oldest.layer
         beside = cohort.waiting[layer]
         if layer == cohort.position or len(beside) > len(cohort.in_step):
             return self._run(cohort, layer, now)

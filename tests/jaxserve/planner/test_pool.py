@@ -22,3 +22,18 @@ def test_cohorts_form_where_a_pass_a_message_would_take_far_longer_than_an_itera
     )
     assert own.tokens > 0.98 * lockstep.tokens
     assert own.longest < 2.2 * own.p50
+
+
+def test_cohorts_run_in_parts_where_passes_are_bound_by_rows_and_links_are_slow():
+    """A tenth of a pass is fixed: whole cohorts leave a third of the pool's time unused."""
+    pool = ExpertPool(workers=15, layers=8, head=1e-4, fixed=27e-6, row=243e-6 / 1920, link=3e-4)
+    lockstep, turns, own = (
+        simulate_pool(pool, Cohorts(15, *price), domains=domains, iterations=20, warm_up=warm_up)
+        for price, domains, warm_up in (
+            ((math.inf,) * 2, 1, 5),
+            ((math.inf,) * 2, 3, 5),
+            ((), 1, 30),
+        )
+    )
+    assert turns.tokens > 1.05 * lockstep.tokens
+    assert own.tokens > 0.98 * turns.tokens

@@ -75,7 +75,21 @@ def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():
     assert taken(policy, now) == "abcd"
 
 
-KINDS = st.sampled_from(["slow", "lost", "idle", "shape"])
+def test_parts_stay_in_step_and_a_larger_part_goes_on_when_they_become_one():
+    policy = Cohorts(most=8)
+    now = in_step(policy, domains="abcde", layers=4)
+    for count, ran in ((2, ["ace", "bd", "ace"]), (1, ["ace"])):
+        policy._parts.count = count
+        policy._divide()
+        for batch in ran:
+            decision = policy.take(now, idle=True)
+            policy.served(decision.batch, now)
+            assert "".join(one.domain for one in decision.batch) == batch
+            for one in decision.batch:
+                policy.put(message(one.domain, one.layer + 1), now)
+
+
+KINDS = st.sampled_from(["slow", "lost", "idle", "shape", "parts"])
 EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 3), st.integers(0, 150)), max_size=12)
 
 
@@ -87,7 +101,7 @@ EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 3), st.integers(0, 150)), max_
     EVENTS,
 )
 def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, events):
-    """Lanes of 5 layers, some slow, lost, idle or of another shape from a moment on."""
+    """Lanes of 5 layers, some slow, lost, idle, of another shape or in parts from a moment on."""
     policy, layers, now, end = make(8), 5, 0.0, 0.0
     arrivals, running, order, waiting = [], [], 0, {}
     lost, served = set(), 0
@@ -124,6 +138,9 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
             kind, domain = happens.pop(at)
             slow[domain] = 20e-3 if kind == "slow" else slow.get(domain, 0.0)
             shape[domain] = kind == "shape"
+            if kind == "parts" and isinstance(policy, Cohorts):
+                policy._parts.count = domain + 1
+                policy._divide()
             if kind == "idle":
                 idle.add(domain)
             if kind == "lost":
@@ -146,4 +163,4 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
                 waiting[one.key] = one
                 policy.put(one, now)
     alive = set(range(domains)) - lost - idle
-    assert served > 50 or not alive
+    assert served > 15 or not alive

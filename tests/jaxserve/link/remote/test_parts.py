@@ -1,0 +1,50 @@
+"""The number of a cohort's parts, from passes and cycles of 15 domains with 3 lanes."""
+
+import pytest
+
+from jaxserve.link.remote.parts import AGAIN, Parts
+
+DOMAINS, COHORTS, LIMIT = 15, 3.0, 16
+
+
+def reviewed(parts, cycle, fixed, each, windows, *, now=0.0, messages=None):
+    """Runs windows of 100 cycles each; returns the time and the numbers of parts after each."""
+    counts = []
+    for _ in range(windows):
+        own = messages or DOMAINS / parts.count
+        sizes = [int(own)] * 95 + [1] * 5
+        for size in sizes:
+            parts.passed(size, fixed + each * size)
+        # As many seconds as these messages take at this cycle.
+        now += cycle(parts.count) * sum(sizes) / (DOMAINS * COHORTS)
+        parts.review(now, iteration=1e-9, domains=DOMAINS, cohorts=COHORTS, limit=LIMIT)
+        counts.append(parts.count)
+    return now, counts
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "seconds", "messages", "count"),
+    [
+        # Passes of 270 µs: 3 x 3 x (27 + 5 x 16.2) = 972 µs of pool, 1122 - 270 + 108 = 960 alone.
+        (27e-6, 16.2e-6, 1122e-6, None, 3),
+        # Half of a pass is fixed: two parts need 3 x 2 x 195 = 1170 µs of the pool.
+        (120e-6, 10e-6, 1122e-6, None, 1),
+        # The pool has no time left: 3 x 270 µs.
+        (27e-6, 16.2e-6, 810e-6, None, 1),
+        # Cohorts have fallen apart.
+        (27e-6, 16.2e-6, 1122e-6, 11, 1),
+    ],
+)
+def test_a_cohort_is_divided_where_shorter_passes_gain_more_than_more_passes_cost(
+    fixed, each, seconds, messages, count
+):
+    _, counts = reviewed(Parts(), lambda _: seconds, fixed, each, 3, messages=messages)
+    assert counts[-1] == count
+
+
+def test_parts_that_gain_nothing_are_given_up_and_tried_again_much_later():
+    parts = Parts()
+    now, counts = reviewed(parts, lambda _: 1122e-6, 27e-6, 16.2e-6, 20)
+    assert (counts[2], counts[-1]) == (3, 1)
+    _, counts = reviewed(parts, lambda count: 1122e-6 / count, 27e-6, 16.2e-6, AGAIN, now=now)
+    assert counts[10] == 1 < counts[-1]
