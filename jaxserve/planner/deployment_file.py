@@ -293,6 +293,8 @@ def _fleet_keys(
     if not fleet.workers:
         return keys
     replicas = worker.layout.redundant_slots or unit.redundant_slots
+    if unit.topology.has("ffn"):  # colocated workers do not take over the link between the roles
+        keys |= {f"prefill.link.{name}": keys[f"link.{name}"] for name in ("dispatch", "combine")}
     memory = usable(worker.hardware, file.calculator.assumed.reserve)
     return keys | {
         "fleet.prefill": [f"prefill-{number}:{PORT}" for number in range(fleet.workers)],
