@@ -207,7 +207,6 @@ class Fetches:
         slots, row = self._row(sequence)
         slots.cached[row] = slots.found[row] = done
         group.publish(sequence, done)
-        slots.published[row] = len(sequence.prefix)
         return done
 
     def _end(self, ticket: int) -> _Fetch:

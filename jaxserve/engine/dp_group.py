@@ -100,9 +100,7 @@ class DPGroup:
 
     def match(self, sequence: Sequence) -> list[PageNode]:
         """Returns the longest prefix of the sequence in the prefix cache, as a path of pages."""
-        if self.cache is None:
-            return []
-        return self.cache.match(sequence.keys, sequence.reusable)
+        return self.cache.match(sequence.keys, sequence.reusable) if self.cache else []
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache and returns how many pages that freed."""
@@ -199,8 +197,7 @@ class DPGroup:
         cached = min(cached, len(sequence.tokens))
         for page in range(len(sequence.prefix), cached // self._page_size):
             own = sequence.page_ids[page], sequence.ring.get(page, -1)
-            path = sequence.prefix, sequence.keys
-            if self.cache is None or not self.cache.extend(*path, *own):
+            if self.cache is None or not self.cache.extend(sequence.prefix, sequence.keys, *own):
                 break  # another sequence published the same tokens first, and uses that page
         if self.rings is not None:
             self._slide(sequence, self.rings.first_read(cached))

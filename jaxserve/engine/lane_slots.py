@@ -390,15 +390,17 @@ class LaneSlots:
 
     def filled(self, step: "StepInFlight") -> list[tuple[Sequence, int]]:
         """Returns the sequences whose pages may go to the prefix cache after a complete step: those
-        with new full pages, and those that leave; each with its tokens in the KV cache.
+        with new full pages, or with a ring page that no step reads any more, and those that leave;
+        each with its tokens in the KV cache.
 
         A page that the cache has of another sequence is offered again with the next one.
         """
         cached, rows = self.known_cached(step), step.rows
-        full = cached // self.page_size
-        changed = (full > self.published[rows]) | ~self.running[rows]
+        behind = np.maximum(cached + 1 - (self._sizes.window or self._sizes.max_length + 1), 0)
+        edges = cached // self.page_size + behind // self.page_size
+        changed = (edges > self.published[rows]) | ~self.running[rows]
         changed &= self.resident[rows]  # a sequence to be computed anew may have left already
-        self.published[rows] = full
+        self.published[rows] = edges
         return [
             (self.write_back(int(rows[index])), int(cached[index]))
             for index in np.flatnonzero(changed).tolist()

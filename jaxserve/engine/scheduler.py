@@ -255,6 +255,9 @@ class Scheduler:
         step = steps.pop()
         slots.take_back(step)
         for sequence in slots.sequences[step.rows[slots.running[step.rows]]]:
+            group, _, row = sequence.place
+            end = -(-int(slots.cached[row] + slots.slack[row]) // self.page_size)
+            self.groups[group].cut_ring(sequence, end)
             if sequence.request.params.penalises or self._recurrent:
                 self._preempt(sequence)
         self._release_rows(slots, step.rows)

@@ -170,12 +170,12 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
 
 
 def most_held(deployment: Deployment, transfer: PageTransfer) -> int:
-    """Returns the number of requests whose pages a prefill worker keeps. With rings, at most two
+    """Returns the number of requests whose pages a prefill worker keeps. With rings, at most one
     for each slot, as many as there are ring pages for (`kv_cache.ring_pages`)."""
     most = deployment.pages.held
     if transfer.programs.tables == 1:
         return most
-    return min(most, 2 * deployment.scheduler.slots * deployment.lanes)
+    return min(most, deployment.scheduler.slots * deployment.lanes)
 
 
 def piece_tokens(deployment: Deployment) -> tuple[int, ...]:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import hand_offs, layouts, long_prompts
 from tests.jaxserve.fleet import test_domains
 from tests.jaxserve.moving import move_at_random
@@ -109,4 +107,4 @@ def test_hand_off(folder, second, monkeypatch):
 @pytest.mark.parametrize(("said", "overrides"), ENTRIES["refused"].items())
 def test_refused(folder, said, overrides):
     with pytest.raises(ConfigError, match=said):
-        build_runtime(load_deployment(folder, LIMITS | overrides))
+        loaded(folder, **overrides)

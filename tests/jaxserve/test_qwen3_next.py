@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.load import load_deployment
 from jaxserve.engine import stepper
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.engine.test_lost_steps import Failing
 from tests.reference.tiny_qwen3_next import ENTRIES, LONG, QWEN3_NEXT
@@ -87,4 +85,4 @@ def test_fp8_blocks_answer_as_their_numbers(tmp_path):
 @pytest.mark.parametrize(("said", "overrides"), ENTRIES["refused"].items())
 def test_refused(folder, said, overrides):
     with pytest.raises(ConfigError, match=said):
-        build_runtime(load_deployment(folder, LIMITS | overrides))
+        loaded(folder, **overrides)

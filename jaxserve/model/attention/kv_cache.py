@@ -172,18 +172,19 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
 
     Every slot has one page of states, for as long as a sequence is there.
 
-    A sequence's ring has its window, a page that it grows into and two that it leaves. The chunks
-    of a lane's two steps in flight come on top, and with a prefix cache as many rings again for the
-    ends of cached prefixes. With this many pages a running sequence never lacks one.
+    A sequence that decodes holds the pages of its window and of the tokens and drafts of the two
+    steps in flight, which lie anywhere within pages. The chunks of a lane's two steps come on top,
+    each of which may reach into one page more: that is a slot's spare page, or one of those for an
+    end of a cached prefix. With this many pages a running sequence never lacks one.
     """
     window, limits, size = largest_window(config), deployment.scheduler, deployment.cache.page_size
     if config.recurrent:
         return limits.slots * deployment.lanes
     if not 0 < window < limits.max_length:
         return 0
-    rings = limits.slots * deployment.lanes * (1 + deployment.cache.prefix)
-    chunks = 2 * deployment.lanes * (limits.token_budget // size + 1)
-    pages = rings * (-(-(window + deployment.drafts) // size) + 3) + chunks
+    own = -(-(window + 2 * deployment.drafts) // size) + 1 + (deployment.modules > 0)
+    spare = max(1, deployment.cache.prefix * (-(-(window - 1) // size)))
+    pages = deployment.lanes * (limits.slots * (own + spare) + 2 * limits.token_budget // size)
     return min(deployment.cache.pages, pages + scratch_pages(deployment.drafts, deployment.modules))
 
 

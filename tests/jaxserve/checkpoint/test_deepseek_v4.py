@@ -10,10 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.load import load_deployment
-from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import layouts
-from tests.jaxserve.test_deepseek_v4 import GREEDY, LIMITS
+from tests.jaxserve.test_deepseek_v4 import GREEDY, loaded
 from tests.reference.tiny_deepseek_v4 import LONG, TinyDeepseekV4, TinyV4
 
 pytestmark = pytest.mark.unoptimised
@@ -78,8 +76,7 @@ def folders(tmp_path_factory):
 def test_tokens_are_those_of_the_numbers_as_floats(folders):
     found = []
     for folder in folders:
-        runtime = build_runtime(load_deployment(folder, LIMITS))
-        with layouts.serving(runtime) as engine:
+        with layouts.serving(loaded(folder)) as engine:
             found.append(layouts.generate(engine, LONG.questions(), GREEDY))
     assert found[0] == found[1]
     config, _ = read_config(folders[1])

@@ -9,7 +9,7 @@ oracle that knows nothing of pages or steps.
 """
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from random import Random
 
 import msgspec
@@ -234,10 +234,11 @@ def _guesses(seed: int, tokens: list[int]) -> list[int]:
 
 def least_ring_pages(limits: SchedulerSizes) -> int:
     """As many as a deployment has (`kv_cache.ring_pages`), with rings for holds."""
-    rings = limits.slots * limits.lanes * (1 + limits.prefix_cache)
-    ring = -(-(limits.window + limits.drafts) // limits.page_size) + 3
-    chunks = 2 * limits.lanes * (limits.token_budget // limits.page_size + 1)
-    return min(limits.pages, rings * ring + chunks)
+    size = limits.page_size
+    ring = -(-(limits.window + 2 * limits.drafts) // size) + 1
+    ring += max(1, limits.prefix_cache * -(-(limits.window - 1) // size))
+    chunks = 2 * limits.token_budget // size
+    return min(limits.pages, limits.lanes * (limits.slots * ring + chunks))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -584,6 +585,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(0 <= usage <= 1 for usage in self.scheduler.kv_usage)
         for request_id in self.held:
             self.check_held(request_id)
+        for group in range(self.limits.groups):
+            self.check_rings(group, self.limits, Counter())
+
+    def check_rings(self, group: int, limits: SchedulerSizes, fed: Counter):
+        """A ring has the window, and what two steps feed beside it: `kv_cache.ring_pages`."""
+        for lane, rows in self.rows_in_flight(group):
+            fed.update({(lane, row.slot): len(row.token_ids) for row in rows})
+        for one in self.scheduler.groups[group].residents():
+            tokens = fed[one.place.lane, one.place.row % limits.slots] - 2
+            rows = limits.window + max(tokens, 2 * limits.drafts)
+            assert one.suspect or len(one.ring) <= -(-rows // limits.page_size) + 1
 
     def check_held(self, request_id: str):
         """The held pages have the entries of the whole prompt, whatever else goes on."""
