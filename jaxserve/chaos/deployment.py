@@ -245,11 +245,10 @@ class Deployment:
             pages=found["pages"] or "",
             pages_dialled=found["pages_dialled"] or "",
         )
-        if process.role == "follower":
-            return
-        if process.listens:
+        # Followers have their leader's addresses, except in an ffn worker.
+        if process.listens and process.dialled not in self.proxies:
             self.proxies[process.dialled] = Proxy(process.dialled, process.listens)
-        if process.pages:
+        if process.pages and process.role != "follower":
             link = Process(
                 FIRST_LINK + process.number,
                 "pages",

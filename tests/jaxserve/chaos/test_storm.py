@@ -84,3 +84,15 @@ def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_pat
     found, said = storm(tiny_model, tmp_path, overrides, *options, seconds=LONG_SECONDS)
     check(found, said)
     assert found["kill follower"]["faults"] >= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LONG_SECONDS + 100)
+def test_processes_of_both_roles_over_pull_are_killed(tiny_model, tmp_path):
+    """The only domain and its ffn worker have two processes each."""
+    overrides = {"mode": "afd", "lanes": 2, "fleet.absent_seconds": 300}
+    overrides["attention"] = {"runtime": "attention", "dp": 2, "processes": 2}
+    overrides["ffn"] = {"runtime": "ffn", "ep": 2, "processes": 2}
+    overrides["link"] = {"transport": "pull", "addresses": ["h:1", "h:2"]}
+    options = ("--kills", "3", "--only", "attention,ffn,follower", "--clients", "4")
+    check(*storm(tiny_model, tmp_path, overrides, *options, seconds=LONG_SECONDS))

@@ -294,10 +294,9 @@ class TestPasses:
         assert f": {gb} GB of activations a device; {said}" in text
 
     def test_several_processes_run_a_message_at_a_time(self):
-        places = ["a:1", "b:1"]
-        config, deployment = load("step3-fleet", ffn_processes=2, link_addresses=places)
-        text = describe(config, deployment, memory_of(deployment))
-        assert "ffn passes   of one message (link.batching: cohort, ffn.processes: 2)" in text
+        two = load("step3-fleet", ffn_processes=2, link_addresses=["a:1", "b:1"])
+        said = "ffn passes   of one message (link.batching: cohort, ffn.processes: 2)"
+        assert said in describe(*two, memory_of(two[1]))
 
 
 class TestDescription:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.link.remote.frames import NamedMessage
+from jaxserve.link.remote.frames import Join, NamedMessage
 from jaxserve.link.remote.group import Domain
-from jaxserve.link.remote.server import MessageServer
-from jaxserve.link.session.hello import make_hello
+from jaxserve.link.remote.server import MessageServer, _DomainConnection
+from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
 
 LANES, LAYERS = 2, 3
@@ -170,3 +170,10 @@ def test_the_domain_that_left_longest_ago_is_forgotten(monkeypatch):
         connection.domain = server.admit(connection, name)
         server.left(connection)
     assert list(server._domains) == ["a", "c"]
+
+
+@pytest.mark.parametrize("own", [(), (2,), (-1, 0), (0, 0), (1, 0)])
+def test_pieces_that_a_message_does_not_have_are_refused(own):
+    connection = _DomainConnection(Process(0, [0]).server, Mock())
+    with pytest.raises(Refusal, match=r"sends pieces .* of messages of 2 pieces"):
+        connection._admit(Join(make_hello("ffn", {}), "d0", 2, (8,), own))
