@@ -22,8 +22,13 @@ agent = Agent(
     name="house",
     model=OpenAIResponsesModel("demo", client),
     tools=[light],
-    # After a call the SDK lets the model choose, and the demo answers.
-    model_settings=ModelSettings(tool_choice="required", temperature=0.6),
+    # After a call the SDK lets the model choose, and the demo answers. The SDK takes an answer that
+    # met its limit of tokens for an error, and the demo seldom ends by itself.
+    model_settings=ModelSettings(
+        tool_choice="required",
+        temperature=0.6,
+        extra_body={"stop": [".", ")", "\n\n"], "repetition_penalty": 1.2},
+    ),
 )
 last = None
 for question in ("Light, please.", "And now?"):
