@@ -36,9 +36,8 @@ class Parts:
         """Measured cycles in seconds, by the number of parts."""
         self._reviewed, self._served, self._run, self._reviews = 0.0, 0, 0, 0
         """Time of the last review; messages and passes since then; reviews."""
-        self._settled = False
-        """Whether the number of parts is older than the present window."""
-        self._lanes = 0, 0.0
+        self._settled, self._lanes = False, (0, 0.0)
+        """Whether the number of parts is older than the present window; domains and cohorts."""
 
     def passed(self, messages: int, seconds: float) -> None:
         """Notes a pass."""
@@ -63,8 +62,7 @@ class Parts:
         cycle = domains * cohorts * seconds / self._served
         whole = self._served > WHOLE * min(limit, domains) * self._run
         settled, self._settled = self._settled, True
-        self._reviewed, self._served, self._run = now, 0, 0
-        self._reviews += 1
+        self._reviewed, self._served, self._run, self._reviews = now, 0, 0, self._reviews + 1
         if (domains, cohorts) != self._lanes or self._reviews % AGAIN == 0:
             self._lanes, self._cycles = (domains, cohorts), {}
         elif settled and (whole or self.count > 1) and len(self._passes) > 1:
@@ -79,9 +77,11 @@ class Parts:
         means, counts = zip(*self._passes.values(), strict=True)
         weights = np.sqrt(np.minimum(counts, 64))
         each, fixed = np.maximum(np.polyfit([*self._passes], means, 1, w=weights), 0.0).tolist()
-        numbers = range(1, domains + 1)
-        alone = [-(-domains // (n * limit)) * fixed + each * domains / n for n in numbers]
+        numbers = np.arange(1, domains + 1)
+        largest = -(-domains // numbers)
+        fixed = -(-largest // limit) * fixed
+        alone = fixed + each * largest
         other = self._cycles[self.count] - alone[min(self.count, domains) - 1]
-        expected = {n: max(n * cohorts * own, other + own) for n, own in enumerate(alone, 1)}
-        expected |= self._cycles
+        cycles = np.maximum(cohorts * (numbers * fixed + each * domains), other + alone).tolist()
+        expected = dict(enumerate(cycles, 1)) | self._cycles
         return next(n for n, cycle in expected.items() if GAIN * cycle <= min(expected.values()))
