@@ -27,11 +27,11 @@ import numpy as np
 
 from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.workers import BenchError
-from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.runtime import freeze
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.fleet.control import Boundary, encode, shapes_digest
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan

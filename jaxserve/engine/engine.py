@@ -493,9 +493,7 @@ _running: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 @atexit.register
 def close_all() -> None:
-    """Ends the threads of engines that were not closed.
-
-    They are inside JAX most of the time; the interpreter would abort when it ends around them.
-    """
+    """Ends the threads of engines that were not closed: the interpreter would abort when it ends
+    around them, for they are inside JAX most of the time."""
     for engine in list(_running):
         engine.close(EXIT_SECONDS)

@@ -40,11 +40,12 @@ import numpy as np
 
 from jaxserve.engine.admission import AdmissionQueue, Fetches
 from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
-from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes, StepInFlight
+from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, Sequence, token_array
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.observe.load import DraftCounts

@@ -233,8 +233,8 @@ def make_engine(
       followers: the other processes of the runtime; None: this is its only one.
     """
     from jaxserve.engine.engine import Engine
-    from jaxserve.engine.lane_slots import SchedulerSizes
     from jaxserve.engine.scheduler import Scheduler
+    from jaxserve.engine.sizes import SchedulerSizes
     from jaxserve.model.attention.kv_cache import largest_window, ring_pages
     from jaxserve.observe.probe import Probe
     from jaxserve.observe.watch import Watch

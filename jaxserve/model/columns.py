@@ -1,5 +1,5 @@
-"""Columns of embeddings, logits and heads, which `tp` devices divide. Called by `blocks.py`, the
-sampler, the programs, and attention whose norms span all heads.
+"""Gathers columns of embeddings and logits that `tp` devices divide. Called by `blocks.py`, the
+sampler and the programs.
 """
 
 import functools
@@ -7,18 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-
-def norm_columns(
-    own: Float[Array, "rows own"], weight: Float[Array, " own"], epsilon: float, count: int
-) -> Float[Array, "rows own"]:
-    """RMSNorm over `count` columns. Where this device holds fewer, the `tp` devices add up their
-    sums of squares."""
-    own32 = own.astype(jnp.float32)
-    squares = jnp.sum(own32 * own32, axis=-1, keepdims=True)
-    if own.shape[1] < count:
-        squares = jax.lax.psum(squares, "tp")
-    return (own32 * jax.lax.rsqrt(squares / count + epsilon)).astype(own.dtype) * weight
 
 
 def all_columns(own: Float[Array, "rows own"], count: int) -> Float[Array, "rows count"]:

@@ -22,11 +22,11 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.admission import choose_domain
-from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.loop import Await, Enqueue, Loop
 from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths

@@ -20,7 +20,6 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.heads import attend
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation, paired
-from jaxserve.model.columns import norm_columns
 from jaxserve.model.module import Formats, add_once, linear, matrix, scale, weight, zeros
 from pallas_kernels.rotate_and_write import rotate_and_write
 
@@ -79,8 +78,8 @@ class GroupedQueryAttention(nnx.Module):
             query, gate = jnp.split(query.reshape(tokens, -1, 2 * head_dim), 2, axis=2)
         if norms and self.sizes.qk_norm == "columns":
             width = self.sizes.q_heads * head_dim, self.sizes.kv_heads * head_dim
-            query = norm_columns(query, norms["query_norm"], self.epsilon, width[0])
-            key = norm_columns(key, norms["key_norm"], self.epsilon, width[1])
+            query = _norm_columns(query, norms["query_norm"], self.epsilon, width[0])
+            key = _norm_columns(key, norms["key_norm"], self.epsilon, width[1])
             norms = {}
         query, key = (
             paired(heads.reshape(tokens, -1, head_dim), self.sizes.rope) for heads in (query, key)
@@ -117,3 +116,15 @@ class GroupedQueryAttention(nnx.Module):
         if self.sizes.qk_norm == "heads":
             norms = {name: paired(norm, self.sizes.rope) for name, norm in norms.items()}
         return norms
+
+
+def _norm_columns(
+    own: Float[Array, "rows own"], weight: Float[Array, " own"], epsilon: float, count: int
+) -> Float[Array, "rows own"]:
+    """RMSNorm over `count` columns. Where this device holds fewer, the `tp` devices add up their
+    sums of squares."""
+    own32 = own.astype(jnp.float32)
+    squares = jnp.sum(own32 * own32, axis=-1, keepdims=True)
+    if own.shape[1] < count:
+        squares = jax.lax.psum(squares, "tp")
+    return (own32 * jax.lax.rsqrt(squares / count + epsilon)).astype(own.dtype) * weight

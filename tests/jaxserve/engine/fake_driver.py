@@ -15,8 +15,8 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from tests.conftest import REPOSITORY

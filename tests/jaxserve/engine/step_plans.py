@@ -3,10 +3,10 @@
 import msgspec
 import numpy as np
 
-from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan

@@ -1,8 +1,9 @@
 from jaxserve.engine.admission import GroupLoad, choose_domain
 from jaxserve.engine.dp_group import DPGroup
-from jaxserve.engine.lane_slots import LaneSlots, SchedulerSizes
+from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.sequence import Sequence, token_array
+from jaxserve.engine.sizes import SchedulerSizes
 from tests.jaxserve.engine.step_plans import make_request, make_scheduler
 
 

@@ -19,9 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.engine.lane_slots import SchedulerSizes
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
+from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.engine.stepper import PREFILL_PARAMS
 from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED
 from jaxserve.roles.layout import NO_TOKEN

@@ -11,7 +11,7 @@ from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.load import DomainLoad, EngineLoad, WorkerLoad
 from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
-from jaxserve.server import metrics as module
+from jaxserve.server import engine_metrics, metrics
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.output import GenerationOutput
 from tests import golden
@@ -26,7 +26,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock, and a calendar that shows DATE at first."""
     clock = Clock()
     times = SimpleNamespace(monotonic=clock, time=lambda: DATE + clock())
-    monkeypatch.setattr(module, "time", times)
+    for module in (engine_metrics, metrics):
+        monkeypatch.setattr(module, "time", times)
     return clock
 
 
