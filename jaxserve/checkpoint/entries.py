@@ -129,7 +129,8 @@ class Entries:
         theta = (inner if "rope_theta" in parameters else self).number("rope_theta")
         self.meaningless("rope_theta")
         kind = inner.any("rope_type") or inner.any("type") or "default"
-        inner.meaningless("type", "rope_type")
+        # Tokens of text have one position for all sections of a model that sees images.
+        inner.meaningless("type", "rope_type", "mrope_section", "mrope_interleaved")
         columns = dimensions
         if share is None:
             inner.only("partial_rotary_factor", 1.0, 1)

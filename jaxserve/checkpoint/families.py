@@ -44,6 +44,8 @@ FAMILIES = {
     "minimax_m2": "minimax_m2:MINIMAX_M2",
     "qwen3": "qwen3:QWEN3",
     "qwen3_next": "qwen3_next:QWEN3_NEXT",
+    "qwen3_5_moe": "qwen3_5:QWEN3_5",
+    "qwen3_5_moe_text": "qwen3_5:QWEN3_5",
     "qwen3_moe": "qwen3:QWEN3",
 }
 """File in this folder, and name in it, of each known `model_type`'s `Family`."""
@@ -74,5 +76,5 @@ def architecture(tree: Mapping[str, Any], ignored: Collection[str] = ()) -> Mode
             entries.router(config.moe.router, family.experts, family.top_k)
     entries.refuse_unread()
     entries.raise_problems()
-    own = config.stored  # a family may know better which format most weights have
-    return msgspec.structs.replace(config, stored=stored if own == "plain" else own)
+    # A family may know better which format most weights have.
+    return msgspec.structs.replace(config, stored=stored) if config.stored == "plain" else config

@@ -29,8 +29,8 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def qwen3_next_config(entries: Entries) -> ModelConfig:
     """Reads Qwen3-Next's config.json."""
-    decoder = entries.decoder()
-    layers, _ = decoder.pop("layers"), decoder.pop("d_ff")  # no layer is dense
+    decoder = entries.decoder("moe_intermediate_size")
+    layers, d_ff = decoder.pop("layers"), decoder.pop("d_ff")
     heads = entries.heads(decoder["d_model"], 256)
     share = entries.number("partial_rotary_factor", default=0.25)
     rope = entries.rope("head_dim", heads["head_dim"], share=share)
@@ -39,7 +39,7 @@ def qwen3_next_config(entries: Entries) -> ModelConfig:
     ffn = FFN(
         d_ff=entries.size("shared_expert_intermediate_size"),
         gated=True,
-        expert_d_ff=entries.size("moe_intermediate_size"),
+        expert_d_ff=d_ff,
         router=RouterSpec(
             experts=entries.size("num_experts"),
             top_k=entries.size("num_experts_per_tok"),
@@ -50,8 +50,9 @@ def qwen3_next_config(entries: Entries) -> ModelConfig:
     entries.only("decoder_sparse_step", 1)
     entries.only("attention_bias", False)
     entries.only("attn_output_gate", True)
-    # Modules of multi-token prediction are not read.
-    entries.meaningless("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    # No layer is dense, states are FP32, and modules of multi-token prediction are not read.
+    predictors = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+    entries.meaningless("intermediate_size", "mamba_ssm_dtype", *predictors)
     kinds = [full if name == FULL else linear for name in _types(entries, layers)]
     layer_kinds = tuple(LayerKind(kind, ffn) for kind in kinds)
     return ModelConfig(**decoder, decoder=layer_kinds, unit_norms=True)
@@ -83,10 +84,12 @@ def _types(entries: Entries, layers: int) -> list[str]:
 
 def qwen3_next_names(config: ModelConfig) -> CheckpointNames:
     """Qwen3-Next's tensors."""
-    return decoder_names(config, _attention, _ffn, ignored=("mtp.",))
+    return decoder_names(config, mixing, feed_forward, ignored=("mtp.",))
 
 
-def _attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+def mixing(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+    """The leaves of a layer's attention; `name` is the prefix that it has in layers that see all
+    tokens."""
     if not isinstance(sizes, DeltaNet):
         return grouped_query(config, sizes, name)
     d, name = config.d_model, f"{name.removesuffix('self_attn.')}linear_attn."
@@ -110,7 +113,8 @@ def _attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
     }
 
 
-def _ffn(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
+def feed_forward(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
+    """The leaves of a layer's experts, of the shared one and of its gate."""
     return {
         **per_expert(config, ffn, f"{layer}mlp.experts."),
         **swiglu("dense", f"{layer}mlp.shared_expert.", config.d_model, ffn.d_ff),

@@ -60,8 +60,7 @@ class Source(NamedTuple):
     @property
     def all_names(self) -> tuple[str, ...]:
         """Names of all tensors, those of `more` included."""
-        names = (*self.names, *(name for source in self.more for name in source.names))
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys((*self.names, *(n for one in self.more for n in one.names))))
 
     @property
     def reshapes(self) -> bool:

@@ -113,11 +113,9 @@ class PrefixCache:
         """
         path: list[PageNode] = []
         node = self._roots.get(keys.salt)
-        if node is None:
-            return path
         usable = kept = 0
         for key in keys.first(longest // self._page_size):
-            node = node.children.get(key)
+            node = node and node.children.get(key)
             if node is None:
                 break
             path.append(node)

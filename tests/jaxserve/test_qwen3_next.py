@@ -12,7 +12,7 @@ from jaxserve.engine import stepper
 from jaxserve.errors import ConfigError
 from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.engine.test_lost_steps import Failing
-from tests.reference.tiny_qwen3_next import ENTRIES, LONG, QWEN3_NEXT
+from tests.reference.tiny_qwen3_next import ENTRIES, LONG, LONG_3_5, QWEN3_5, QWEN3_NEXT
 
 pytestmark = pytest.mark.unoptimised
 
@@ -39,6 +39,16 @@ def test_logits_in_chunks_and_token_by_token(folder):
         assert layouts.generate(engine, questions(), GREEDY) == tokens
         (domain,) = engine.load().domains
         assert domain.prefix_hits == 0
+
+
+@pytest.mark.parametrize("layout", ["colocated", "1A1F"])
+def test_qwen3_5(tmp_path, layout):
+    """The text part of a model that sees images, whose tensors are divided otherwise."""
+    runtime = loaded(QWEN3_5.write(tmp_path), **LAYOUTS.get(layout, {}))
+    if layout == "colocated":
+        long_prompts.check_logits(runtime, LONG_3_5, 25)
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, questions(), GREEDY) == LONG_3_5.golden()[0]
 
 
 @pytest.mark.parametrize("layout", ["colocated", *LAYOUTS])

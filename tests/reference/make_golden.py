@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from safetensors.numpy import save_file
 
 from tests.reference.catalogue import CATALOGUE
@@ -83,23 +84,13 @@ def load_transformers(folder: Path, model: TinyModel) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    name = {
-        "deepseek_v3": "DeepseekV3",
-        "deepseek_v32": "DeepseekV32",
-        "deepseek_v4": "DeepseekV4",
-        "glm_moe_dsa": "GlmMoeDsa",
-        "kimi_k2": "DeepseekV3",  # the same architecture under another name
-        "qwen3": "Qwen3",
-        "qwen3_moe": "Qwen3Moe",
-        "qwen3_next": "Qwen3Next",
-        "glm4_moe": "Glm4Moe",
-        "minimax_m2": "MiniMaxM2",
-        "step3p5": "Step3p7",
-        "gpt_oss": "GptOss",
-    }[model.sizes.model_type]
+    classes = Path(__file__).parent.parent / "golden/reference/transformers.yaml"
+    name = yaml.safe_load(classes.read_text())[model.sizes.model_type]
     last = "ForConditionalGeneration" if name == "Step3p7" else "ForCausalLM"
-    config_class, model_class = (getattr(transformers, f"{name}{x}") for x in ("Config", last))
     entries = json.loads((folder / "config.json").read_text())
+    own = "TextConfig" if "text_config" in entries else "Config"
+    config_class, model_class = (getattr(transformers, f"{name}{x}") for x in (own, last))
+    entries = entries.get("text_config", entries)
     if name == "Step3p7":  # which has a text model of Step-3.5's type and a tower for images
         tower = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
         entries = {"text_config": entries, "vision_config": tower}

@@ -1,11 +1,12 @@
-"""A tiny Qwen3-Next in the layout of the released files, and what transformers computes of it.
+"""A tiny Qwen3-Next and a tiny Qwen3.5 in the layout of the released files, and what transformers
+computes of them.
 
     python -m tests.reference.tiny_qwen3_next
 
-writes its golden file (`long_prompts.py`).
+writes their golden files (`long_prompts.py`).
 
-It is no part of the catalogue: its prompts are longer than the 64 tokens that the chunked form of
-Gated DeltaNet takes at a time.
+They are no part of the catalogue: their prompts are longer than the 64 tokens that the chunked form
+of Gated DeltaNet takes at a time.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import yaml
 
 from tests.reference.long_prompts import LongPrompts
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import VOCAB, Shapes, Spelling, prefixed
+from tests.reference.tiny_sizes import Shapes, Spelling, prefixed
 
 FOLDER = Path(__file__).resolve().parent
 ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/qwen3_next.yaml").read_text())
@@ -36,17 +37,17 @@ class TinyQwen3Next:
 
     def config(self, spelling: Spelling = "released") -> dict[str, Any]:
         """The content of config.json, but for the dtype."""
-        return ENTRIES["config"] | {"vocab_size": VOCAB}
+        return dict(ENTRIES["config"][self.model_type])
 
     def shapes(self) -> Shapes:
         """Name in the checkpoint -> shape."""
-        parts = ENTRIES["shapes"]
+        parts = ENTRIES["shapes"][self.model_type]
         named = dict(parts["model"])
         for layer in range(self.num_hidden_layers):
             own = parts["layer"] | parts["linear" if (layer + 1) % 4 else "full"]
-            for part in ("shared_expert", *(f"experts.{number}" for number in range(8))):
+            for part in parts["ffns"]:
                 own |= prefixed(f"mlp.{part}.", parts["ffn"])
-            named |= prefixed(f"model.layers.{layer}.", own)
+            named |= prefixed(f"{parts['prefix']}{layer}.", own)
         return {name: tuple(shape) for name, shape in named.items()}
 
 
@@ -67,6 +68,9 @@ class TinyNext(TinyModel):
 
 QWEN3_NEXT = TinyNext("qwen3_next", TinyQwen3Next(), sigma=0.1)
 LONG = LongPrompts(QWEN3_NEXT, (3, 64, 150))
+QWEN3_5 = TinyNext("qwen3_5", TinyQwen3Next("qwen3_5_moe"), sigma=0.1)
+LONG_3_5 = LongPrompts(QWEN3_5, LONG.lengths)
 
 if __name__ == "__main__":
     LONG.record()
+    LONG_3_5.record()
