@@ -26,12 +26,13 @@ class _Lane:
         self.home = _Cohort()
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
         self.layer = self._last = -1
-        self.answered = self.due = 0.0
+        self.answered = self.due = self.came = 0.0
         self._means = [0.0] * 4
 
     def arrives(self, layer: int, now: float) -> None:
         """Learns from a message how long the lane takes, and after which layer its step ends. A
         stall moves the mean little: the pool would wait for the lane in the next steps, too."""
+        self.came = now
         if self.answered:
             self._last = self.layer if layer <= self.layer else self._last
             at, seconds = min(layer, 3), now - self.answered
@@ -103,8 +104,7 @@ class Cohorts(Turns):
             self._remove(self._waiting[key])
         lane = self._lanes[key]
         if message.cohort != lane.cohort:
-            lane.cohort = message.cohort
-            lane.home = self._home(key, lane)
+            lane.cohort, lane.home = message.cohort, self._home(key, message.cohort)
         cohort = lane.home
         self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
         if lane.due:
@@ -129,11 +129,10 @@ class Cohorts(Turns):
         for message in batch:
             if message.key in self._lanes:
                 self._lanes[message.key].leaves(message.layer, now)
-        domains, seconds = len(self._places), now - max(batch[0].taken, self._ended)
-        self._ended = now
+        domains, begin, self._ended = len(self._places), max(batch[0].taken, self._ended), now
         if domains < 2 or self._price == NEVER:
             return
-        self._parts.passed(len(batch), seconds)
+        self._parts.passed(len(batch), now - begin)
         if self._parts.review(now, self.iteration, domains, len(self._lanes) / domains, self.most):
             self._divide()
 
@@ -151,10 +150,10 @@ class Cohorts(Turns):
         rest = ([one for one in batch if one.domain != domain] for batch in self._ready)
         self._ready = deque(filter(None, rest))
 
-    def _home(self, key: Key, lane: _Lane) -> _Cohort:
+    def _home(self, key: Key, cohort: Hashable) -> _Cohort:
         """Returns the part of its cohort that a lane runs in."""
         place = self._places.setdefault(key[0], max(self._places.values(), default=-1) + 1)
-        return self._cohorts[lane.cohort, place % self._parts.count]
+        return self._cohorts[cohort, place % self._parts.count]
 
     def _divide(self) -> None:
         """Deals the lanes to the present number of parts. A part goes on where the largest share of
@@ -162,15 +161,14 @@ class Cohorts(Turns):
         old = sorted(self._cohorts.values(), key=lambda one: len(one.in_step), reverse=True)
         self._cohorts, sources = defaultdict(_Cohort), dict[_Cohort, _Cohort]()
         for key, lane in self._lanes.items():
-            lane.home = self._home(key, lane)
+            lane.home = self._home(key, lane.cohort)
         for cohort in old:
             for key in cohort.in_step:
                 home = self._lanes[key].home
                 if sources.setdefault(home, cohort) is cohort:
                     home.layer, home.ran, home.began = cohort.layer, cohort.ran, cohort.began
                     home.in_step.add(key)
-        for home, cohort in sources.items():
-            home.missing = home.in_step & cohort.missing
+                    home.missing = home.in_step & cohort.missing
         for key, message in self._waiting.items():
             self._lanes[key].home.waiting.setdefault(message.layer, {})[key] = message
 
@@ -238,6 +236,10 @@ class Cohorts(Turns):
         gone = {key for key, due in dues.items() if now - due > self._longest * self.iteration}
         cohort.missing -= gone
         cohort.in_step -= gone
+        # A domain takes its answers in order, so it sends nothing before its older message has run.
+        held = {one.domain: one.arrived for one in reversed(self._waiting.values())}
+        if all(held.get(key[0], now) < self._lanes[key].came for key in dues):
+            return now
         # A lane that is overdue is assumed to take as long again.
         waits = sorted(max(dues[key] - now, now - dues[key]) for key in cohort.missing)
         present, cost, left = len(cohort.waiting[cohort.position]), self._price * self.iteration, 0
@@ -250,6 +252,5 @@ class Cohorts(Turns):
                 left = 0
         if not waits:
             return now
-        step = self.iteration / 2048
-        cohort.look = now + min(max(waits[-1], step), 16 * step)
+        cohort.look = now + min(max(waits[-1], self.iteration / 2048), self.iteration / 128)
         return cohort.look
