@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.text.calls import CallFormat, CallPart, CallReader, types_of
+from jaxserve.text.call_readers import CallPart, CallReader
+from jaxserve.text.calls import CallFormat, types_of
 from jaxserve.text.tokenizer import unfinished
 
 THINK, END_THINK = "<think>", "</think>"

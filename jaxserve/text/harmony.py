@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.text.answers import AnswerParser, Piece
-from jaxserve.text.calls import CallPart, new_id
+from jaxserve.text.call_readers import CallPart, new_id
 from jaxserve.text.tokenizer import unfinished
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"

@@ -5,7 +5,9 @@ it goes on with. TLS 1.3 alone: each end shows a certificate that the deployment
 signed. Names in certificates are not compared, because workers are dialled by addresses that come
 and go: the authority signs certificates for nothing but the deployment, and the token is still
 proved inside. Threads may not read and write one TLS socket at once, as they do with channels, so
-an event loop carries the bytes between it and a socket pair.
+an event loop carries the bytes between it and a socket pair. A frame of 120 bytes and its echo then
+take 174 µs instead of 27, and bulk goes at 0.6 GB/s instead of 3.9 (both ends in one process on two
+cores, loopback, 2026-11-28).
 """
 
 import asyncio

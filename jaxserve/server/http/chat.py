@@ -30,7 +30,7 @@ from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_param
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
 from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined
-from jaxserve.text.calls import CallPart
+from jaxserve.text.call_readers import CallPart
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
 from jaxserve.text.messages import checked_tools

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from jaxserve.server.http.responses import ChatLogprob
 from jaxserve.text.answers import Piece
-from jaxserve.text.calls import CallPart
+from jaxserve.text.call_readers import CallPart
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
