@@ -52,6 +52,18 @@ def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_wort
     assert taken(policy, now + 1.01 * 1.3 * policy.iteration) == "d"
 
 
+def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
+    """Domain b takes the answer to its older message, of lane 1, before it sends lane 0's next."""
+    policy = Cohorts(most=8)
+    steps = ("a01 b01", 0.0), ("a00 b00", 0.0), ("b11", 0.001), ("a10 b10", 0.002), ("a20", 0.003)
+    for texts, now in steps:
+        for name, layer, lane in texts.split():
+            policy.put(message(name, int(layer), int(lane)), now)
+        if batch := policy.take(now, idle=True).batch:
+            policy.served(batch, now)
+    assert [one.domain for one in batch] == ["a"]
+
+
 def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0():
     policy = Cohorts(most=8)
     now = in_step(policy, layers=4)
