@@ -19,7 +19,7 @@ ALLOWED = {
     "jaxserve/server/http/live.py": "the time on the page",
     "jaxserve/server/http/response_route.py": "`created_at` of OpenAI's API",
     "jaxserve/server/http/service.py": "`created` of a model",
-    "jaxserve/server/metrics.py": "whether the gauges of the pipeline are of lately",
+    "jaxserve/server/engine_metrics.py": "whether the gauges of the pipeline are of lately",
     "jaxserve/server/tracing.py": "when a span began and ended",
     "jaxserve/text/template_worker.py": "`strftime_now` of chat templates",
 }

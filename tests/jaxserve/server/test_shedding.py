@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxserve.engine import interface
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
+from jaxserve.observe import load as loads
 from jaxserve.observe.load import DomainLoad, EngineLoad
 from jaxserve.server.shedding import Shedding, shedding, waiting_in
 from tests import golden
@@ -132,7 +132,7 @@ def test_none_is_refused_without_a_limit():
 
 def test_what_waits():
     """`golden/server/waiting.txt` lists loads."""
-    golden.check_values("server/waiting.txt", waiting_in, vars(interface))
+    golden.check_values("server/waiting.txt", waiting_in, vars(loads))
 
 
 def crowded(engine: FakeEngine) -> Shedding:
