@@ -1,8 +1,8 @@
 """Rooflines of this engine's layouts: times of a layer's stages, and bytes of weights and cache.
 
-Times are of one lane and one layer. A kernel takes the time of its bytes or of its FLOPs, whichever
-is longer, at the shares of the peak in `Assumptions`; a stage adds a constant. Measurements correct
-rooflines. Nothing here knows prices or targets.
+Times are of one lane and one layer: the time of a kernel's bytes or of its FLOPs, whichever is
+longer, at the shares of the peak in `Assumptions`, and a constant for the stage. Measurements
+correct rooflines.
 """
 
 import math
@@ -48,15 +48,14 @@ class StageTime(NamedTuple):
 
 
 class FFNStage(NamedTuple):
-    """The parts of an ffn stage: seconds to bring rows to all ffn devices that need them, work, and
-    seconds to sum partial results."""
+    """Seconds to bring rows to the ffn devices, work, and seconds to sum partial results."""
 
     spread: float
     work: StageTime
     gather: float
 
     def stage(self, overlap: float) -> StageTime:
-        """The whole stage, in which work hides up to the share `overlap` of itself or of moving."""
+        """Returns the whole stage; `overlap` of the shorter of work and moving is hidden."""
         moving = self.spread + self.gather
         hidden = overlap * min(moving, self.work.seconds)
         bound = "network" if moving > self.work.seconds else self.work.bound
@@ -417,8 +416,7 @@ class Calculator(NamedTuple):
         return there + ahead * latency if there else 0.0, back + latency
 
     def entrance(self, hardware: Hardware, rows: int) -> float:
-        """Seconds of a prediction module's map of `[embedding, hidden]` to its input, on every
-        device."""
+        """Seconds of a prediction module's input map, of `[embedding, hidden]`, on every device."""
         work = [(self.entrance_bytes, 4.0 * rows * self.model.d_model**2, self.formats.rows)]
         return float(self._work(hardware, work)[0] - self.assumed.stage_seconds)
 
@@ -498,6 +496,5 @@ class Calculator(NamedTuple):
 
 
 def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:
-    """Where a group of equal layers is among the model's; a prediction module counts as the
-    first."""
+    """Where equal layers are among the model's; a prediction module counts as the first."""
     return groups.index(group) if group in groups else 0
