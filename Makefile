@@ -130,6 +130,8 @@ check: $(VENV)/.installed-all
 	@failed=0; for tool in 'ruff format --check --quiet' 'ruff check' mypy 'lint-imports --no-cache --no-logo'; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed=1; \
 	done; exit $$failed
+	@find jaxserve pallas_kernels launch -name '*.py' -exec wc -l {} + | awk '$$1 > 500 && $$2 != "total" \
+	  { print $$2 ": " $$1 " lines, 500 at most"; long = 1 } END { exit long }'
 
 format: $(VENV)/.installed-all
 	$(BIN)/ruff format
