@@ -12,6 +12,9 @@ from typing import Any
 from jaxserve.errors import ConfigError
 
 _range = range(0)
+_OURS = range(10_000, 30_000)
+"""Where free ports are looked for without a range. Linux gives those from 32768 to any connection,
+so that one which is free may be taken before its process listens; Kubernetes' begin at 30000."""
 
 
 def use(ports: str) -> None:
@@ -29,20 +32,23 @@ def use(ports: str) -> None:
         _range = range(first, last + 1)
 
 
-def listening(host: str, port: int, **options: Any) -> socket.socket:
+def listening(host: str, port: int, among: range | None = None, **options: Any) -> socket.socket:
     """Returns a listening socket, as `socket.create_server` does; port 0 takes a free one.
 
     Processes of one host share the range, so they try its ports in a random order.
 
+    Args:
+      among: range of ports; None: as `use` has set it.
+
     Raises:
       OSError: the address cannot be listened on, or no port of the range is free.
     """
-    if port or not _range:
+    if port or not (among := among or _range):
         return socket.create_server((host, port), **options)
-    for each in random.sample(_range, len(_range)):
+    for each in random.sample(among, len(among)):
         with contextlib.suppress(OSError):  # it is taken
             return socket.create_server((host, each), **options)
-    raise OSError(f"no port of cluster.ports {_range[0]}-{_range[-1]} is free on {host}")
+    raise OSError(f"no port of cluster.ports {among[0]}-{among[-1]} is free on {host}")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -54,7 +60,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Returns different ports that are free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        probes = [
-            stack.enter_context(listening(host.strip("[]"), 0, family=family)) for _ in range(count)
-        ]
+        probes = (
+            stack.enter_context(listening(host.strip("[]"), 0, _range or _OURS, family=family))
+            for _ in range(count)
+        )
         return [probe.getsockname()[1] for probe in probes]

@@ -6,30 +6,12 @@ Called by `host.py`, the launcher, preflight, benchmarks and chaos.
 import contextlib
 import ctypes
 import os
-import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from jaxserve.ports import listening
-
-PORTS = range(10_000, 30_000)
-"""Ports for children. Linux gives those from 32768 to any connection, so that one which is free now
-may be taken when a child listens there; Kubernetes' own begin at 30000."""
-
-
-def free_addresses(count: int) -> list[str]:
-    """Returns different addresses on loopback that are free now, for children to listen at."""
-    found: list[str] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            break
-        with contextlib.suppress(OSError), listening("127.0.0.1", port):
-            found.append(f"127.0.0.1:{port}")
-    return found
 
 
 def started(

@@ -20,11 +20,12 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.commands.children import free_addresses, started
+from jaxserve.commands.children import started
 from jaxserve.commands.cores import bind
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE, ProcessArguments
+from jaxserve.ports import free_ports
 
 LAST_WORDS_SECONDS = 120.0
 """For the others to end after the first has: the leader says why first."""
@@ -71,7 +72,7 @@ def start(
     """
     environment = dict(os.environ)
     if process.processes == 1:
-        coordinator, control = free_addresses(2)
+        coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
         process = msgspec.structs.replace(process, coordinator=coordinator, control_address=control)
         environment[TOKEN_VARIABLE] = process.token or secrets.token_hex(16)
     python = [sys.executable, "-u", "-m", module]

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxserve.commands.children import free_addresses
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
+from jaxserve.ports import free_ports
 
 
 class Member(NamedTuple):
@@ -46,7 +46,7 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     """Returns the `count` processes of a runtime, which find each other on loopback."""
     if count == 1:
         return [process]
-    coordinator, control = free_addresses(2)
+    coordinator, control = (f"127.0.0.1:{port}" for port in free_ports(2))
     shared = {
         "JAXSERVE_PROCESSES": f"{count}",
         "JAXSERVE_COORDINATOR": coordinator,
@@ -65,7 +65,7 @@ def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
     """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`)
     with the deployment's processes each; the ffn workers behind the first wait to take over."""
     attention, ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
-    addresses = free_addresses(ffn * (1 + standbys))
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(ffn * (1 + standbys))]
     settings = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
     shared = _set(*settings, f"link.addresses={addresses}")
     first = Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)
@@ -107,10 +107,10 @@ def fleet_of(
         )
     of_domain, of_ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
     workers = prefill.workers + domains + pull * (1 + standbys) * of_ffn
-    every = free_addresses(2 * workers if apart else workers)
+    every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
     addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
-    links = free_addresses(2 * prefill.workers if apart else 0)
+    links = [f"127.0.0.1:{port}" for port in free_ports(2 * prefill.workers if apart else 0)]
     settings = [f"fleet.prefill={prefills}", f"fleet.domains={rest[:domains]}"]
     settings += ["fleet.registry=static"]
     if pull:
@@ -157,7 +157,7 @@ def fleet_of(
 
 def with_peers(workers: Sequence[Member]) -> list[Member]:
     """Adds arguments so that each worker serves its weights, and loads from the others on start."""
-    addresses = free_addresses(len(workers))
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(workers))]
     given = []
     for worker, address in zip(workers, addresses, strict=True):
         own = _set(f"weights.address={address}", f"weights.peers={addresses}")
