@@ -1,4 +1,4 @@
-"""What an address of a host says about who can reach it. Resolves no names.
+"""Tells whether an address of a host can be reached from others. Resolves no names.
 
 Knows nothing of deployments or JAX.
 """

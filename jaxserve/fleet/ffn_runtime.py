@@ -71,7 +71,7 @@ def answer_messages(
     on_turn: Callable[[], None] = lambda: None,
     joined: "Joined" = alone,
 ) -> int:
-    """Runs a process of an ffn worker with a runtime of its own, until a signal ends it.
+    """Runs one process of an ffn worker in its own runtime, until a signal ends it.
 
     Args:
       address_given: where it listens; None: at its address in `link.addresses`.
@@ -271,7 +271,7 @@ class FFNMessages:
 
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of a message's pieces."""
-        message = self._formats[kind]  # type: ignore[index]
+        message = self._formats[kind]
         return [jax.ShapeDtypeStruct((size.rows, message.width), message.word)] * size.pieces
 
     def holders(self, pieces: int) -> list[int]:
@@ -280,7 +280,7 @@ class FFNMessages:
 
     def land(self, kind: str, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
         """Puts the pieces of this process on its part of the ffn mesh."""
-        message = self._formats[kind]  # type: ignore[index]
+        message = self._formats[kind]
         shape = size.rows, message.width
         return self._landings[size.pieces].land(pieces, shape, np.dtype(message.word))
 
@@ -303,5 +303,5 @@ class FFNMessages:
 
     def _make_padding(self, kind: str, size: MessageSize) -> Arrays:
         """Makes a message whose rows go to no expert and count for none."""
-        rows = self._formats[kind].padding(size.rows)  # type: ignore[index]
+        rows = self._formats[kind].padding(size.rows)
         return self.land(kind, size, [rows] * self.holders(size.pieces).count(jax.process_index()))

@@ -1,4 +1,4 @@
-"""What the leader decides when a follower joins: whether to accept it, and its broadcast's source.
+"""Decides whether the leader accepts a follower, and from which process it gets the broadcast.
 
 Called by `leader.py`. Pure functions.
 """

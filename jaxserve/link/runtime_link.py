@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxserve.config.model import FFNKind
 from jaxserve.config.topology import TRANSPORTS
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.ends import Arrays, ReceiveAnswer, SendMessage
@@ -39,7 +38,7 @@ class RuntimeLink:
     ):
         cls = opens(_default(attention, ffn) if transport == "auto" else transport)
         route, answer = Route.of(contract, ffn.size), answer_format(contract)
-        dispatch: dict[tuple[FFNKind, int], MeshTransport] = {}
+        dispatch: dict[tuple[str, int], MeshTransport] = {}
         combine: dict[int, MeshTransport] = {}
         for tokens in token_sizes:
             rows = contract.piece_rows(tokens)

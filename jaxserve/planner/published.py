@@ -1,10 +1,10 @@
-"""`plan tables`: published numbers beside ours; and how fast measured systems were beside their
-predictions, which `search` and `deploy` print.
+"""Prints published numbers beside ours (`plan tables`), and how fast measured systems were beside
+predictions, which `search` and `deploy` print, too.
 
 `configs/world/` has both as data, with their sources: `step3.yaml` and `measurements.yaml` are what
 others published, `tables.json` and `predicted.json` what the planner makes of it.
-`tests/jaxserve/planner/published.py` computes these two, and a test fails where they are no longer
-what the planner says.
+`tests/jaxserve/planner/published.py` computes these two, and a test fails once the planner says
+something else.
 """
 
 import argparse

@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt, UInt32
 
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import FFNKind
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.quant.rows import EncodedRows, decode_rows, encode_rows, has_scales, storage
@@ -179,7 +178,7 @@ def _from_words(words: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.bitcast_convert_type(words, dtype)
 
 
-def message_formats(contract: Contract) -> dict[FFNKind, MessageFormat]:
+def message_formats(contract: Contract) -> dict[str, MessageFormat]:
     """The formats of a model's messages, by the kind of the layer's FFN."""
     return {
         kind: MessageFormat(

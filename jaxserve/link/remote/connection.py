@@ -38,7 +38,7 @@ class AnswerShape(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Unanswered:
-    """Message of a lane that has no answer yet.
+    """A lane's unanswered message.
 
     References go from messages to connections, and back only until the answer is there or the
     connection has failed, so that all are freed, arrays and sockets too, without the garbage

@@ -28,7 +28,7 @@ class Welcome(Greeting, frozen=True, tag="welcome"):
     """Accepts a process of an attention worker."""
 
     places: tuple[int, ...] = ()
-    """Those of its pieces that land at this process. Rows of no others cross the connection."""
+    """Numbers of its pieces that land at the ffn process. Only their rows cross the connection."""
 
 
 class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):

@@ -81,11 +81,11 @@ async def _tunnel(sock: socket.socket, carried: socket.socket, accepted: bool) -
     """Carries bytes between the sockets, in TLS on `sock`; returns after the handshake."""
     loop, outer, inner = asyncio.get_running_loop(), _End(), _End()
     outer.other, inner.other = inner, outer
-    await loop.create_connection(lambda: inner, sock=carried)
+    inner.transport, _ = await loop.create_connection(lambda: inner, sock=carried)
     made = functools.partial(loop.create_connection, server_hostname="")
     if accepted:
         made = functools.partial(loop.connect_accepted_socket)
-    await made(
+    outer.transport, _ = await made(
         lambda: outer, sock=sock, ssl=_contexts[accepted], ssl_handshake_timeout=HANDSHAKE_SECONDS
     )
 
@@ -95,9 +95,6 @@ class _End(asyncio.Protocol):
 
     other: "_End"
     transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.other.transport.write(data)

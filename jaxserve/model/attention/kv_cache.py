@@ -167,7 +167,7 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, .
 
 
 def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
-    """Pages of a DP group for layers with a window or with states; 0: no sequence outgrows a
+    """Returns the pages that each DP group has for windows and states; 0: no sequence outgrows a
     window.
 
     Every slot has one page of states, for as long as a sequence is there.
