@@ -17,7 +17,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -56,11 +56,6 @@ class Traffic(NamedTuple):
     """Number of instructions that compute or copy something."""
     bytes: int
     """Bytes read from HBM and written to it."""
-    exchanged: int = 0
-    """Bytes that collectives move, at the pace of the links; included in `bytes`."""
-    absent: int = 0
-    """Bytes of rows that have room in a buffer but do not exist, in kernels: see `traffic`.
-    Included in `bytes`, not in `exchanged`."""
 
 
 def norm_and_quantize(x: Array, weight: Array) -> Any:
@@ -186,9 +181,7 @@ class Instruction(NamedTuple):
     """Traffic of this instruction alone; zero if it only ends what another one started."""
 
 
-def instructions(
-    program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
-) -> Iterator[Instruction]:
+def instructions(program: str, in_place: Collection[int] = ()) -> Iterator[Instruction]:
     """Yields the instructions that compute, copy, start or end something, in the schedule's order.
 
     Arrays whose layout names a memory space, S(1), lie on the core. Asynchronous work counts at its
@@ -198,19 +191,11 @@ def instructions(
 
     Args:
       program: text of the program.
-      in_place, there: see `traffic`.
+      in_place: see `traffic`.
     """
 
     def is_pool(shape: tuple[int, ...]) -> bool:
         return bool(shape) and shape[0] in in_place
-
-    def absent(rows: int, type_text: str) -> float:
-        def is_other(shape: tuple[int, ...]) -> bool:
-            return is_pool(shape) or len(shape) != 2 or shape[0] != rows
-
-        return hbm_bytes(type_text, is_other) * (1 - parts[rows])
-
-    parts = there or {}
 
     before, _, entry = program.partition("\nENTRY ")
     cut = parts_read(before)
@@ -226,11 +211,10 @@ def instructions(
             sources[name] = sources.get(operands[0], operands[0])
         if op in _NOTHING or _RESERVES in line:
             continue
-        moved = [] if op.endswith("-done") else [match["type"]]
-        size = sum(hbm_bytes(one, is_pool) for one in moved)
+        moves = not op.endswith("-done")
+        size = hbm_bytes(match["type"], is_pool) if moves else 0
         if not op.endswith(("-start", "-done")):  # of what starts, the type has operands in it
             once = {sources.get(operand, operand): operand for operand in operands}
-            moved += [types.get(operand, "") for operand in once.values()]
             called = _CALLED.search(line)
             parts_of = cut.get(called[1], {}) if called else {}
             shares: dict[str, float] = {}
@@ -243,31 +227,18 @@ def instructions(
                     for source, share in shares.items()
                 )
             )
-        exchanges = op.removesuffix("-start") in COLLECTIVES
-        elsewhere = 0.0
-        if op == "custom-call":
-            elsewhere = sum(absent(rows, one) for one in moved for rows in parts)
-        of_this = Traffic(bool(moved), size, size * exchanges, round(elsewhere))
-        yield Instruction(name, op, operands, line, of_this)
+        yield Instruction(name, op, operands, line, Traffic(moves, size))
 
 
-def traffic(
-    program: str, in_place: Collection[int] = (), there: Mapping[int, float] | None = None
-) -> Traffic:
+def traffic(program: str, in_place: Collection[int] = ()) -> Traffic:
     """Returns the traffic of a compiled program's entry computation; see `instructions`.
 
     Args:
       program: text of the program.
       in_place: lengths of the first axis of arrays that are left out, since instructions touch few
         of their rows: a pool of pages, a table of embeddings.
-      there: share of rows that exist on average, by the number of rows of a matrix: kernels touch
-        no other rows (XLA's fusions do).
     """
-    return sum_up(one.moved for one in instructions(program, in_place, there))
-
-
-def sum_up(parts: Iterable[Traffic]) -> Traffic:
-    """Returns the sum of the parts."""
+    parts = (one.moved for one in instructions(program, in_place))
     return Traffic(*(sum(numbers) for numbers in zip(Traffic(0, 0), *parts, strict=True)))
 
 

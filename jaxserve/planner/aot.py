@@ -28,13 +28,7 @@ from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner.estimate import ProgramCounts
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import busiest_by_chance
-from jaxserve.planner.scheduled import (
-    Copy,
-    copies,
-    count_collectives,
-    exchanged_bytes,
-    windows,
-)
+from jaxserve.planner.scheduled import Copy, copies, count_collectives, exchanged_bytes
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import colocated_executables
@@ -63,10 +57,8 @@ class Topology(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Filled shares of row buffers in programs of the ffn role."""
+    """Filled rows of buffers in programs of the ffn role."""
 
-    there: Mapping[int, float] = {}
-    """Share of existing rows, by the number of rows that a matrix has room for."""
     chosen: float = 0
     """Rows that a device's experts multiply, a token once for each expert."""
     ragged: float = 0
@@ -248,12 +240,12 @@ def ffn_rows(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> Row
     mesh, tokens = exchange_mesh(deployment), bucket.tokens * deployment.attention.dp
     chosen = tokens * config.top_k
     if exchange_of(config, deployment) == "gather":
-        return Rows({chosen: 1 / mesh.ranks}, chosen / mesh.ranks)
+        return Rows(chosen / mesh.ranks)
     reached = ranks_met(mesh, config.experts, config.top_k) / mesh.ranks
     busiest = busiest_by_chance(mesh.routed, tokens * reached)
     arriving = min(1.0, reached * busiest)
     here = min(1.0, busiest / mesh.routed)
-    return Rows({chosen: here, tokens: arriving}, chosen * here, tokens * arriving)
+    return Rows(chosen * here, tokens * arriving)
 
 
 def _largest_weight(templates: ModelTemplates, meshes: Submeshes) -> int:
@@ -298,8 +290,7 @@ def _compile(
     )
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
-    counted = list(small_ops.instructions(text, pools if embeds else pools[:1], rows.there))
-    traffic = small_ops.sum_up(one.moved for one in counted)
+    traffic = small_ops.traffic(text, pools if embeds else pools[:1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,
@@ -318,11 +309,7 @@ def _compile(
             layers=layers,
             instructions=traffic.instructions,
             bytes=traffic.bytes,
-            arguments=len(program.arguments),
-            exchanging=traffic.exchanged,
-            absent=traffic.absent,
             exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
-            beside=windows(counted, program.mesh.size, rows.ragged),
         ),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
     )

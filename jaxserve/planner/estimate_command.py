@@ -116,12 +116,10 @@ def count(options: argparse.Namespace, deployment: Deployment) -> estimate.Count
         tp=attention.tp,
         ep=ffn.ep,
         ffn_tp=ffn.tp,
-        process_devices=1,
         lanes=deployment.lanes,
         kernels={
             "attend": _beyond_bytes(ATTENTION, tokens * context),
-            "ffn": _beyond_bytes(case, chosen),
-            **_shared_kernels(config, deployment, size),
+            "ffn": _beyond_bytes(case, chosen) + _shared_seconds(config, deployment, size),
         },
         cached=int(cached),
         message={"dispatch": tokens * message.packed, "combine": tokens * message.result},
@@ -158,12 +156,9 @@ def _name_of(shape: tuple[int, ...]) -> str | None:
     return next((name for name, known in SHAPES.items() if known == shape), None)
 
 
-def _shared_kernels(
-    config: ModelConfig, deployment: Deployment, bucket: Bucket
-) -> dict[str, float]:
-    """Returns the seconds beyond their bytes of the shared expert's own kernels on a device.
-
-    Empty where XLA multiplies the shared expert, or no kernel was counted.
+def _shared_seconds(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> float:
+    """Returns the seconds beyond their bytes of the shared expert's own kernels on a device; 0
+    where XLA multiplies the shared expert, or no kernel was counted.
 
     Raises:
       ConfigError: kernels were counted for other numbers of rows.
@@ -173,10 +168,9 @@ def _shared_kernels(
     alone = ffn.shared == "whole" or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
     counted = {case.partition(" ")[0] for case in _counts()}
     if name not in counted or ffn.weights != "fp8" or not alone:
-        return {}
+        return 0.0
     rows = tokens * ffn.instances // (ffn.ep * ffn.tp)
-    found = kernels.beyond_memory(_counted(f"{name} fp8_block_rows {rows}"))
-    return dict(zip(estimate.SHARED, found, strict=True))
+    return sum(kernels.beyond_memory(_counted(f"{name} fp8_block_rows {rows}")))
 
 
 def _beyond_bytes(case: str, work: float) -> float:

@@ -1,21 +1,18 @@
-"""Finds collectives in a compiled program's HLO text: their number, axes, and the kernels scheduled
-concurrently; and the weights that the program copies.
+"""Finds collectives in a compiled program's HLO text, their number and axes; and the weights that
+the program copies.
 
 Called by `aot.py`. A weight that is bit-cast, converted, transposed or laid out anew before use is
-read and written in every step, and takes its size in memory once more. A collective with "-start"
-and "-done" moves data while the kernels between these two run. If XLA schedules nothing between
-them, it merges the two into one instruction without these suffixes.
+read and written in every step, and takes its size in memory once more.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.planner.estimate import Beside
 from pallas_kernels.hlo import INSTRUCTION, hbm_bytes
-from pallas_kernels.small_ops import COLLECTIVES, Instruction, Traffic, sum_up
+from pallas_kernels.small_ops import COLLECTIVES
 
 _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(-start)?\(")
 _ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
@@ -51,30 +48,6 @@ def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int
         if name:
             found[f"{seen[name] + 1}. {name}" if seen[name] else name] = size
             seen[name] += 1
-    return found
-
-
-def windows(schedule: Iterable[Instruction], devices: int, ragged: float = 0) -> list[Beside]:
-    """Returns the collectives of a scheduled program that kernels run beside. A kernel within two
-    windows counts for the collective that starts first, since one moves after the other."""
-    open_: dict[str, tuple[Instruction, list[Traffic]]] = {}
-    ended = []
-    for one in schedule:
-        if one.op.endswith("-done"):
-            ended += [open_.pop(operand) for operand in one.operands if operand in open_]
-        elif one.op.endswith("-start") and _COLLECTIVE.search(one.line):
-            open_[one.name] = one, []
-        elif open_ and not one.moved.exchanged:
-            _, beside = next(iter(open_.values()))
-            beside.append(one.moved)
-    found = []
-    for start, parts in ((start, parts) for start, parts in ended if parts):
-        kernels, (name, size) = sum_up(parts), _exchanged(start.line, devices, ragged)
-        exchanging = start.moved.exchanged
-        if name.startswith("ragged"):  # of its buffers the rows that go, and those that come
-            exchanging = min(exchanging, 2 * size)
-        read = kernels.bytes - kernels.absent
-        found.append(Beside(name, size, exchanging, kernels.instructions, read))
     return found
 
 

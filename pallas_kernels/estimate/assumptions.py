@@ -4,10 +4,6 @@ Read by `model.py` and the planner's `estimate.py`. `python -m pallas_kernels.es
 --assumptions` prints them. This project measured none of them on a GPU.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MappingProxyType
 from typing import NamedTuple
 
 from pallas_kernels.estimate.sass import Latencies
@@ -22,8 +18,6 @@ class Assumption(NamedTuple):
 
 
 _DISSECTED = "arXiv 2402.13499 (microbenchmarks of H100)"
-_MEASURED = "CPU devices (docs/measurements/serving.md)"
-_PLANS = "CPU of all its threads, 2026-11-22, load 11 to 25"
 _GUIDE = "CUDA programming guide, throughput of instructions, compute capability 9.0"
 
 ASSUMPTIONS = {
@@ -50,48 +44,6 @@ ASSUMPTIONS = {
     "h200.network": Assumption(50e9, "B/s", "of a GPU: 400 Gbit/s NIC, DGX H200 data sheet"),
     "h200.host_devices": Assumption(8, "", "GPUs of a host, DGX H200 data sheet"),
     "h200.collective": Assumption(10e-6, "s", "latency of a collective, as the planner has it"),
-    "h200.contention": Assumption(
-        63e-6,
-        "s",
-        "that a message waits for attention's grid of 132 blocks, one a multiprocessor: NCCL's "
-        "kernel starts with a second wave, by count; charged in the adverse case alone",
-    ),
-    "h200.collective_multiprocessors": Assumption(
-        24,
-        "",
-        "that NCCL's kernel keeps from others, on H100: forums.developer.nvidia.com/t/339078; what "
-        "needs all 132 at once would take twice its time, which is not charged",
-    ),
-    "host.python": Assumption(3e-6, "s", "the driver's own, a layer; " + _MEASURED),
-    "host.call": Assumption(4.2e-6, "s", "a program that does nothing, one device; " + _MEASURED),
-    "host.call_device": Assumption(
-        6.7e-6, "s", "and for each more of the process: 51 µs with 8; " + _MEASURED
-    ),
-    "host.argument": Assumption(
-        0.6e-6, "s", "of a program's call, 8 to 32 µs with 1 to 40 of them; CPU devices, load 15"
-    ),
-    "host.argument_device": Assumption(
-        0.07e-6, "s", "and for each more of the process: 1.1 µs with 8; CPU devices, load 15"
-    ),
-    "host.message": Assumption(
-        21e-6, "s", "and its answer, 16A16F, processes of one device; " + _MEASURED
-    ),
-    "host.message_device": Assumption(
-        4.4e-6, "s", "and for each more of the process: 52 µs with 8; " + _MEASURED
-    ),
-    "host.launch": Assumption(
-        3e-6,
-        "s",
-        "of a kernel, by XLA and the driver, without CUDA graphs; 3.8 between two launches in "
-        "NVIDIA's Getting Started with CUDA Graphs (V100); a guess",
-    ),
-    "host.plan": Assumption(
-        140e-6, "s", "of the leading process, for a step's plan of 2,048 rows; " + _PLANS
-    ),
-    "host.plan_below": Assumption(
-        14e-6, "s", "and for each process or host that it sends it to; " + _PLANS
-    ),
-    "host.hosts_each": Assumption(8, "", "to which a process hands plans on: fleet/broadcast.py"),
     "tpu.descriptor": Assumption(5e-9, "s", "between two DMAs of a core: ten cycles; a guess"),
 }
 
@@ -145,36 +97,6 @@ integer unit, and 20 until their result is available if they have a scoreboard."
 SOURCES = (_DISSECTED, _GUIDE)
 
 
-PUBLISHED: Mapping[str, float] = {
-    "h200.node": 3e-6,
-    "h200.sort": 7.6e-6,
-    "h200.collective": 15e-6,
-    "host.message": 60e-6,
-}
-"""Fastest values that others published or that machine code allows, where the ones above are
-guesses: launches of dependent small kernels, NCCL's and DeepEP's small collectives, the host's
-part of a message (one NCCL batch took 88 µs of the host, openxla/xla #35113)."""
-
-ADVERSE: Mapping[str, float] = {
-    "h200.node": 3e-6,
-    "h200.collective": 20e-6,
-    "host.message": 100e-6,
-}
-"""Slowest values expected of the same costs."""
-
-_INSTEAD: ContextVar[Mapping[str, float]] = ContextVar("assumptions", default=MappingProxyType({}))
-
-
-@contextmanager
-def assuming(values: Mapping[str, float]) -> Iterator[None]:
-    """Replaces assumptions inside a `with` block."""
-    token = _INSTEAD.set({**_INSTEAD.get(), **values})
-    try:
-        yield
-    finally:
-        _INSTEAD.reset(token)
-
-
 def assumed(name: str) -> float:
-    """Returns the value of an assumption, or its replacement inside `assuming`."""
-    return _INSTEAD.get().get(name, ASSUMPTIONS[name].value)
+    """Returns the value of an assumption."""
+    return ASSUMPTIONS[name].value

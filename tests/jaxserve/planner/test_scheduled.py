@@ -1,41 +1,10 @@
-"""What is beside a collective, and copies of weights, read from HLO as XLA writes it (`weights.hlo`
-is shortened); names and axes of collectives are in `test_compile_command.py`."""
+"""Groups of collectives, and copies of weights, read from HLO as XLA writes it (`weights.hlo` is
+shortened); names and axes of collectives are in `test_compile_command.py`."""
 
-import msgspec
-
-from jaxserve.planner.estimate import Beside
-from jaxserve.planner.scheduled import Copy, copies, exchanged_bytes, windows
-from pallas_kernels.small_ops import instructions
+from jaxserve.planner.scheduled import Copy, copies, exchanged_bytes
 from tests import golden
 
-PROGRAM = golden.text("planner/scheduled.hlo")
 WEIGHTS = golden.text("planner/weights.hlo")
-
-
-def test_kernels_between_a_start_and_its_end():
-    """64 bytes are read and 64 written by each fusion; the custom call writes 96. `second` lies in
-    both windows, and counts in that of the gather, which is the first to move."""
-    gather = Beside("all-gather over ep tp", 512, 32 + 512, 3, 128 + (64 + 96) + 128)
-    assert windows(instructions(PROGRAM), 16) == [
-        gather,
-        Beside("all-to-all over tp", 8, 8 + 8, 1, 128),
-    ]
-    # Half of the rows of 6 choices are elsewhere.
-    counted = instructions(PROGRAM, there={6: 0.5})
-    assert windows(counted, 16)[0] == msgspec.structs.replace(gather, bytes=416 - 48)
-
-
-def test_rows_of_a_ragged_exchange():
-    """What it reads and writes of its buffers are rows that are there: half of 8 go and come."""
-    program = golden.text("planner/ragged.hlo")
-    (found,) = windows(instructions(program), 4, ragged=4)
-    assert found == Beside("ragged-all-to-all", 4 * 16, 2 * 4 * 16, 1, 64 + 128)
-
-
-def test_a_collective_that_nothing_is_beside():
-    lines = PROGRAM.splitlines()
-    program = "\n".join(line for line in lines if " fusion(" not in line and "custom" not in line)
-    assert windows(instructions(program), 16) == []
 
 
 def test_groups_that_are_listed():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.mesh import Submeshes
 from jaxserve.planner import aot
-from jaxserve.planner.scheduled import windows
+from jaxserve.planner.scheduled import exchanged_bytes
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.small_ops import instructions
@@ -36,8 +36,18 @@ def beside(layout: str) -> list[tuple[str, int]]:
     config, deployment = load(layout)
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
     program = programs_of(FFNPrograms, deployment, config, meshes).ffn(Bucket(128, 1), config.moe)
-    schedule = instructions(program.compile().as_text() or "")
-    return [(one.collective, one.instructions) for one in windows(schedule, meshes.ffn.size)]
+    open_: dict[str, tuple[str, int]] = {}
+    ended = []
+    for one in instructions(program.compile().as_text() or ""):
+        exchanged = exchanged_bytes(one.line, meshes.ffn.size)
+        if one.op.endswith("-done"):
+            ended += [open_.pop(operand) for operand in one.operands if operand in open_]
+        elif exchanged and one.op.endswith("-start"):
+            open_[one.name] = next(iter(exchanged)), 0
+        elif open_ and not exchanged:  # counts for the collective that moves first
+            first, (name, kernels) = next(iter(open_.items()))
+            open_[first] = name, kernels + 1
+    return [(name, kernels) for name, kernels in ended if kernels]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
