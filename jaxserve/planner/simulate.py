@@ -14,8 +14,9 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,14 +31,7 @@ from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.lanes import (
-    Busy,
-    Colocated,
-    Disturb,
-    Note,
-    pipeline_of,
-    undisturbed,
-)
+from jaxserve.planner.lanes import Busy, Colocated, Disturb, Note, pipeline_of, undisturbed
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.results import Result, Times
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
@@ -175,10 +169,12 @@ class SimulatedEngine:
         while self._ends and self._ends[0] <= self.now:
             news.append(self._read())
         self._arrive()
-        match self._loop.next(self._lanes_to_plan()):
+        match self._loop.next(self._pipeline.idle_lanes):
             case Enqueue(steps):
                 for lane, plan in steps:
-                    self._begin(lane, plan)
+                    times = self._times.step(self._rows(plan))
+                    self._pipeline.begin(lane, self._steps, self.now, times)
+                    self._steps += 1
                 self.now += self._host
                 lane, end = self._pipeline.advance(self.now)
                 self._loop.enqueued(lane)
@@ -195,15 +191,6 @@ class SimulatedEngine:
             _, _, request = heapq.heappop(self._arrivals)
             self._loop.submit(request, choose_domain(self.schedulers, request))
 
-    def _lanes_to_plan(self) -> Iterable[int]:
-        return self._pipeline.idle_lanes
-
-    def _begin(self, lane: int, plan: StepPlan) -> Rows:
-        rows = self._rows(plan)
-        self._pipeline.begin(lane, self._steps, self.now, self._times.step(rows))
-        self._steps += 1
-        return rows
-
     def _read(self) -> tuple[float, StepOutputs]:
         """Waits for the oldest step in flight and takes its result."""
         lane, plan = self._loop.in_flight[0]
@@ -216,7 +203,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     domains: int = 1
     steps: int = 100
-    """Steps of the lane that first completes them; two more follow, so that no lane runs alone."""
+    """Steps of the lane that first completes them."""
     warm_up: int = 10
     """First steps of every lane, which are not counted."""
     jitter: Jitter = Jitter()
@@ -232,10 +219,22 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 class _Request(msgspec.Struct):
     """A request in the simulation."""
 
+    length: int
+    """Tokens in its cache."""
     first: float = -1.0
     """Time of its first counted token."""
     last: float = -1.0
     tokens: int = 0
+
+
+class _Step(NamedTuple):
+    """A counted step."""
+
+    lane: int
+    end: float
+    tokens: int
+    length: int
+    """Tokens in the caches of its sequences."""
 
 
 class Simulation(SimulatedEngine):
@@ -250,17 +249,17 @@ class Simulation(SimulatedEngine):
     ):
         self._drawn, self._conditions = lengths, conditions
         self._random = np.random.default_rng(conditions.seed)
-        self._domains, self._lanes = conditions.domains, deployment.lanes * conditions.domains
-        self._slots = deployment.attention.dp * deployment.scheduler.slots
-        if deployment.topology.has("colocated") and self._domains > 1:
-            raise ConfigError(f"{self._domains} domains in a colocated deployment")
-        kept = (4 * times.layers + 1) * self._lanes * (conditions.keep_steps + 1)
+        lanes = deployment.lanes * conditions.domains
+        if deployment.topology.has("colocated") and conditions.domains > 1:
+            raise ConfigError(f"{conditions.domains} domains in a colocated deployment")
+        # The lane that is ahead has up to two steps more than are kept.
+        kept = (4 * times.layers + 1) * lanes * (conditions.keep_steps + 3)
         self._spans: deque[Span] = deque(maxlen=kept)
         super().__init__(
             deployment,
             times,
             elsewhere=True,
-            domains=self._domains,
+            domains=conditions.domains,
             host_seconds=conditions.host_seconds,
             disturb=disturbance(conditions.jitter, self._random),
             note=self._spans.append,
@@ -269,34 +268,24 @@ class Simulation(SimulatedEngine):
         """Length → prompt: a list for each of many sequences would take most of the memory."""
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
-        self._count = self._read_steps = self._counted = 0
-        self._running = self._length = 0.0
-        self._last = conditions.steps + 2
-        """Steps of the lane that has the most of them."""
-        self._uncounted = 2**62
-        """Number of steps after which none counts."""
-        self._ended: list[list[tuple[float, int]]] = [[] for _ in range(self._lanes)]
-        """End and tokens of every counted step, by lane."""
+        self._count, self._read_steps = 0, [0] * lanes
+        self._counted: list[_Step] = []
         self._start: tuple[float, Busy] | None = None
-        self._end: tuple[float, Busy] | None = None
 
     def run(self) -> tuple[Result, list[Span]]:
         """Simulates to the end; returns the result and the spans of the last steps."""
-        tell = Progress()
-        with no_garbage_collection():
-            self._fill()
-            self._idle = False
-            while not self._idle:
-                self.turn()
-                tell(lambda: f"{max(self._loop.issued)} of {self._last} steps simulated")
-        return self._result(), self._kept_spans()
-
-    def _fill(self) -> None:
-        """Adds a request for every slot, at different points within their outputs."""
-        for _ in range(self._lanes * self._slots):
+        tell, last = Progress(), self._conditions.steps
+        slots = self.deployment.attention.dp * self.deployment.scheduler.slots
+        for _ in range(len(self._read_steps) * slots):  # at different points of their outputs
             prompt, output = self._drawn.draw(self._random)
             age = int(self._random.integers(output))
             self._add(prompt + age, output - age)
+        self._idle = False
+        with no_garbage_collection():
+            while max(self._read_steps) < last:
+                self.turn()
+                tell(lambda: f"{max(self._read_steps)} of {last} steps simulated")
+        return self._result(), self._kept_spans()
 
     def _add(self, prompt: int, output: int) -> None:
         """A request, to the domain whose turn it is."""
@@ -306,90 +295,66 @@ class Simulation(SimulatedEngine):
         if not tokens:
             tokens += [0] * prompt
         request = Request(request_id=name, prompt=tokens, params=params)
-        self._loop.submit(request, self._count % self._domains)
-        self._requests[name] = _Request()
+        self._loop.submit(request, self._count % self._conditions.domains)
+        self._requests[name] = _Request(prompt)
         self._count += 1
-
-    @property
-    def _all_issued(self) -> bool:
-        """Whether a lane has had all its steps, so that no lane begins another one."""
-        return max(self._loop.issued) >= self._last
-
-    def _lanes_to_plan(self) -> Iterator[int]:
-        """Idle lanes, as long as the lanes before them leave steps to issue."""
-        return (lane for lane in self._pipeline.idle_lanes if not self._all_issued)
-
-    def _begin(self, lane: int, plan: StepPlan) -> Rows:
-        if self._loop.issued[lane] == self._last - 1:
-            self._uncounted = min(self._uncounted, self._steps)
-        rows = super()._begin(lane, plan)
-        if self._start is not None:
-            self._running += len(rows.tokens)
-            self._length += float(rows.length.sum())
-            self._counted += 1
-        return rows
 
     def _read(self) -> tuple[float, StepOutputs]:
         (lane, _), end = self._loop.in_flight[0], self._ends[0]
         news = super()._read()
-        self._read_steps += 1
-        if self._read_steps > self._uncounted:
-            self._end = self._end or (self.now, self.busy)
-            return news
+        length = sum(self._deliver(output, end) for output in news[1])
+        self._read_steps[lane] += 1
         if self._start is not None:
-            self._ended[lane].append((end, len(news[1])))
-        for output in news[1]:
-            self._deliver(output, end)
-        if self._start is None and min(self._loop.issued) >= self._conditions.warm_up:
+            self._counted.append(_Step(lane, end, len(news[1]), length))
+        elif min(self._read_steps) >= self._conditions.warm_up:
             self._start = self.now, self.busy
             for request in self._requests.values():
                 request.first = -1.0
         return news
 
-    def _deliver(self, output: TokenOutput, end: float) -> None:
+    def _deliver(self, output: TokenOutput, end: float) -> int:
+        """Takes a token; returns the tokens in its sequence's cache."""
         request = self._requests[output.request_id]
         if request.first < 0:
             request.first, request.tokens = end, 0
         request.last = end
         request.tokens += 1
+        request.length += 1
         if output.finish_reason is not None:
             del self._requests[output.request_id]
             if self._start is not None:
                 self._done.append(request)
             self._add(*self._drawn.draw(self._random))
+        return request.length - 1
 
     def _result(self) -> Result:
         start, before = self._start or (0.0, Busy(0, 0, 0, 0))
-        end, after = self._end or (self.now, self.busy)
-        seconds = max(end - start, 1e-12)
+        seconds, busy = max(self.now - start, 1e-12), self.busy
         shares = {
-            f"{name}_busy": (getattr(after, name) - getattr(before, name)) / seconds
+            f"{name}_busy": (getattr(busy, name) - getattr(before, name)) / seconds
             for name in Busy._fields
         }
-        seen = [*self._done, *self._requests.values()]
         factor = self._conditions.tokens_a_step
-        several = (r for r in seen if r.tokens > 1 and r.first >= 0)
-        tpot = [(r.last - r.first) / (r.tokens - 1) / factor for r in several]
-        a = self.deployment
-        devices = self._domains * a.attention.devices
-        devices += 0 if a.topology.has("colocated") else a.ffn.devices
-        # A lane's clock runs from the end of its first counted step.
-        tokens = [sum(tokens for _, tokens in steps[1:]) for steps in self._ended]
-        rate = factor * sum(
-            count / (steps[-1][0] - steps[0][0])
-            for count, steps in zip(tokens, self._ended, strict=True)
-            if count
-        )
-        counted = max(1, self._counted)
+        several = (r for r in [*self._done, *self._requests.values()] if r.tokens > 1)
+        tpot = [(r.last - r.first) / (r.tokens - 1) / factor for r in several if r.first >= 0]
+        role = self.deployment
+        devices = self._conditions.domains * role.attention.devices
+        devices += 0 if role.topology.has("colocated") else role.ffn.devices
+        tokens, rate = 0, 0.0
+        for lane in range(len(self._read_steps)):  # its clock runs from its first counted step
+            steps = [one for one in self._counted if one.lane == lane]
+            if own := sum(step.tokens for step in steps[1:]):
+                tokens, rate = tokens + own, rate + own / (steps[-1].end - steps[0].end)
+        rows = sum(step.tokens for step in self._counted)
         colocated = self._pipeline if isinstance(self._pipeline, Colocated) else None
         return Result(
             seconds=seconds,
-            steps=self._counted,
-            tokens=factor * sum(tokens),
-            tokens_per_second=rate,
-            tokens_per_device=rate / devices,
-            sequences=self._running / counted * self._lanes,
-            context=self._length / max(1.0, self._running),
+            steps=len(self._counted),
+            tokens=factor * tokens,
+            tokens_per_second=factor * rate,
+            tokens_per_device=factor * rate / devices,
+            sequences=rows / max(1, len(self._counted)) * len(self._read_steps),
+            context=sum(step.length for step in self._counted) / max(1, rows),
             finished=len(self._done),
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=Times.of(tpot),
@@ -401,9 +366,10 @@ class Simulation(SimulatedEngine):
         """The last whole steps of every lane."""
         steps: dict[int, set[int]] = {}
         for span in self._spans:
-            steps.setdefault(span.lane, set()).add(span.step)
+            if span.layer == self._times.layers:
+                steps.setdefault(span.lane, set()).add(span.step)
         last = {lane: sorted(own)[-self._conditions.keep_steps :] for lane, own in steps.items()}
-        return [span for span in self._spans if span.step in last[span.lane]]
+        return [span for span in self._spans if span.step in last.get(span.lane, ())]
 
 
 class Progress:
