@@ -64,7 +64,7 @@ from jaxserve.mesh import ATTENTION_RULES, Rules, Submeshes, cached_sharding
 from jaxserve.model.matrix_formats import weight_format
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.storage.mirror import local_folder
+from jaxserve.storage.mirror import SCRIPTS, local_folder
 from pallas_kernels.quantize import in_bytes
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "encoding_*.py",
+    SCRIPTS,
     "LICENSE*",
 )
 """Files that are copied beside the weights: configuration, tokenizer, chat template, licence."""

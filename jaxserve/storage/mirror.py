@@ -19,8 +19,10 @@ from jaxserve.errors import CheckpointError
 from jaxserve.storage.bucket import ByteSpan, ReadPart, StorageBucket, is_url
 
 ORIGIN = "origin.json"
-SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "chat_template*", "LICENSE*")
-"""Patterns of the files that are copied, if they lie directly in the model's folder."""
+SCRIPTS = "encoding/encoding_*.py"
+"""Pattern of scripts that take the place of a chat template; mirrors have them without a folder."""
+SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", SCRIPTS)
+"""Patterns of the files that are copied. Others are in no folder inside the model's."""
 WEIGHTS = "*.safetensors"
 MANIFEST = "manifest.json"
 """Manifest of a converted checkpoint; lists all its files except `INT8_PRODUCTS`."""
@@ -61,7 +63,7 @@ def _mirrored(url: str) -> Path:
     if files is not None:
         seen = {MANIFEST: files[MANIFEST]}
     else:
-        names = [name for name in bucket.names() if "/" not in name]
+        names = [n for n in bucket.names() if "/" not in n or fnmatch.fnmatch(n, SCRIPTS)]
         copied = [name for name in names if any(fnmatch.fnmatch(name, p) for p in SMALL)]
         files = _read(bucket, [ByteSpan(name) for name in copied])
         heads = [name for name in names if fnmatch.fnmatch(name, WEIGHTS)]
@@ -112,7 +114,7 @@ def _written(url: str, contents: dict[str, bytes], converted: bool) -> Path:
         return folder
     part = Path(tempfile.mkdtemp(prefix=".", dir=root))
     for name, data in contents.items():
-        (part / name).write_bytes(data)
+        (part / Path(name).name).write_bytes(data)
     if converted:
         (part / "blocks").mkdir()
     try:

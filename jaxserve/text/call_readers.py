@@ -243,9 +243,11 @@ class XmlReader(CallReader):
         if not end:
             self._searched = len(self._text)
             return None
-        value, key = self._text[found.end() : end.start()].removeprefix("\n"), found["key"]
+        value, key = self._text[found.end() : end.start()], found["key"]
         self._text, self._searched = self._text[end.end() :], 0
         schema = self._types.get(self._function, {}).get(key)
+        if string := found.groupdict().get("string"):
+            schema = {"type": "string"} if string == "true" else {}
         out = f"{', ' if self._written else '{'}{quoted(key)}: {_json_value(value, schema)}"
         self._written = out
         return CallPart(arguments=out)
@@ -267,7 +269,8 @@ class Tags(msgspec.Struct, frozen=True):
 
     Attributes:
       invoke: begins a call; group `name`.
-      inside: begins a parameter, group `key`, or ends the call.
+      inside: begins a parameter, group `key`, or ends the call. The group `string`, where a family
+        has it, is "true" if the value is a text, and "false" if it is JSON.
       value_end: ends a parameter.
     """
 

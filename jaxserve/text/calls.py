@@ -37,7 +37,7 @@ class CallFormat(msgspec.Struct, frozen=True):
       around: the text before and after the arguments of a call, between the markers; a format of
         the function's `name`, the name `quoted`, and the `number` of calls before.
       parameter: the text around a parameter's value, where each has an element of its own; a format
-        of its `key`.
+        of its `key`, and `string`, which is true for a text and false for JSON.
     """
 
     begin: str
@@ -83,7 +83,7 @@ class CallFormat(msgspec.Struct, frozen=True):
         for place, (key, part) in enumerate(properties.items()):
             rule = f"value{index}_{place}"
             opening, closing = self.parameter
-            opening = opening.format(key=key)
+            opening = opening.format(key=key, string=str(is_text(part)).lower())
             uses.append(f" {rule}" if key in required else f" {rule}?")
             if is_text(part):
                 choices = part.get("enum") if isinstance(part, dict) else None
@@ -126,24 +126,32 @@ _STEP = re.compile(r"\s*function\n(?P<name>[^\n]+)\n\s*(?=\{)")
 _HARMONY = re.compile(r"(?P<name>[^\s<]+)[^<]*<\|constrain\|>json<\|message\|>(?=\{)")
 _QWEN_TAGS = Tags(
     re.compile(r"<function=(?P<name>[^>\n]+)>"),
-    re.compile(r"<parameter=(?P<key>[^>\n]+)>|</function>"),
+    re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?|</function>"),
     # Some models forget the end tag.
     re.compile(r"\n?(?:</parameter>|(?=<parameter=[^>\n]+>)|(?=</function>))"),
 )
 _STEP_TAGS = Tags(
     re.compile(r'<steptml:invoke name="(?P<name>[^"]+)">'),
-    re.compile(r'<steptml:parameter name="(?P<key>[^"]+)">|</steptml:invoke>'),
+    re.compile(r'<steptml:parameter name="(?P<key>[^"]+)">\n?|</steptml:invoke>'),
     re.compile(r"</steptml:parameter>"),
 )
 _GLM_TAGS = Tags(
     re.compile(r"\A\s*(?P<name>[^\s<]+)(?=\n|<arg_key>)"),
-    re.compile(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>"),
+    re.compile(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>\n?"),
     re.compile(r"</arg_value>"),
 )
 _MINIMAX_TAGS = Tags(
     re.compile(r'<invoke name="(?P<name>[^"]+)">'),
-    re.compile(r'<parameter name="(?P<key>[^"]+)">|</invoke>'),
+    re.compile(r'<parameter name="(?P<key>[^"]+)">\n?|</invoke>'),
     re.compile(r"</parameter>"),
+)
+_DSML_TAGS = Tags(
+    re.compile(r'<｜DSML｜invoke name="(?P<name>[^"]+)">'),
+    re.compile(
+        r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?>'
+        r"|</｜DSML｜invoke>"
+    ),
+    re.compile(r"</｜DSML｜parameter>"),
 )
 
 
@@ -223,6 +231,17 @@ MINIMAX = CallFormat(
     ('\n<invoke name="{name}">\n', "</invoke>\n"),
     ('<parameter name="{key}">', "</parameter>\n"),
 )
+DEEPSEEK_V32, DEEPSEEK_V4 = (
+    CallFormat(
+        f"<｜DSML｜{block}>",
+        f"</｜DSML｜{block}>",
+        functools.partial(XmlReader, _DSML_TAGS),
+        (f"<｜DSML｜{block}>",),
+        ('\n<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n"),
+        ('<｜DSML｜parameter name="{key}" string="{string}">', "</｜DSML｜parameter>\n"),
+    )
+    for block in ("function_calls", "tool_calls")
+)
 HARMONY = CallFormat(
     "<|channel|>commentary to=functions.",
     "",
@@ -232,5 +251,9 @@ HARMONY = CallFormat(
 )
 """Forced calls of gpt-oss; `harmony.py` reads its answers."""
 
-CALL_FORMATS = (HARMONY, QWEN_XML, GLM, MINIMAX, JSON, DEEPSEEK, DEEPSEEK_V31, KIMI, STEPTML, STEP)
+CALL_FORMATS = (
+    *(HARMONY, QWEN_XML, GLM, MINIMAX, JSON),
+    *(DEEPSEEK, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4),
+    *(KIMI, STEPTML, STEP),
+)
 """The known formats; a model has the first one that its template shows."""

@@ -11,11 +11,12 @@ from typing import Any
 
 from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
 from jaxserve.errors import CheckpointError, InvalidRequestError
-from jaxserve.storage.mirror import local_folder
+from jaxserve.storage.mirror import SCRIPTS, local_folder
+from jaxserve.text.encoding_scripts import script_template
 from jaxserve.text.messages import MessageForm, checked_tools, plain_field
 from jaxserve.text.template import CheckedTemplate, TemplateError, TemplateRefusal
 
-FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", SCRIPTS)
 """Files in which templates are looked for; the first file that has one wins."""
 
 SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
@@ -183,11 +184,12 @@ def _read_sources(folder: Path, problems: list[str]) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"{path.name} cannot be read: {error}")
             return {}
-    for name in FILES[1:]:
+    for name in FILES[1:-1]:
         found = read_json(folder / name, problems).get("chat_template")
         if found is not None:
             return _named_sources(found, name, problems)
-    return {}
+    script = script_template(folder, problems)
+    return {} if script is None else {"default": script}
 
 
 def _named_sources(found: Any, file: str, problems: list[str]) -> dict[str, str]:

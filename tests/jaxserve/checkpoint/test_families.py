@@ -167,10 +167,7 @@ def test_tensors_are_those_of_the_file():
 
 @pytest.mark.parametrize(
     ("sizes", "module", "embedding"),
-    [
-        (TinyDeepseek(num_nextn_predict_layers=1), 3, (97, 48)),
-        (TinyStep3(mtp=True), 4, (160, 64)),
-    ],
+    [(TinyDeepseek(num_nextn_predict_layers=1), 3, (97, 48)), (TinyStep3(mtp=True), 4, (160, 64))],
 )
 def test_copies_in_a_prediction_module_may_be_there(sizes, module, embedding):
     copies = ("embed_tokens", "shared_head.head")

@@ -96,8 +96,7 @@ def test_kept_as_they_are(layout, folder, floats):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("1A1F", "float32"), *nightly(("2A2F", "bfloat16")), ("2A4F", "bfloat16")],
+    ("layout", "dtype"), [("1A1F", "float32"), *nightly(("2A2F", "bfloat16")), ("2A4F", "bfloat16")]
 )
 def test_multiplied_out(layout, dtype, folder, floats):
     plain = {"dtype": dtype, "attention.weights": dtype, "ffn.weights": dtype}

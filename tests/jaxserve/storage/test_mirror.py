@@ -13,6 +13,7 @@ from jaxserve.storage.mirror import _mirrored, local_folder, origin_of, user_cac
 def test_small_files(objects, tmp_path):
     small = {"config.json": b"{}", "tokenizer.json": b"[]", "chat_template.jinja": b"{{ x }}"}
     objects.files |= {f"m/{name}": data for name, data in small.items()}
+    small["encoding_dsv4.py"] = objects.files["m/encoding/encoding_dsv4.py"] = b"x = 1"
     objects.files |= {"m/a.safetensors": bytes(1000), "m/b.bin": b"?", "m/deep/config.json": b"no"}
     folder = local_folder("s3://models/m")
     assert folder.parent == tmp_path / "cache" / "jaxserve" / "models"

@@ -14,12 +14,7 @@ import numpy as np
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
-from jaxserve.observe.load import (
-    DomainLoad,
-    DraftCounts,
-    EngineLoad,
-    WorkerLoad,
-)
+from jaxserve.observe.load import DomainLoad, DraftCounts, EngineLoad, WorkerLoad
 from jaxserve.observe.spans import STAGES, Span
 from jaxserve.observe.view import PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView

@@ -9,19 +9,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.text import calls as formats
 from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.answers import AnswerParser, Piece, joined
-from jaxserve.text.calls import (
-    DEEPSEEK,
-    DEEPSEEK_V31,
-    GLM,
-    JSON,
-    KIMI,
-    MINIMAX,
-    QWEN_XML,
-    STEP,
-    STEPTML,
-)
+from jaxserve.text.calls import DEEPSEEK, GLM, JSON, KIMI, MINIMAX, QWEN_XML, STEP
 from jaxserve.text.chat import ChatTemplate
 from tests import golden
 from tests.jaxserve.text.conversations import TOOLS
@@ -49,10 +40,9 @@ def parse(parser: AnswerParser, *texts: str) -> tuple[str, str, list[tuple[str, 
 
 
 CALLS = [("weather", '{"city": "Łódź"}'), ("now", "{}")]
-FORMS = {"JSON": JSON, "DEEPSEEK": DEEPSEEK, "KIMI": KIMI, "STEP": STEP, "QWEN_XML": QWEN_XML}
-FORMS |= {"DEEPSEEK_V31": DEEPSEEK_V31, "STEPTML": STEPTML, "GLM": GLM, "MINIMAX": MINIMAX}
 WRITTEN = json.loads((golden.FOLDER / "text" / "two_calls.json").read_text(encoding="utf-8"))
-FAMILIES = [(form, WRITTEN[name]) for name, form in FORMS.items()]
+FORMS = {name: getattr(formats, name) for name in WRITTEN}
+FAMILIES = [pytest.param(form, WRITTEN[name], id=name) for name, form in FORMS.items()]
 """Two calls, as each family writes them."""
 QWEN_CALLS = WRITTEN["JSON"]
 
@@ -94,11 +84,11 @@ def test_a_value_may_hold_the_mark_that_ends_calls(form, written, text) -> None:
 
 
 @pytest.mark.parametrize(
-    "form_and_tail", [(KIMI, "<|tool_call_end|>"), (DEEPSEEK_V31, "<｜tool▁call▁end｜>")]
+    ("name", "tail"), [("KIMI", "<|tool_call_end|>"), ("DEEPSEEK_V31", "<｜tool▁call▁end｜>")]
 )
-def test_a_value_may_hold_the_mark_that_ends_a_call(form_and_tail) -> None:
-    form, tail = form_and_tail
-    written = with_text(form, dict(FAMILIES)[form], f"say {tail} there")
+def test_a_value_may_hold_the_mark_that_ends_a_call(name, tail) -> None:
+    form = FORMS[name]
+    written = with_text(form, WRITTEN[name], f"say {tail} there")
     for texts in ([written], [*written]):
         _, content, calls = parse(AnswerParser(False, False, form), *texts)
         assert content == ""

@@ -65,7 +65,7 @@ BYTE_FALLBACK = Tokenizer(TokenizersVocabulary(byte_fallback()), bos_token_id=0,
 RANKED = Tokenizer(TiktokenVocabulary(ranks.RANKS, ranks.ADDED), bos_token_id=ranks.BASE)
 
 
-def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **configs: object) -> Path:
+def write_folder(folder: Path, tokenizer, **configs: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
@@ -238,8 +238,9 @@ def test_chat_tokens_between_characters_and_inside_one() -> None:
     # A special token has no bytes: the character around it is whole.
     assert deltas_of(RANKED, [[i] for i in (first, end, second, last)]) == ["", "", "", "🙂", ""]
     # One that has text cuts it.
-    text = "".join(deltas_of(RANKED, [[i] for i in (first, call, last)]))
-    assert text == "\ufffd<|tool_call_begin|>\ufffd"
+    assert (
+        "".join(deltas_of(RANKED, [[first], [call], [last]])) == "\ufffd<|tool_call_begin|>\ufffd"
+    )
 
 
 @given(strategies.text(alphabet="ab é你🙂", min_size=1))
@@ -287,12 +288,10 @@ def run_matcher(stops: list[str], chunks: list[str]) -> tuple[list[str], str | N
     return [*out, matcher.finish()], None
 
 
-def test_the_first_string_to_be_complete_wins_and_the_longest_of_a_tie() -> None:
+def test_stop_strings() -> None:
+    """The first to be complete wins, and the longest of a tie. One may begin within itself."""
     assert run_matcher(["abcd", "bc"], ["xabcd"]) == (["xa"], "bc")
     assert run_matcher(["bc", "abc"], ["xabcd"]) == (["x"], "abc")
-
-
-def test_a_string_that_begins_within_itself() -> None:
     assert run_matcher(["aab"], ["aa", "ab"]) == (["", "a"], "aab")
     assert run_matcher(["aabaaac"], ["aabaaabaaac"]) == (["aaba"], "aabaaac")
 

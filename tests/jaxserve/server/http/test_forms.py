@@ -37,8 +37,6 @@ def test_a_hostile_grammar_is_refused_while_a_stream_goes_on(rig: HttpRig) -> No
 
 
 FAMILIES = yaml.safe_load(golden.text("text/forced_calls.yaml"))
-
-
 NAMED = {"type": "function", "function": {"name": "bid"}}
 
 
