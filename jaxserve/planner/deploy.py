@@ -25,7 +25,6 @@ from jaxserve.planner.deploy_fleet import (
     Deployment,
     Fleet,
     Handoff,
-    Pace,
     Part,
     Planned,
     PrefillWorker,
@@ -36,7 +35,7 @@ from jaxserve.planner.layouts import Layout, Layouts
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.results import FleetResult
-from jaxserve.planner.search import Plan, Searcher, why_not
+from jaxserve.planner.search import Pace, Plan, Searcher, why_not
 from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3
@@ -211,7 +210,7 @@ class Sizer:
         """
         layout, target, requests = plan.layout, self.asked.tpot.seconds, self.requests
         hardware = self.searcher.memory.on(layout)
-        pace = Pace(self.searcher, layout, self.times(layout, hardware), requests)
+        pace = Pace(self.searcher, layout, requests)
         # Sequences of unequal lengths fit with twice the standard deviation of their sum above it.
         spread = requests.context_spread / (plan.batch * layout.lanes) ** 0.5
         length = (requests.context + 2 * spread) / self.context

@@ -6,8 +6,6 @@ a prompt of its own, and all groups step together, because the experts are divid
 decode unit decodes by itself: an attention and an ffn role together, or a colocated worker.
 """
 
-import functools
-from bisect import bisect_right
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,18 +13,15 @@ import numpy as np
 
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
-from jaxserve.planner.lanes import cycle_seconds, pipeline_of
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.memory import token_budget
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.results import FleetResult
-from jaxserve.planner.search import Found, Plan, Searcher
+from jaxserve.planner.search import Found, Pace, Plan
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
 
 QUANTILES, POINTS = 5, 3
 """Prompts, and chunks of each, whose seconds stand for all prompts."""
-STEPS = 4
-"""Steps of every lane that are run for a pace."""
 HELD_SLOTS = 16
 """Concurrent prompts of a DP group of a prefill worker."""
 
@@ -78,7 +73,7 @@ class DecodeUnit(NamedTuple):
     plan: Plan
     slots: int
     hardware: tuple[Hardware, Hardware]
-    pace: "Pace"
+    pace: Pace
     capacity: float
 
     @property
@@ -108,45 +103,6 @@ class DecodeUnit(NamedTuple):
             pace = self.pace.seconds(max(1, round(taken)))
             taken = min(rate * output * pace / self.lanes, float(self.slots))
         return taken
-
-
-class Pace:
-    """Seconds between tokens of a layout whose DP groups hold sequences of unequal lengths: every
-    layer waits for the group with the longest ones."""
-
-    def __init__(self, searcher: Searcher, layout: Layout, times: Rooflines, requests: Requests):
-        self._searcher, self._layout, self._times = searcher, layout, times
-        self._requests = requests
-        self.seconds = functools.cache(self._seconds)
-
-    def drafts(self, batch: int) -> float:
-        """Seconds a token with the layout's drafts over seconds a token without."""
-        if not self._layout.drafts:
-            return 1.0
-        plain = msgspec.structs.replace(self._layout, drafts=0)
-        evaluate = self._searcher.evaluate
-        return evaluate(self._layout, batch).tpot / evaluate(plain, batch).tpot
-
-    def _seconds(self, batch: int) -> float:
-        """Seconds with `batch` sequences a DP group and lane."""
-        layout, count, times = self._layout, self._layout.dp * batch, self._times
-        length, _ = self._requests.running(count * layout.lanes)
-        group, ones = np.repeat(np.arange(layout.dp), batch), np.ones(count, int)
-        steps = [
-            times.step(fullest(layout.dp, group, ones, of_lane))
-            for of_lane in np.split(length, layout.lanes)
-        ]
-        sizes = {"layers": times.layers, "lanes": layout.lanes, "groups": layout.dp}
-        pipeline = pipeline_of(layout.topology, times, **sizes)
-        # The first steps fill the pipeline.
-        cycle = cycle_seconds(pipeline, steps, settle=1, counted=STEPS - 2)
-        # The hosts of a role enqueue every layer of every lane.
-        host = self._searcher.host_seconds(layout)
-        return max(cycle, times.layers * layout.lanes * host) * self.drafts(batch)
-
-    def largest(self, room: int, tpot: float) -> int:
-        """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
-        return bisect_right(range(1, room + 1), tpot, key=self.seconds)
 
 
 class Chunks:
@@ -426,7 +382,7 @@ class Scaled:
     """
 
     def __init__(self, times: StageTimes, tokens: int, steps: int = 1, factor: float = 1.0):
-        self.layers, self.overlapped = times.layers, times.overlapped
+        self.layers = times.layers
         self._times, self._tokens = times, tokens
         self._a_step, self._factor = tokens // steps, factor * steps
 

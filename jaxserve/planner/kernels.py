@@ -92,13 +92,14 @@ def row_padding(hardware: Hardware, rows: Any) -> Any:
 
 
 def busiest_by_chance(ranks: int, rows: float) -> float:
-    """Rows of the busiest of equally popular ranks over the mean of `rows`: the expected largest of
-    that many normal draws (Blom 1958) with a Poisson's spread."""
-    return min(float(ranks), 1 + _largest(ranks) / max(rows, 1e-9) ** 0.5)
+    """Rows of the busiest of equally popular ranks over the mean of `rows`, whose spread is a
+    Poisson's."""
+    return min(float(ranks), 1 + largest_normal(ranks) / max(rows, 1e-9) ** 0.5)
 
 
 @functools.cache
-def _largest(draws: int) -> float:
+def largest_normal(draws: int) -> float:
+    """Expected largest of standard normal draws (Blom 1958)."""
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 

@@ -5,8 +5,7 @@ Called by `simulate.py` and `deploy.py`. `Disaggregated` follows the order of
 its input has arrived, its devices are free (they work in the order of enqueueing) and the host has
 enqueued it. Each direction between the roles is a link of its own. Lanes of all domains are
 numbered together; lane i belongs to domain i mod domains. `Colocated` runs one step, which is one
-program, after the other. `Overlapped` runs two batches concurrently: one computes while the
-messages of the other are in flight.
+program, after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.config.topology import Topology
 from jaxserve.observe.spans import STAGES, AFDStage, Span
-from jaxserve.planner.stage_times import StageTimes, StepTimes
+from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.schedule import Rotation
 
 Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
@@ -57,8 +55,6 @@ class _Step:
         """Times at which the attention devices have their input, or have sent their output."""
         self.on_ffn = 0.0
         """Time at which the ffn role has its input, or its result."""
-        self.layer, self.attended = 0, False
-        """Overlapped only: the layer, and whether its rows go to the FFN next."""
 
 
 class _Pipeline:
@@ -267,69 +263,6 @@ class Colocated(_Pipeline):
         """Durations of a collective over all layers, steps and devices."""
         total, count, least, most = self._seen[stage]
         return Seen(total / count, least, most)
-
-
-class Overlapped(Colocated):
-    """A colocated deployment whose two lanes hide each other's messages, as in DeepSeek's decoding
-    (profile-data, "Decoding"). One lane attends in two parts. Meanwhile the rows of the other lane
-    travel to the experts, are computed between the parts, and travel back. A single lane runs its
-    stages one after the other."""
-
-    def advance(self, now: float) -> tuple[int, float]:
-        """Runs stages until a lane leaves: (lane, time when its last device had sampled)."""
-        while True:
-            passing = next((step for step in self._inside.values() if step.attended), None)
-            attending = next((step for step in self._inside.values() if not step.attended), None)
-            if attending is not None:
-                self._free = np.maximum(self._free, attending.begun)
-            self._phase(attending, passing)
-            if attending is not None:
-                attending.attended = True
-            if passing is None:
-                continue
-            passing.attended = False
-            passing.layer += 1
-            if passing.layer == self._layers:
-                del self._inside[passing.lane]
-                return passing.lane, self._leave(passing, self._free)
-
-    def _phase(self, attending: _Step | None, passing: _Step | None) -> None:
-        """Runs attention of one lane's layer while the other lane passes through the experts."""
-        start = self._free
-        attend, share = np.zeros_like(start), 1.0
-        if attending is not None:
-            attend = self._disturb("attend", attending.times.attend[attending.layer])
-            self._busy[0] += attend.mean()
-        self._free = end = start + attend
-        if passing is not None:
-            layer, times = passing.layer, passing.times
-            there, back = times.dispatch[layer], times.combine[layer]
-            share = there / (there + back) if there + back else 1.0
-            arrived = self._exchange("dispatch", passing, start, there)
-            at = np.maximum(arrived, start + share * attend)
-            work = self._disturb("ffn", np.full_like(at, times.ffn[layer]))
-            self._busy[1] += work.mean()
-            self._tell("ffn", passing, layer, at, at + work)
-            at = at + work
-            end = at + (1 - share) * attend
-            self._free = np.maximum(end, self._exchange("combine", passing, at, back))
-        if attending is not None:
-            self._tell("attend", attending, attending.layer, start, end)
-
-    def _exchange(self, stage: AFDStage, step: _Step, at: np.ndarray, usual: float) -> np.ndarray:
-        moving = self._disturb(stage, np.full_like(at, usual))
-        end = np.full_like(at, (at + moving).max())
-        self._wait(stage, at[None], end[None])
-        self._busy[2 if stage == "dispatch" else 3] += usual
-        self._tell(stage, step, step.layer, at, end)
-        return end
-
-
-def pipeline_of(topology: Topology, times: StageTimes, **setting: Any) -> Disaggregated | Colocated:
-    """Makes the pipeline that runs the lanes of a deployment."""
-    if topology.has("ffn"):
-        return Disaggregated(**setting)
-    return Overlapped(**setting) if times.overlapped else Colocated(**setting)
 
 
 def cycle_seconds(

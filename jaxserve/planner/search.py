@@ -18,7 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.planner.calibration import NOTHING
+from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import MONTH, Hardware
+from jaxserve.planner.kernels import largest_normal
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
@@ -279,6 +281,39 @@ class Searcher:
         return dict(zip(STAGES, (attend, *moved), strict=True))
 
 
+class Pace:
+    """Seconds between tokens of a layout whose sequences have unequal lengths.
+
+    Every layer waits for the DP group whose sequences are longest together. So the mean-field rule,
+    which takes each group for the mean one, has a barrier term (Song et al. 2026): the context is
+    that of the largest of as many sums as groups.
+    """
+
+    def __init__(self, searcher: Searcher, layout: Layout, requests: Requests):
+        self._searcher, self._layout, self._requests = searcher, layout, requests
+        self.seconds = functools.cache(self._seconds)
+
+    def _seconds(self, batch: int) -> float:
+        """Seconds with `batch` sequences a DP group and lane."""
+        requests, one = self._requests, self._searcher
+        longer = largest_normal(self._layout.dp) * requests.context_spread / batch**0.5
+        calculator = one.calculator._replace(context=round(requests.context + longer))
+        longest = Searcher(calculator, one.attention, one.ffn, one.acceptance, one.skew)
+        return longest.evaluate(self._layout, batch).tpot
+
+    def drafts(self, batch: int) -> float:
+        """Seconds a token with the layout's drafts over seconds a token without."""
+        if not self._layout.drafts:
+            return 1.0
+        plain = msgspec.structs.replace(self._layout, drafts=0)
+        evaluate = self._searcher.evaluate
+        return evaluate(self._layout, batch).tpot / evaluate(plain, batch).tpot
+
+    def largest(self, room: int, tpot: float) -> int:
+        """Most sequences a DP group and lane within a time, up to `room`; 0: not even one."""
+        return bisect_right(range(1, room + 1), tpot, key=self.seconds)
+
+
 def layer_seconds(stages: Sequence[float], lanes: int) -> float:
     """Seconds per layer of one lane when `lanes` lanes share the roles.
 
@@ -296,7 +331,7 @@ def overlapped_seconds(stages: Sequence[float]) -> float:
     """Seconds per layer of two batches of a colocated deployment, interleaved as in DeepSeek's
     decoding (profile-data, "Decoding"). While one batch attends, the rows of the other travel, both
     ways. While a batch is in the FFN nothing travels: its rows have arrived, and its results have
-    not left. `lanes.Overlapped` computes the same device by device."""
+    not left. `Rooflines.step` leaves as much of messages."""
     attend, dispatch, ffn, combine = stages
     return 2 * (ffn + max(attend, dispatch + combine))
 

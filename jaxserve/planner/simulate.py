@@ -31,7 +31,7 @@ from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.lanes import Busy, Colocated, Disturb, Note, pipeline_of, undisturbed
+from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, Disturb, Note, undisturbed
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.results import Result, Times
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
@@ -42,8 +42,6 @@ NEVER = float("inf")
 
 class Constant:
     """Stage times of steps that take equally long, whatever the batch."""
-
-    overlapped = False
 
     def __init__(self, layers: int, groups: int, seconds: float = 0.0):
         self.layers, zeros = layers, [0.0] * layers
@@ -81,9 +79,8 @@ class SimulatedEngine:
         self.deployment = deployment
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
         groups, lanes = deployment.attention.dp, deployment.lanes
-        self._pipeline = pipeline_of(
-            deployment.topology,
-            times,
+        pipeline = Disaggregated if deployment.topology.has("ffn") else Colocated
+        self._pipeline: Disaggregated | Colocated = pipeline(
             layers=times.layers,
             lanes=lanes,
             groups=groups,

@@ -6,6 +6,7 @@ which `noise.py` adds.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -95,8 +96,6 @@ class StageTimes(Protocol):
     """The source of stage times that a simulation uses."""
 
     layers: int
-    overlapped: bool
-    """Whether two lanes of a colocated deployment each compute during the other lane's messages."""
 
     def step(self, rows: Rows) -> StepTimes:
         """The times of a step with these sequences."""
@@ -121,7 +120,6 @@ class Rooflines:
         experts: ExpertLoads | None = None,
     ):
         self.layers = attention.model.layers
-        self.overlapped = layout.overlapped(attention.assumed)
         self._layout, self._attention, self._ffn = layout, attention, ffn
         self._on_attention, self._on_ffn = hardware
         self._experts = experts
@@ -149,12 +147,14 @@ class Rooflines:
             if key not in known:
                 known[key] = self._exchanged(*key, total, fullest, rows)
             stages.append(known[key])
+        layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
+        if self._layout.overlapped(self._attention.assumed):
+            stages = [_unhidden(*each) for each in zip(layers, stages, strict=True)]
         dispatch, ffn, combine = (list(each) for each in zip(*stages, strict=True))
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
         if self._on_attention.pads:
             sampled = rows.sampled or sampled
         leave = self._attention.head(self._on_attention, sampled, self._layout.tp)
-        layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
         host = self._attention.step_host(self._on_attention)
         return StepTimes(layers, dispatch, ffn, combine, leave, host)
 
@@ -218,6 +218,15 @@ class Rooflines:
         group, on = self._ffn.model.ffn[f], (self._on_attention, self._on_ffn)
         made = self._ffn.exchanged(layout, on, group, tokens, rows.padded, busiest=busiest, **sizes)
         return [each.seconds for each in made]
+
+
+def _unhidden(attend: np.ndarray, stages: Sequence[float]) -> list[float]:
+    """A layer's dispatch, ffn and combine where another batch attends while this one's rows travel,
+    as in DeepSeek's decoding: only what takes longer than attention is left of messages."""
+    dispatch, ffn, combine = stages
+    moving = dispatch + combine
+    left = max(0.0, 1 - float(attend.max()) / moving) if moving else 0.0
+    return [left * dispatch, ffn, left * combine]
 
 
 def expert_loads(

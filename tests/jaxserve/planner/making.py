@@ -60,10 +60,8 @@ def searcher(
 class Given:
     """Stage times that are the same whatever the batch: a paper's, or a formula's."""
 
-    def __init__(
-        self, *, layers: int, groups: int, leave: float = 0.0, overlapped: bool = False, **s: float
-    ):
-        self.layers, self.overlapped = layers, overlapped
+    def __init__(self, *, layers: int, groups: int, leave: float = 0.0, **s: float):
+        self.layers = layers
         there, work, back = ([s[name]] * layers for name in ("dispatch", "ffn", "combine"))
         attend = [np.full(groups, s["attend"])] * layers
         self._times = StepTimes(attend, there, work, back, leave)

@@ -12,12 +12,12 @@ import pytest
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.deploy import CHUNKS, Hosts, Sizer
-from jaxserve.planner.deploy_fleet import Asked, Chunks, DecodeUnit, Pace
+from jaxserve.planner.deploy_fleet import Asked, Chunks, DecodeUnit
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
 from jaxserve.planner.results import FleetResult
-from jaxserve.planner.search import Searcher
+from jaxserve.planner.search import Pace, Searcher
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import Compared, layout
@@ -64,7 +64,7 @@ def deepseek() -> list[Compared]:
     )
     node_in = prefill * float(requests.prompt.mean()) / 4
     two = layout("ep", dp=144, lanes=2)
-    pace = _pace(sizer, two, h800, requests)
+    pace = Pace(sizer.searcher, two, requests)
     batch = pace.largest(256, 1 / SPEED)
     node_out = 8 * two.lanes * batch / pace.seconds(batch)
     nodes = in_rate / node_in + out_rate / node_out
@@ -102,7 +102,7 @@ def xdeepserve() -> list[Compared]:
             demand = msgspec.structs.replace(own, hits=hits)
             requests = demand.requests(sizer.asked.longest, PAGE)
             unit = layout("ep", "910c", dp=128)
-            pace = _pace(sizer, unit, DIE, requests)
+            pace = Pace(sizer.searcher, unit, requests)
             at = f"{hits:.0%} hits{form}"
             tried = _chunks(sizer, layout("ep", "910c", dp=8, tp=4, ep=32), DIE)
             alone = min(_alone(chunks, requests) for chunks in tried)
@@ -125,12 +125,6 @@ def _chunks(sizer: Sizer, made: Layout, hardware: Hardware) -> list[Chunks]:
     own = sizer.searcher.calculator
     times = Rooflines(made, own, own, (hardware, hardware))
     return [Chunks(made, times, chunk) for chunk in CHUNKS]
-
-
-def _pace(sizer: Sizer, made: Layout, hardware: Hardware, requests: Requests) -> Pace:
-    own = sizer.searcher.calculator
-    times = Rooflines(made, own, own, (hardware, hardware))
-    return Pace(sizer.searcher, made, times, requests)
 
 
 def _alone(chunks: Chunks, requests: Requests) -> float:

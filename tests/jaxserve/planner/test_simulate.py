@@ -7,10 +7,10 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.demand import Demand, Lengths
-from jaxserve.planner.deploy_fleet import Pace
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.results import Result
+from jaxserve.planner.search import Pace
 from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H800, Given, layout, searcher
@@ -145,7 +145,7 @@ def test_one_plan_three_ways(mode, lanes, assumed, apart):
     searched = search.evaluate(plan, 8).tpot
     requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
     times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
-    pace = Pace(search, plan, times, requests).seconds(8)
+    pace = Pace(search, plan, requests).seconds(8)
     made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
     limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
     made = msgspec.structs.replace(made, scheduler=limits)

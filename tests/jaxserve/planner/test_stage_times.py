@@ -11,7 +11,8 @@ from jaxserve.planner.kernels import Attending
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads, Skew
-from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
+from jaxserve.planner.search import overlapped_seconds
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, _unhidden
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
@@ -188,3 +189,11 @@ class TestAsMeasured:
         assert self.of(rows._replace(sampled=16), leave=leave).leave == pytest.approx(
             self.of(decode(1, 16, 100), leave=leave).leave
         )
+
+
+@pytest.mark.parametrize("stages", [(5, 1, 4, 2), (5, 3, 4, 6), (9, 1, 0, 0), (4, 0, 3, 0)])
+def test_lanes_that_overlap_take_what_the_search_charges(stages):
+    """The DP group that attends longest hides the other lane's messages."""
+    attend, *others = stages
+    left = _unhidden(np.array([1.0, attend]), others)
+    assert 2 * (attend + sum(left)) == pytest.approx(overlapped_seconds(stages))
