@@ -23,7 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Frame
-from jaxserve.link.session.channel import Channel, Deadlines, dial
+from jaxserve.link.session.channel import Channel, Deadlines, closed_on_error, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import encode
@@ -359,12 +359,9 @@ class WorkerConnections:
     def _handshake(self, place: Place) -> WorkerConnection:
         seconds = self.deadlines.handshake
         channel = dial(place.address, self._token, seconds, frames.WORKER_FRAME_BYTES)
-        try:
+        with closed_on_error(channel):
             join, decode = frames.Join(self._hello), self._kind.decode
             facts = greet(channel, join, frames.Welcome, decode, seconds).facts
             if facts.role != place.role and not (facts.stands_in and place.role == "prefill"):
                 raise ConfigError(f"it is a {facts.role}, not a {place.role}")
             return self._kind(place, channel, facts, self)
-        except BaseException:
-            channel.close()
-            raise

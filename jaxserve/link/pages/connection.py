@@ -81,11 +81,7 @@ class PagesConnection(Session):
     ):
         join, seconds = frames.Join(hello), deadlines.handshake
         channel = dial(address, token, seconds)
-        try:
-            welcome = greet(channel, join, frames.Welcome, self.decode, seconds)
-        except BaseException:
-            channel.close()
-            raise
+        welcome = greet(channel, join, frames.Welcome, self.decode, seconds)
         super().__init__(channel, deadlines)
         self.cache_format, self._model = welcome.cache_format, welcome.hello.digest
         self._buffers, self._on_tick = buffers, on_tick

@@ -126,6 +126,16 @@ def _head(body: bytes, number: int) -> bytes:
     return begin + zlib.crc32(body, zlib.crc32(begin)).to_bytes(4)
 
 
+@contextlib.contextmanager
+def closed_on_error(end: "socket.socket | Channel") -> Iterator[None]:
+    """Closes a connection that the body could not prepare."""
+    try:
+        yield
+    except BaseException:
+        end.close()
+        raise
+
+
 class Channel:
     """Frames to and from one peer. Any thread may send; one thread receives and closes.
 
@@ -141,7 +151,7 @@ class Channel:
     def __init__(
         self, sock: socket.socket, most: int = MAX_FRAME_BYTES, *, accepted: bool | None = None
     ):
-        try:
+        with closed_on_error(sock):
             self.local_host, self.peer = "", "this host"
             """The address by which the peer reaches this host, and the peer's."""
             if sock.family != socket.AF_UNIX:
@@ -152,9 +162,6 @@ class Channel:
             self._socket = sock if accepted is None else secured(sock, accepted=accepted)
             self._socket.setblocking(True)
             self.allow(SEND_SECONDS, RECEIVE_SECONDS)
-        except OSError:
-            sock.close()
-            raise
         self._framing = Framing(most)
         self._sending = threading.Lock()
         self._unread = bytearray()
@@ -287,12 +294,9 @@ def dial(address: str, token: str, seconds: float, most: int = MAX_FRAME_BYTES) 
     """
     if _is_path(address):
         sock = socket.socket(socket.AF_UNIX)
-        try:
+        with closed_on_error(sock):
             sock.settimeout(seconds)
             sock.connect(address)
-        except OSError:
-            sock.close()
-            raise
     else:
         sock = socket.create_connection(split_address(address), timeout=seconds)
     return _authenticated(sock, most, token, seconds, accepted=False)
@@ -307,12 +311,8 @@ def _authenticated(
     sock: socket.socket, most: int, token: str, seconds: float, *, accepted: bool
 ) -> Channel:
     channel = Channel(sock, most, accepted=accepted)
-    try:
-        with cut_off(channel.shutdown, seconds):
-            channel.authenticate(token, accepted=accepted)
-    except BaseException:
-        channel.close()
-        raise
+    with closed_on_error(channel), cut_off(channel.shutdown, seconds):
+        channel.authenticate(token, accepted=accepted)
     return channel
 
 
@@ -326,10 +326,7 @@ def listen(address: str, token: str) -> socket.socket:
     host, port = ("", 0) if _is_path(address) else split_address(address)
     try:
         if not host:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(address)
-            sock.listen(64)
-            return sock
+            return socket.create_server(address, family=socket.AF_UNIX, backlog=64)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if not token and not all(ipaddress.ip_address(a[4][0]).is_loopback for a in found):
             raise ConfigError(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.link.session.channel import Channel, cut_off
+from jaxserve.link.session.channel import Channel, closed_on_error, cut_off
 from jaxserve.link.session.messages import Greeting, encode, greeted
 
 
@@ -15,14 +15,15 @@ def greet[G: Greeting](
     decode: Callable[[bytes], Any],
     seconds: float,
 ) -> G:
-    """Introduces this end, which dialled, and returns the introduction of the other one.
+    """Introduces this end, which dialled, and returns the introduction of the other one. Closes the
+    channel where it fails.
 
     Raises:
       Refusal: the two ends do not fit.
       OSError, EOFError, msgspec.DecodeError: the connection is lost.
     """
     begin = time.monotonic()
-    with cut_off(channel.shutdown, seconds):
+    with closed_on_error(channel), cut_off(channel.shutdown, seconds):
         try:
             channel.send(encode(greeting))
             frame = decode(channel.receive())
@@ -30,4 +31,4 @@ def greet[G: Greeting](
             if time.monotonic() - begin < seconds:
                 raise
             raise OSError("the handshake took too long") from None
-    return greeted(frame, kind, greeting.hello)
+        return greeted(frame, kind, greeting.hello)

@@ -19,6 +19,7 @@ from jaxserve.link.session.channel import (
     Channel,
     accept,
     address_of,
+    closed_on_error,
 )
 
 MOST_HANDSHAKES = 64
@@ -92,14 +93,12 @@ class Listener:
         assert self._socket is not None
         said = ""
         while not self._closing:
-            sock = None
             try:
                 sock, _ = self._socket.accept()
-                threading.Thread(target=self._live, args=(sock,), daemon=True).start()
+                with closed_on_error(sock):
+                    threading.Thread(target=self._live, args=(sock,), daemon=True).start()
                 said = ""
             except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
-                if sock is not None:
-                    sock.close()
                 if not self._closing and f"{error}" != said:
                     said = f"{error}"
                     logger.warning("%s: connections cannot be accepted: %s", self._name, said)

@@ -5,7 +5,6 @@ the memory that XLA adopts on CPUs. Called by `checkpoint/peer.py`, by one threa
 neither models nor meshes.
 """
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -49,11 +48,8 @@ class WeightsPeer:
         self._number = 0
         join, seconds = frames.Join(hello), deadlines.handshake
         try:
-            with contextlib.ExitStack() as stack:
-                self._channel = dial(address, token, seconds, frames.MAX_FRAME_BYTES)
-                stack.callback(self._channel.close)
-                welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
-                stack.pop_all()
+            self._channel = dial(address, token, seconds, frames.MAX_FRAME_BYTES)
+            welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
         except (AuthenticationError, EOFError, OSError, Refusal, msgspec.DecodeError) as error:
             raise PeerError(f"{address}: {error or 'end of file'}") from None
         self.worker, self.held = welcome.hello.worker, welcome.held

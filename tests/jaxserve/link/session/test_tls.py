@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +29,9 @@ def use(accepting: str, dialling: str) -> None:
     found = {}
     for accepted, folder in {True: accepting, False: dialling}.items():
         tls.use(folder)
-        found |= {end: context for end, context in tls._contexts.items() if end == accepted}
+        found |= {end: one for end, one in tls._ends.items() if end == accepted}
     tls.use("")
-    tls._contexts.update(found)
+    tls._ends.update(found)
 
 
 @contextlib.contextmanager
@@ -100,9 +101,34 @@ def test_others_are_turned_away(ends: tuple[str, str], monkeypatch: pytest.Monke
             accepted.result()
 
 
-def test_a_folder_without_certificates_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.tls .*: ca.crt, tls.crt, tls.key: .*No"):
-        tls.use(str(tmp_path))
-    (tmp_path / "ca.crt").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"cluster\.tls"):
-        tls.use(str(tmp_path))
+def test_renewed_certificates_are_read_without_a_restart(tmp_path: Path, caplog) -> None:
+    """Both ends change their authority between two connections; broken files change nothing."""
+    folder = shutil.copytree(OWN, tmp_path / "tls")
+    tls.use(str(folder))
+
+    def connect() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            for end in connected(listening, listening):
+                end.close()
+
+    for name in ("tls.key", "tls.crt", "ca.crt"):
+        connect()
+        assert caplog.messages == []
+        (folder / name).write_text("half a file")
+        connect()
+        assert {record.levelname for record in caplog.records} == {"ERROR"}
+        assert f"cluster.tls {folder}: {name}: " in caplog.text
+        caplog.clear()
+        shutil.copytree(OTHER, folder, dirs_exist_ok=True)
+    connect()
+    assert caplog.messages == []
+    use(str(folder), OTHER)
+    connect()
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_folder_without_certificates_is_refused(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(OWN, tmp_path / "tls")
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=rf"cluster\.tls .*tls: {name}: .*No such file"):
+        tls.use(str(folder))
