@@ -1,11 +1,12 @@
 """An expert pool that serves independent attention workers, in simulated time.
 
 A policy of `link/remote/batching.py` or `cohorts.py` decides, as in the message server. A worker
-attends to one lane at a time, in the order of answers. It may straggle, or do nothing for a while.
+attends to its lanes in turn, each once its answer is there. It may straggle, or do nothing for a
+while.
 Run by `plan simulate --workers`.
 """
 
-import heapq
+import itertools
 from collections.abc import Hashable, Iterator
 
 import msgspec
@@ -75,7 +76,11 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Workers:
-    """Attention workers. A router that knows loads has dealt the longest contexts first."""
+    """Attention workers. A router that knows loads has dealt the longest contexts first.
+
+    Attributes:
+      arrivals: messages on their way to the pool: when they arrive, order of their leaving.
+    """
 
     def __init__(self, pool: ExpertPool, random: np.random.Generator):
         self._pool, self._random = pool, random
@@ -90,14 +95,31 @@ class _Workers:
         self._noise = _noise(random, pool.jitter)
         self._free = [0.0] * pool.workers
         self._slow = [(0.0, 0.0)] * pool.workers
+        self._turn = [0] * pool.workers
+        self._answers: list[dict[int, tuple[float, Waiting]]] = [{} for _ in range(pool.workers)]
+        self._left = itertools.count()
+        self.arrivals: list[tuple[float, int, Waiting]] = []
 
-    def attend(self, message: Waiting, at: float) -> float:
-        """Returns when a message has left that its worker can begin at `at`."""
-        pool, worker = self._pool, int(message.domain)  # type: ignore[call-overload]
-        begin, (first, last) = max(at, self._free[worker]), self._slow[worker]
-        seconds = self._seconds[worker][message.lane] + (0 if message.layer else pool.head)
-        seconds *= next(self._noise)
+    def answer(self, message: Waiting, at: float) -> None:
+        """Gives a worker an answer, as the message to send next. Takes answers in the order of the
+        lanes, as `roles/schedule.py` does: a lane may have to wait for another one's answer."""
+        worker: int = message.domain  # type: ignore[assignment]
+        answers, turn, link = self._answers[worker], self._turn[worker], self._pool.link
+        answers[message.lane] = at, message
+        while turn in answers:
+            at, message = answers.pop(turn)
+            end = self._attend(worker, message, max(at, self._free[worker]))
+            self._free[worker] = end
+            self.arrivals.append((end + link, next(self._left), message))
+            turn = self._turn[worker] = (turn + 1) % self._pool.lanes
+
+    def _attend(self, worker: int, message: Waiting, begin: float) -> float:
+        """Returns when a worker that begins with a message at `begin` has computed it."""
+        pool, seconds = self._pool, self._seconds[worker][message.lane] * next(self._noise)
+        if not message.layer:
+            seconds += pool.head
         if pool.slow > 1:
+            first, last = self._slow[worker]
             while last < begin:
                 pause = pool.slow_seconds * (1 - pool.slow_part) / pool.slow_part
                 first = last + self._random.exponential(pause)
@@ -112,7 +134,6 @@ class _Workers:
             periods, rest = divmod(begin, PERIOD)
             more, rest = divmod(min(rest, works) + seconds, works)
             end = (periods + more) * PERIOD + rest
-        self._free[worker] = end
         return end
 
 
@@ -176,44 +197,43 @@ def simulate_pool(
     """
     random = np.random.default_rng(seed)
     noise = _noise(random, 0.01)
-    workers, arrivals = _Workers(pool, random), list[tuple[float, int, Waiting]]()
+    workers = _Workers(pool, random)
     lanes = [(worker, lane) for worker in range(pool.workers) for lane in range(pool.lanes)]
-    sent, ended, started, passes, served = 0, 0, 0.0, 0, 0
-    batch: list[Waiting] = []
-    now = end = 0.0
+    ended, started, passes, served, now = 0, 0.0, 0, 0, 0.0
     begun, counted = dict[Hashable, float](), list[float]()
-
-    def send(message: Waiting, at: float) -> None:
-        nonlocal sent
-        sent += 1
-        heapq.heappush(arrivals, (workers.attend(message, at) + pool.link, sent, message))
-
     for worker, lane in lanes:
-        send(Waiting(worker, lane, 0, None, (lane, worker % domains)), 0.0)
+        workers.answer(Waiting(worker, lane, 0, None, (lane, worker % domains)), 0.0)
+    arrivals = workers.arrivals
+    arrivals.sort(reverse=True)
     while ended < len(lanes) * (iterations + warm_up):
-        now = max(now, min(end, arrivals[0][0] if arrivals else end))
-        while arrivals and arrivals[0][0] <= now:
-            policy.put(heapq.heappop(arrivals)[2], now)
-        if batch and end <= now:
-            policy.served(batch, now)
-            for message in batch:
-                message.layer = (message.layer + 1) % pool.layers
-                send(message, now + pool.link)
-                if not message.layer:
-                    ended += 1
-                    if started and (message.domain or pool.whole):
-                        counted.append(now - begun.get(message.key, 0.0))
-                    begun[message.key] = now
-            batch = []
-            if not started and ended >= len(lanes) * warm_up:
-                started = now
+        batch, at = policy.take(now, idle=True)
         if not batch:
-            decision = policy.take(now, idle=True)
-            batch, end = list(decision.batch), decision.at
-            if batch:
-                passes, served = passes + 1, served + len(batch)
-                seconds = pool.fixed + pool.row * pool.rows * len(batch)
-                end = now + seconds * next(noise)
+            while arrivals and arrivals[-1][0] <= at:
+                now, _, message = arrivals.pop()
+                if policy.put(message, now):
+                    break
+            else:
+                now = at
+            continue
+        passes, served = passes + 1, served + len(batch)
+        end = now + (pool.fixed + pool.row * pool.rows * len(batch)) * next(noise)
+        while arrivals and arrivals[-1][0] <= end:
+            now, _, message = arrivals.pop()
+            policy.put(message, now)
+        now = end
+        policy.served(batch, now)
+        for message in batch:
+            message.layer += 1
+            if message.layer == pool.layers:
+                message.layer = 0
+                ended += 1
+                if started and (message.domain or pool.whole):
+                    counted.append(now - begun.get(message.key, 0.0))
+                begun[message.key] = now
+            workers.answer(message, now + pool.link)
+        arrivals.sort(reverse=True)
+        if not started and ended >= len(lanes) * warm_up:
+            started = now
     counted_workers = pool.workers - (not pool.whole)
     return Served(
         tokens=len(counted) * pool.rows / (now - started) / counted_workers,

@@ -75,11 +75,13 @@ class Turns:
         """Number of each domain's last turn."""
         self._count = 0
 
-    def put(self, message: Waiting, now: float) -> None:
-        """Takes a message that has arrived; replaces an older one of the same lane."""
+    def put(self, message: Waiting, now: float) -> bool:
+        """Takes a message that has arrived; replaces an older one of the same lane. Returns whether
+        an idle pool is to ask again at once."""
         message.arrived = now
         self._waiting.pop(message.key, None)
         self._waiting[message.key] = message
+        return True
 
     def take(self, now: float, *, idle: bool) -> Decision:
         """Decides what to run now. A pass of several messages is chosen only once the pool is idle,

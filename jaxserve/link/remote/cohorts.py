@@ -21,7 +21,9 @@ class _Lane:
     answer. The first layers have their own, since they follow the sampler or fill the lane's
     pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, siblings: "list[_Lane]") -> None:
+        self.siblings = siblings
+        """All lanes of its domain."""
         self.cohort: Hashable = None
         self.home = _Cohort()
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
@@ -35,15 +37,16 @@ class _Lane:
         self.came = now
         if self.answered:
             self._last = self.layer if layer <= self.layer else self._last
-            at, seconds = min(layer, 3), now - self.answered
+            at, seconds = layer if layer < 3 else 3, now - self.answered
             mean = self._means[at] or seconds
-            weight = 0.2 if seconds < 1.5 * mean else 0.02
-            self._means[at] = mean + weight * (min(seconds, 8 * mean) - mean)
+            late = seconds - mean
+            self._means[at] = mean + (0.2 * late if late < mean / 2 else 0.02 * min(late, 7 * mean))
 
     def leaves(self, layer: int, now: float) -> None:
         """Expects the next message; `now` is when the answer was computed."""
         self.layer, self.answered = layer, now
-        self.due = now + 1.02 * self._means[min(0 if layer == self._last else layer + 1, 3)]
+        following = 0 if layer == self._last else layer + 1
+        self.due = now + 1.02 * self._means[following if following < 3 else 3]
 
 
 class _Cohort:
@@ -54,11 +57,11 @@ class _Cohort:
         self.layer, self.ran, self.began, self.look = -1, 0.0, 0.0, 0.0
         """Layer and time of the last pass; when it last passed the first layer; when the price is
         to be looked at again."""
-        self.in_step: set[Key] = set()
-        self.missing: set[Key] = set()
+        self.in_step: set[_Lane] = set()
+        self.missing: set[_Lane] = set()
         """Lanes in step whose next message has not arrived."""
-        self.waiting: dict[int, dict[Key, Waiting]] = {}
-        """Messages by layer and lane."""
+        self.waiting: dict[int, dict[_Lane, Waiting]] = {}
+        """Messages by layer and lane, in the order of their arrival."""
 
     @property
     def position(self) -> int:
@@ -86,10 +89,12 @@ class Cohorts(Turns):
     def __init__(self, most: int, price: float = 1 / 3, longest: float = 1.3):
         super().__init__(most)
         self._price, self._longest = price, longest
-        self._lanes: dict[Key, _Lane] = defaultdict(_Lane)
+        self._lanes: dict[Key, _Lane] = {}
         self._cohorts: dict[Hashable, _Cohort] = defaultdict(_Cohort)
-        self._places: dict[Hashable, int] = {}
-        """Numbers of the domains, by which they are dealt to the parts of a cohort."""
+        self._domains: dict[Hashable, list[_Lane]] = {}
+        """Lanes of each domain."""
+        self._messages: dict[_Lane, Waiting] = {}
+        """Messages that wait, in the order of their arrival."""
         self._parts, self._ended = Parts(), 0.0
         """Number of parts; when the last pass ended."""
         self._ready: deque[list[Waiting]] = deque()
@@ -97,25 +102,30 @@ class Cohorts(Turns):
         self.iteration = FIRST_ITERATION
         """Moving mean of the seconds that a cohort takes for all layers."""
 
-    def put(self, message: Waiting, now: float) -> None:
+    def put(self, message: Waiting, now: float) -> bool:
         """See `Turns`."""
         message.arrived, key = now, message.key
-        if key in self._waiting:
-            self._remove(self._waiting[key])
-        lane = self._lanes[key]
+        if (lane := self._lanes.get(key)) is None:
+            siblings = self._domains.setdefault(message.domain, [])
+            lane = self._lanes[key] = _Lane(siblings)
+            siblings.append(lane)
+        elif lane in self._messages:
+            self._remove(lane)
         if message.cohort != lane.cohort:
-            lane.cohort, lane.home = message.cohort, self._home(key, message.cohort)
+            lane.cohort, place = message.cohort, [*self._domains].index(message.domain)
+            lane.home = self._cohorts[lane.cohort, place % self._parts.count]
         cohort = lane.home
-        self._waiting[key] = cohort.waiting.setdefault(message.layer, {})[key] = message
+        self._messages[lane] = cohort.waiting.setdefault(message.layer, {})[lane] = message
         if lane.due:
             self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
         lane.arrives(message.layer, now)
-        cohort.missing.discard(key)
+        cohort.missing.discard(lane)
+        return now >= cohort.look or not cohort.missing
 
     def take(self, now: float, *, idle: bool) -> Decision:
         """See `Turns`. A cohort that lacks messages runs only once the pool is idle."""
         at = NEVER
-        if not self._ready and self._waiting:
+        if not self._ready and self._messages:
             chosen, at = self._choose(now, idle)
             self._ready.extend(batches(chosen, self.most))
         if not self._ready:
@@ -127,9 +137,9 @@ class Cohorts(Turns):
     def served(self, batch: Sequence[Waiting], now: float) -> None:
         """See `Turns`."""
         for message in batch:
-            if message.key in self._lanes:
-                self._lanes[message.key].leaves(message.layer, now)
-        domains, begin, self._ended = len(self._places), max(batch[0].taken, self._ended), now
+            if lane := self._lanes.get(message.key):
+                lane.leaves(message.layer, now)
+        domains, begin, self._ended = len(self._domains), max(batch[0].taken, self._ended), now
         if domains < 2 or self._price == NEVER:
             return
         self._parts.passed(len(batch), now - begin)
@@ -138,50 +148,44 @@ class Cohorts(Turns):
 
     def forget(self, domain: Hashable) -> None:
         """See `Turns`."""
-        for message in [one for one in self._waiting.values() if one.domain == domain]:
-            self._remove(message)
-        gone = {key for key in self._lanes if key[0] == domain}
+        gone = self._domains.pop(domain, [])
+        for lane in gone:
+            if lane in self._messages:
+                self._remove(lane)
         for cohort in self._cohorts.values():
-            cohort.in_step -= gone
-            cohort.missing -= gone
-        for key in gone:
-            del self._lanes[key]
-        self._places.pop(domain, None)
+            cohort.in_step.difference_update(gone)
+            cohort.missing.difference_update(gone)
+        self._lanes = {key: lane for key, lane in self._lanes.items() if key[0] != domain}
         rest = ([one for one in batch if one.domain != domain] for batch in self._ready)
         self._ready = deque(filter(None, rest))
-
-    def _home(self, key: Key, cohort: Hashable) -> _Cohort:
-        """Returns the part of its cohort that a lane runs in."""
-        place = self._places.setdefault(key[0], max(self._places.values(), default=-1) + 1)
-        return self._cohorts[cohort, place % self._parts.count]
 
     def _divide(self) -> None:
         """Deals the lanes to the present number of parts. A part goes on where the largest share of
         its lanes in step is."""
         old = sorted(self._cohorts.values(), key=lambda one: len(one.in_step), reverse=True)
         self._cohorts, sources = defaultdict(_Cohort), dict[_Cohort, _Cohort]()
-        for key, lane in self._lanes.items():
-            lane.home = self._home(key, lane.cohort)
+        for place, lanes in enumerate(self._domains.values()):
+            for lane in lanes:
+                lane.home = self._cohorts[lane.cohort, place % self._parts.count]
         for cohort in old:
-            for key in cohort.in_step:
-                home = self._lanes[key].home
+            for lane in cohort.in_step:
+                home = lane.home
                 if sources.setdefault(home, cohort) is cohort:
                     home.layer, home.ran, home.began = cohort.layer, cohort.ran, cohort.began
-                    home.in_step.add(key)
+                    home.in_step.add(lane)
                     home.missing = home.in_step & cohort.missing
-        for key, message in self._waiting.items():
-            self._lanes[key].home.waiting.setdefault(message.layer, {})[key] = message
+        for lane, message in self._messages.items():
+            lane.home.waiting.setdefault(message.layer, {})[lane] = message
 
-    def _remove(self, message: Waiting) -> None:
-        del self._waiting[message.key]
-        waiting = self._lanes[message.key].home.waiting
-        del waiting[message.layer][message.key]
+    def _remove(self, lane: _Lane) -> None:
+        message, waiting = self._messages.pop(lane), lane.home.waiting
+        del waiting[message.layer][lane]
         if not waiting[message.layer]:
             del waiting[message.layer]
 
     def _choose(self, now: float, idle: bool) -> tuple[list[Waiting], float]:
         """Returns the messages to run, or none and when to look again."""
-        oldest = next(iter(self._waiting.values()))
+        oldest = next(iter(self._messages.values()))
         overdue = oldest.arrived + self._longest * self.iteration
         if idle and now >= overdue:
             return self._overdue(oldest, now), now
@@ -197,18 +201,17 @@ class Cohorts(Turns):
 
     def _run(self, cohort: _Cohort, layer: int, now: float) -> list[Waiting]:
         """Takes the cohort's messages of a layer; lanes in step without one are left behind."""
-        batch = self._at(cohort, layer)
-        keys = {message.key for message in batch}
+        lanes = set(cohort.waiting[layer])
         if layer <= cohort.layer or not cohort.began:
-            if cohort.began and not keys.isdisjoint(cohort.in_step):
+            if cohort.began and not lanes.isdisjoint(cohort.in_step):
                 # A pause between requests is no iteration.
                 lasted = min(now - cohort.began, 2 * self.iteration)
                 self.iteration += 0.3 * (lasted - self.iteration)
             cohort.began = now
-        self.left_behind += len(cohort.in_step - keys)
+        self.left_behind += len(cohort.in_step - lanes)
         cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
-        cohort.in_step, cohort.missing = keys, set(keys)
-        return batch
+        cohort.in_step, cohort.missing = lanes, set(lanes)
+        return self._at(cohort, layer)
 
     def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
         """Takes the message that waited longest, with those of its cohort that wait beside it. They
@@ -223,28 +226,31 @@ class Cohorts(Turns):
 
     def _at(self, cohort: _Cohort, layer: int) -> list[Waiting]:
         """Takes the cohort's messages of a layer."""
-        batch = list(cohort.waiting[layer].values())
-        for message in batch:
-            self._remove(message)
-        return batch
+        waiting = cohort.waiting.pop(layer)
+        for lane in waiting:
+            del self._messages[lane]
+        return list(waiting.values())
+
+    def _since(self, lane: _Lane, now: float) -> float:
+        """Returns since when the lane's domain waits; `now` if it does not."""
+        waiting = (self._messages.get(one) for one in lane.siblings)
+        return min((one.arrived for one in waiting if one), default=now)
 
     def _look(self, cohort: _Cohort, now: float) -> float:
         """Returns when to look again at a cohort while the pool is idle; now if it is to run."""
         if cohort.missing and now < cohort.look:
             return cohort.look
-        dues = {key: self._lanes[key].due for key in cohort.missing}
-        gone = {key for key, due in dues.items() if now - due > self._longest * self.iteration}
-        cohort.missing -= gone
-        cohort.in_step -= gone
+        gone = [one for one in cohort.missing if now - one.due > self._longest * self.iteration]
+        cohort.missing.difference_update(gone)
+        cohort.in_step.difference_update(gone)
         # A domain takes its answers in order, so it sends nothing before its older message has run.
-        held = {one.domain: one.arrived for one in reversed(self._waiting.values())}
-        if all(held.get(key[0], now) < self._lanes[key].came for key in dues):
+        if all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
         # A lane that is overdue is assumed to take as long again.
-        waits = sorted(max(dues[key] - now, now - dues[key]) for key in cohort.missing)
+        waits = sorted([abs(lane.due - now) for lane in cohort.missing])
         present, cost, left = len(cohort.waiting[cohort.position]), self._price * self.iteration, 0
-        while left < len(waits):
-            # Leave the last ones behind if waiting for them costs more than they are worth.
+        # Leave the last ones behind if waiting for them costs more than they are worth.
+        while waits and (present + len(waits) - left - 1) * waits[-1] > (left + 1) * cost:
             left += 1
             kept = waits[-left - 1] if left < len(waits) else 0.0
             if (present + len(waits) - left) * (waits[-1] - kept) > left * cost:

@@ -51,8 +51,8 @@ class Passes:
     def put(self, message: Waiting) -> None:
         """Takes a message that has arrived."""
         with self._changed:
-            self._policy.put(message, time.monotonic())
-            self._changed.notify_all()
+            if self._policy.put(message, time.monotonic()):
+                self._changed.notify_all()
 
     def take(self) -> Sequence[Any]:
         """Waits for the next batch, to be followed by `enqueued`; empty after `close`."""

@@ -234,15 +234,11 @@ class MessageServer:
                 self.passes.put(_Complete(*words, message))
 
     def _run_passes(self) -> None:
-        while self._run_pass():
-            pass
+        while batch := self.passes.take():
+            self._run_pass(batch)
 
-    def _run_pass(self) -> bool:
-        """Enqueues the answers to the next batch, and sends each, or has it sent once it is
-        computed. Returns False once the server is closed."""
-        batch: Sequence[_Complete] = self.passes.take()
-        if not batch:
-            return False
+    def _run_pass(self, batch: "Sequence[_Complete]") -> None:
+        """Enqueues the answers to a batch, and sends each, or has it sent once it is computed."""
         result, first = None, batch[0].message.what
         try:
             if self._group is not None:  # its processes run a message at a time
@@ -257,7 +253,6 @@ class MessageServer:
             for one, answer in zip(batch, answers, strict=True):
                 self._answer(one.domain, one.message, answer)
         self.passes.enqueued(batch, result)
-        return True
 
     def failed(self, domain: "Domain[_DomainConnection]", number: int, error: Exception) -> None:
         """Refuses a message, or ends the worker if other processes run it without this one."""

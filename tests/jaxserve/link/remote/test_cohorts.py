@@ -106,12 +106,7 @@ EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 3), st.integers(0, 150)), max_
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    st.sampled_from(list(POLICIES.values())),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    EVENTS,
-)
+@given(st.sampled_from(list(POLICIES.values())), st.integers(1, 4), st.integers(1, 3), EVENTS)
 def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, events):
     """Lanes of 5 layers, some slow, lost, idle, of another shape or in parts from a moment on."""
     policy, layers, now, end = make(8), 5, 0.0, 0.0

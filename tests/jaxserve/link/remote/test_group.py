@@ -116,7 +116,7 @@ class Fleet:
         else:
             one.server.ordered(one.orders.popleft())
         while leader.server.passes._policy._waiting:
-            leader.server._run_pass()
+            leader.server._run_pass(leader.server.passes.take())
         for follower in followers:
             follower.orders += leader.orders
         leader.orders.clear()

@@ -30,6 +30,8 @@ def test_the_devices_queue_is_short_where_domains_share(shared, waited):
         assert ran(passes, result) == "a"
     counts = [result.block_until_ready.call_count for result in results]
     assert counts == [1] * waited + [0] * (3 - waited)
+    put(passes, "b")
+    passes.enqueued(passes.take(), None)  # A failed pass ends.
 
 
 def test_a_merged_pass_begins_once_the_one_before_has_ended():
@@ -45,12 +47,6 @@ def test_a_merged_pass_begins_once_the_one_before_has_ended():
     ended.set()
     thread.join(10)
     assert taken == ["bc"]
-
-
-def test_a_failed_pass_ends():
-    passes = Passes(Turns(), lambda: True)
-    put(passes, "b")
-    passes.enqueued(passes.take(), None)
 
 
 def test_an_action_is_carried_out_before_the_next_pass_and_says_how_it_ended():
