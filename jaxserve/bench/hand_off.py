@@ -31,7 +31,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.assembly import Options, build_runtime, make_engine
-from jaxserve.fleet.pages_link import fetch_pages, serve_pages
+from jaxserve.fleet.domain_end import fetch_pages
+from jaxserve.fleet.prefill_end import serve_pages
 from jaxserve.link.pages.source import PagesSource
 
 LAYERS, HEAD_DIM = 8, 1024

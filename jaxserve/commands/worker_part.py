@@ -1,6 +1,7 @@
 """Which worker of a fleet a process is, and its port for routers."""
 
 import functools
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,12 +122,12 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
     """
     from jaxserve.fleet import pages_link
 
-    pieces = pages_link.piece_tokens(part.fleet)
+    options: dict[str, Any] = {"pieces": pages_link.piece_tokens(part.fleet)}
     if part.role == "prefill":
-        listen = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
-        pages_link.serve_pages(engine, token, listen, pieces=pieces)
-    elif part.fleet.prefill.workers:
-        pages_link.fetch_pages(engine, token, pieces=pieces)
+        options["address"] = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
+    elif not part.fleet.prefill.workers:
+        return
+    pkgutil.resolve_name(pages_link.ENDS[part.role])(engine, token, **options)
 
 
 def follow_pages(

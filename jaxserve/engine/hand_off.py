@@ -6,9 +6,7 @@ threads (`export`), a pages client tells on its own what has arrived, and both o
 the loop. A prefill worker has a server, a decode worker a client for each of its domains.
 """
 
-import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,10 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from jaxserve.engine.admission import FetchOrder
-from jaxserve.engine.holds import Hold, HoldLimits, Holds
-from jaxserve.engine.loop import DropFetch, ExportPages, FetchPages, FetchPolicy, ImportPages, Loop
+from jaxserve.engine.loop import (
+    DropFetch,
+    ExportPages,
+    FetchPages,
+    FetchPolicy,
+    ImportPages,
+    Loop,
+    PageAction,
+)
 from jaxserve.engine.request import Request, TokenOutput
-from jaxserve.engine.stepper import HandOffs, OnHeld, PageAction, Post
+from jaxserve.engine.stepper import HandOffs, OnHeld, Post
 from jaxserve.errors import EngineFailedError, InvalidRequestError
 from jaxserve.link.pages.ends import FetchJob, PagesError, Piece
 from jaxserve.link.pages.frames import Fetch, pages_digest
@@ -28,6 +33,7 @@ from jaxserve.observe.load import FETCHED, summed
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
+    from jaxserve.engine.holds import Hold, Holds
     from jaxserve.link.pages.client import PagesClient
     from jaxserve.link.pages.server import PagesServer
     from jaxserve.roles.page_transfer import PageAccess
@@ -38,7 +44,7 @@ class PrefillEnd(NamedTuple):
 
     server: "PagesServer"
     access: "PageAccess"
-    limits: HoldLimits
+    holds: "Holds"
 
 
 class DecodeEnd(NamedTuple):
@@ -75,10 +81,7 @@ class LinkedHandOffs(HandOffs):
     # ------------------------------------------------------------------ set-up, before the start
     def serve(self, end: PrefillEnd) -> None:
         """Makes this a prefill worker's engine. The caller starts the server."""
-        self.prefill = end
-        self._loop.holds = Holds(
-            self._loop.schedulers[0], end.limits, time.monotonic, lambda: secrets.token_hex(8)
-        )
+        self.prefill, self._loop.holds = end, end.holds
 
     def fetch_with(self, domains: Sequence[DecodeEnd], policy: FetchPolicy) -> None:
         """Lets the domains fetch pages of prefill workers."""
@@ -157,7 +160,7 @@ class LinkedHandOffs(HandOffs):
 
         return on_output
 
-    def _source(self, hold: Hold, last: TokenOutput) -> PagesSource:
+    def _source(self, hold: "Hold", last: TokenOutput) -> PagesSource:
         assert self.prefill is not None
         server = self.prefill.server
         hold.digest = pages_digest(hold.request.prompt, server.hello.digest, server.cache_format)

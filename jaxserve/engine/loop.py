@@ -93,7 +93,8 @@ class Idle(NamedTuple):
     """Seconds of the clock at which the next deadline passes; None without deadlines."""
 
 
-Action = Enqueue | Await | FetchPages | DropFetch | ImportPages | ExportPages | Idle
+PageAction = FetchPages | DropFetch | ImportPages | ExportPages
+Action = Enqueue | Await | PageAction | Idle
 
 
 class FetchPolicy(msgspec.Struct, frozen=True, kw_only=True):

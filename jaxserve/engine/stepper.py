@@ -22,16 +22,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxserve.clock import AwakeClock
-from jaxserve.engine.loop import (
-    Await,
-    DropFetch,
-    Enqueue,
-    ExportPages,
-    FetchPages,
-    Idle,
-    ImportPages,
-    Loop,
-)
+from jaxserve.engine.loop import Await, Enqueue, Idle, Loop, PageAction
 from jaxserve.engine.outputs import StepOutputs, StepResult, step_result
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Driver, IdleCollection
@@ -50,9 +41,6 @@ Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
 
 OnHeld = Callable[[PagesSource | JaxserveError], None]
 """Called once with the place where a prompt's pages are held, or with the error."""
-
-PageAction = FetchPages | DropFetch | ImportPages | ExportPages
-"""An action of the loop about pages."""
 
 PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -299,12 +287,12 @@ class Stepper:
                 self._enqueue([step.plan for step in steps])
             case Await():
                 return self._complete()
-            case FetchPages() | DropFetch() | ImportPages() | ExportPages() as action:
-                self._tell(self.hand_offs.orders(action))
-                self.hand_offs.carry_out(action)
             case Idle() as idle:
                 self._tidy_up()
                 return idle
+            case about_pages:
+                self._tell(self.hand_offs.orders(about_pages))
+                self.hand_offs.carry_out(about_pages)
         return None
 
     def _tell(self, orders: Sequence[Action]) -> None:

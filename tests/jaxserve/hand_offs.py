@@ -16,7 +16,8 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import warm_up
 from jaxserve.errors import JaxserveError
 from jaxserve.fleet.assembly import build_runtime, make_engine
-from jaxserve.fleet.pages_link import fetch_pages, serve_pages
+from jaxserve.fleet.domain_end import fetch_pages
+from jaxserve.fleet.prefill_end import serve_pages
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
 from tests.jaxserve.layouts import Collector
