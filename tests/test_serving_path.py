@@ -17,18 +17,22 @@ from pathlib import Path
 import pytest
 
 from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.fleet.pages_link import ENDS
 from jaxserve.model.attention.family import KINDS
 from jaxserve.roles.pipelines import PIPELINES
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
 RUNTIMES = {"whole_runtime", "domain_runtime"}
-CHOICES = {"lead", "with_peers", "own_experts"} | RUNTIMES
+CHOICES = {"lead", "with_peers", "own_experts", "with_host_tier"} | RUNTIMES
 """Functions of the assembly that some parts call and others do not."""
 INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
 """Transports, which are imported by name."""
 FILES = {name: f"roles.{place.partition(':')[0]}" for name, place in PIPELINES.items()}
+OWN_ENDS = [end.partition(":")[0].removeprefix("jaxserve.") for end in ENDS.values()]
+"""Ends of the pages link, which are imported by name: a worker of a fleet has the one of its
+role."""
 WHOLE, SPLIT = ("colocated",), tuple(FILES.keys() - {"colocated"})
 LEADS, ALONE = ("open_engine", "own_experts"), ("with_peers", "fleet.here")
 PARTS = {
@@ -41,11 +45,12 @@ PARTS = {
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
     "serve": ("serve", *BETWEEN),
+    "alone, with host pages": (*LEADS, *ALONE, "with_host_tier", "whole_runtime"),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
-may have its weights from running workers; a runtime of one role over `pull`; a router; and the
-command that can be any of these, with text/."""
+may have its weights from running workers; a runtime of one role over `pull`; a router; the command
+that can be any of these, with text/; and the only process of a runtime with `cache.host_gb`."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}
@@ -61,6 +66,7 @@ LIMITS = {
     "ffn": 11_040,
     "router": 3_360,
     "serve": 28_315,
+    "alone, with host pages": 15_900,
 }
 
 
@@ -213,7 +219,8 @@ def reach(part: str) -> dict[str, str]:
         closure(*modules, *(f"jaxserve.{start}" for start in starts), **found)
         for name in RUNS.get(part, [""])
         for transport in (INSIDE if name == "layer" else [""])
-        for starts in [filter(None, (FILES.get(name), transport))]
+        for end in (OWN_ENDS if part == "serve" else [""])
+        for starts in [filter(None, (FILES.get(name), transport, end))]
     )
     return with_own_model(found)
 
@@ -276,7 +283,10 @@ def test_who_hands_no_pages_over_does_not_reach_their_link() -> None:
     engine = {"jaxserve.engine.hand_off", "jaxserve.engine.holds"}
     for part in ("leader, colocated", "leader, attention and ffn", "attention"):
         assert not (ends | programs | engine) & set(reach(part))
-    assert ends | programs | engine <= set(closure("jaxserve.fleet.pages_link"))
+    prefill, domain = (set(closure(f"jaxserve.{end}")) for end in OWN_ENDS)
+    assert programs <= prefill & domain
+    assert ends | engine <= prefill | domain
+    assert not ends & prefill & domain
 
 
 def test_a_worker_that_several_processes_play_reaches_no_link_to_other_weights() -> None:

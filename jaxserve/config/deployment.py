@@ -110,9 +110,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def modules(self) -> int:
         """Modules of multi-token prediction that are loaded, at most one for each draft."""
-        if self.speculative.method != "mtp":
-            return 0
-        return min(self.speculative.modules, self.speculative.drafts)
+        return min(self.speculative.modules, self.drafts) if self.speculative.method == "mtp" else 0
 
     @property
     def runtime_domains(self) -> int:

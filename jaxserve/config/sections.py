@@ -187,6 +187,10 @@ class Cache(Section, frozen=True):
     §4.7), for which GPUs have no kernel."""
     prefix: bool = True
     """Whether full pages are kept, while there is room, for later requests with the same prefix."""
+    host_gb: Gigabytes = 0.0
+    """Host memory in GB for pages that leave the prefix caches of this process's devices; they come
+    back when a request needs them. 0: such pages are lost. For runtimes of one process and models
+    without windows and states."""
 
 
 class SchedulerLimits(Section, frozen=True):

@@ -262,7 +262,7 @@ class AdmissionQueue:
     """
 
     def __init__(self, groups: Items[DPGroup], page_size: int, fetches: Fetches):
-        self._groups, self._page_size, self._fetches = groups, page_size, fetches
+        self._groups, self._page_size, self.fetches = groups, page_size, fetches
         self.waiting: list[Sequence] = []
         self.prompt_tokens = 0
         """Prompt tokens that were looked up in the prefix cache, since the start."""
@@ -310,7 +310,7 @@ class AdmissionQueue:
                 self.prompt_tokens_found += len(prefix) * self._page_size
             group = load.group
             group.admit(sequence, group.lane_for(sequence), pages, prefix)
-            self._fetches.begin(sequence)
+            self.fetches.begin(sequence)
             load.refresh()
             if group.full:
                 loads.remove(load)

@@ -107,8 +107,8 @@ class Engine:
         """Reason why the status is "failed"."""
         self._on_failure: list[Callable[[EngineFailedError], None]] = []
         self._loop = Loop(self.schedulers, len(self.schedulers) * deployment.lanes, time.monotonic)
-        self.hand_offs = HandOffs()
-        """Links to prefill workers or decode domains, if any (`hand_off_with`)."""
+        self.hand_offs = HandOffs()  # see `hand_off_with`
+        self.host_pages: dict[str, float] = {}  # counters, see `page_tier.py`
         self._results = ResultReader()
         self._stepper = Stepper(
             self._loop,
@@ -140,6 +140,7 @@ class Engine:
             compilations=self.compilations_after_ready,
             held=self.hand_offs.held,
             hand_offs=self.hand_offs.load,
+            host_pages=dict(self.host_pages),
             problems=() if self.link is None else self.link.problems,
             domains=self._loop.load(),
         )

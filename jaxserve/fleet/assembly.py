@@ -231,6 +231,9 @@ def make_engine(
 
     Args:
       followers: the other processes of the runtime; None: this is its only one.
+
+    Raises:
+      ConfigError: `cache.host_gb` is set, and this runtime cannot have such a tier.
     """
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.scheduler import Scheduler
@@ -250,7 +253,7 @@ def make_engine(
     experts = runtime.experts
     if runtime.templates is not None:
         experts = own_experts(runtime, runtime.templates, counts)
-    return Engine(
+    engine = Engine(
         deployment,
         [Scheduler(sizes) for _ in range(domains)],
         runtime.driver,
@@ -265,6 +268,16 @@ def make_engine(
         ),
         experts=experts,
     )
+    if deployment.cache.host_gb:
+        with_host_tier(engine)
+    return engine
+
+
+def with_host_tier(engine: "Engine") -> None:
+    """Gives an engine that is not started yet a tier of KV pages in host memory."""
+    from jaxserve.fleet.host_tier import open_host_tier
+
+    open_host_tier(engine)
 
 
 def _info(runtime: "Runtime") -> dict[str, Any]:

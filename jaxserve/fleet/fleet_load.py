@@ -8,13 +8,7 @@ from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 from jaxserve.link.pages.source import PagesLoad
-from jaxserve.observe.load import (
-    COUNTERS,
-    FETCHED,
-    EngineLoad,
-    WorkerLoad,
-    summed,
-)
+from jaxserve.observe.load import COUNTERS, FETCHED, EngineLoad, WorkerLoad, summed
 
 
 def worker_status(worker: Worker) -> str:
@@ -83,12 +77,17 @@ def fleet_load(
         held=sum(load.held for load in prefills),
         workers=workers,
         hand_offs=_hand_offs(domains, prefills),
+        host_pages=_added_up([load.host_pages for load in everyone]),
         replays=coordinator.replays,
         moves=coordinator.moves,
         refusals=coordinator.refusals,
         problems=problems,
         losses={role: dict(causes) for role, causes in dict(losses).items()},
     )
+
+
+def _added_up(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(one.get(name, 0) for one in counters) for each in counters for name in each}
 
 
 def _hand_offs(domains: Sequence[EngineLoad], prefills: Sequence[EngineLoad]) -> PagesLoad | None:

@@ -143,6 +143,7 @@ class EngineLoad(DomainLoad, frozen=True, kw_only=True):
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: the figures of each domain.
       hand_offs: counters of the pages link's end; in a fleet the sum of all ends; None: no link.
+      host_pages: counters of KV pages in host memory, by name; empty without `cache.host_gb`.
       problems: current problems of workers that this one needs, in words.
       losses: of a fleet, role → cause → how often a worker was lost or suspect because of it.
     """
@@ -159,6 +160,7 @@ class EngineLoad(DomainLoad, frozen=True, kw_only=True):
     refusals: int = 0
     domains: list[DomainLoad] = []
     hand_offs: PagesLoad | None = None
+    host_pages: dict[str, float] = {}
     problems: list[str] = []
     losses: dict[str, dict[str, int]] = {}
 

@@ -34,6 +34,19 @@ FFN_WORKER = {
 """Counters of `FFNWorkerView`."""
 
 
+HOST_PAGES = {
+    "queries": "KV pages looked for in host memory.",
+    "hits": "KV pages found in host memory.",
+    "saved": "Evicted KV pages that were copied to host memory.",
+    "lost": "Evicted KV pages that were not copied: too many at a time, or the device failed.",
+    "bytes_saved": "Bytes copied to host memory.",
+    "bytes_restored": "Bytes copied back to the device.",
+    "save_seconds": "From eviction to host memory, summed over reads.",
+    "restore_seconds": "From admission to the last page written, summed over requests.",
+}
+"""Counters of `EngineLoad.host_pages`."""
+
+
 class EngineCollector(Collector):
     """Reads the engine's numbers at a scrape."""
 
@@ -99,6 +112,11 @@ class EngineCollector(Collector):
             yield from self._fleet_metrics(load)
         if load.hand_offs is not None:
             yield from self._hand_off_metrics(load.hand_offs)
+        for name, text in HOST_PAGES.items() if load.host_pages else ():
+            yield self._counter(f"host_pages_{name}", text, load.host_pages[name])
+        if load.host_pages:
+            text = "Bytes of KV pages in host memory."
+            yield self._gauge("host_pages_held_bytes", text, load.host_pages["held_bytes"])
         yield from self._pipeline_metrics(self._pipeline())
 
     def _draft_metrics(self, drafts: DraftCounts) -> Iterator[Metric]:

@@ -1,0 +1,367 @@
+"""KV pages in host memory: the tier below the prefix caches of an engine (`cache.host_gb`).
+
+A page that a prefix cache evicts is read into host memory by the gather program of hand-offs. The
+program is enqueued before the page is handed out again, so no later step writes the page first.
+When a sequence is admitted, the pages here that continue its prefix on the device are written into
+its own pages, as those of a hand-off are (`admission.Fetches`). Pages of a preempted sequence come
+back, too, because it leaves them to the prefix cache.
+
+The engine's thread decides and enqueues. One further thread copies: it waits for what the device
+reads, and puts what goes back. Nothing waits for it but the sequences whose pages it brings.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.engine.admission import Fetches, FetchOrder, _Fetch
+from jaxserve.engine.host_pages import HostPage, HostPages, PageName, page_names
+from jaxserve.engine.loop import Loop
+from jaxserve.engine.pages import PageAllocator
+from jaxserve.engine.prefix_cache import PageNode, PrefixCache
+from jaxserve.engine.request import TokenOutput
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.stepper import Post
+from jaxserve.link.pages.source import PagesSource
+from jaxserve.roles.layout import PageRun
+
+if TYPE_CHECKING:
+    from jaxserve.roles.page_transfer import PageAccess
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 256 << 20
+"""Most bytes that were read on the device and are not in host memory yet. Pages that are evicted
+meanwhile are lost."""
+PIECES = 4
+"""Most pieces that are back on the device and not written yet."""
+WRITE_SECONDS = 60.0
+"""Longest wait for the engine to write a piece."""
+AHEAD = 32
+"""Inverse of the share of the pool that is evicted at a time, so that a read has several pages."""
+COUNTERS = (
+    *("queries", "hits", "saved", "lost", "bytes_saved", "bytes_restored"),
+    *("save_seconds", "restore_seconds", "held_bytes"),
+)
+"""Counters of a tier: pages looked for and found; pages copied to the host, and evicted ones that
+were not (too many at a time, or the device failed); bytes copied either way; seconds from eviction
+to host memory, summed over reads, and from admission to the last written page, summed over
+requests; bytes held now."""
+
+
+class PageTier:
+    """Host memory below the prefix caches of all domains of an engine.
+
+    Args:
+      accesses: the pages of each domain.
+      limit: bytes of host memory.
+      loop: the engine's, used on its thread alone.
+      post: see `Post`.
+    """
+
+    def __init__(self, accesses: "Items[PageAccess]", limit: int, loop: Loop, post: Post):
+        self._accesses, self._loop, self._post = accesses, loop, post
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        """See `COUNTERS`; any thread may read them."""
+        transfer = accesses[0].transfer
+        self._size, self._format = transfer.programs.page_size, transfer.programs.format
+        self._pieces = [tokens // self._size for tokens in transfer.pieces]
+        self.page_bytes = self._size * transfer.programs.token_bytes
+        self._store = HostPages(limit // self.page_bytes)
+        self._reading = 0  # bytes
+        self._room = threading.Semaphore(PIECES)
+        self._copies = ThreadPoolExecutor(1, "jaxserve-host-pages")
+
+    # ------------------------------------------------------------------- the engine's thread
+    def save(self, domain: int, group: int, pages: Items[tuple[PageName, int]]) -> None:
+        """Starts to read pages that are about to be handed out again.
+
+        Args:
+          pages: names and page ids of the DP group.
+        """
+        wanted = [(name, page_id) for name, page_id in pages if self._store.get(name) is None]
+        while wanted:
+            piece = self._piece(len(wanted))
+            part, wanted = wanted[:piece], wanted[piece:]
+            if self._reading + piece * self.page_bytes > READ_BYTES:
+                self.counters["lost"] += len(part)
+                continue
+            self._reading += piece * self.page_bytes
+            run = PageRun(group, [page_id for _, page_id in part])
+            tokens = len(part) * self._size, piece * self._size
+            arrays = self._accesses[domain].read(run, *tokens)
+            for array in arrays:
+                array.copy_to_host_async()
+            kept = [self._store.add(name) for name, _ in part]
+            self._copies.submit(self._land, kept, arrays, piece, time.monotonic())
+        self.counters["held_bytes"] = len(self._store) * self.page_bytes
+
+    def find(self, names: Items[PageName]) -> list[HostPage]:
+        """Returns the first of these pages, as far as they are here."""
+        found: list[HostPage] = []
+        for name in names:
+            if (page := self._store.get(name)) is None:
+                break
+            found.append(page)
+        for page in reversed(found):  # the first page leaves last, as on the device
+            self._store.get(page.name)
+        self.counters["queries"] += len(names)
+        self.counters["hits"] += len(found)
+        return found
+
+    def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
+        """Starts to bring found pages to the device, for a fetch that has begun."""
+        self._copies.submit(self._bring, domain, order, pages, time.monotonic())
+
+    def forget(self, root: bytes | None = None) -> None:
+        """Drops the pages that continue a first page, or all."""
+        self._store.forget(root)
+        self.counters["held_bytes"] = len(self._store) * self.page_bytes
+
+    def _piece(self, pages: int) -> int:
+        """Returns the size of the next piece, in pages. Less than half of a piece is padding."""
+        fits = [size for size in self._pieces if size < 2 * pages]
+        return next((size for size in fits if size >= pages), fits[-1])
+
+    # --------------------------------------------------------------------- the copying thread
+    def _land(
+        self, pages: Items[HostPage], arrays: Items[jax.Array], piece: int, since: float
+    ) -> None:
+        """Waits for what the device reads, and keeps it page by page."""
+        try:
+            for page, rows in zip(pages, packed([*map(np.asarray, arrays)], piece), strict=False):
+                page.rows = rows.copy()
+            self.counters["saved"] += len(pages)
+            self.counters["bytes_saved"] += len(pages) * self.page_bytes
+            self.counters["save_seconds"] += time.monotonic() - since
+        except Exception as error:  # a step before it failed on the device
+            logger.warning("%d KV pages did not reach host memory: %s", len(pages), error)
+            self.counters["lost"] += len(pages)
+
+        def landed() -> list[TokenOutput]:
+            self._reading -= piece * self.page_bytes
+            for page in pages:
+                if page.rows is None:
+                    self._store.discard(page)
+            return []
+
+        self._post(landed)
+
+    def _bring(self, domain: int, order: FetchOrder, pages: Items[HostPage], since: float) -> None:
+        """Puts pages on the devices of a DP group, piece by piece, and has them written."""
+        at = 0
+        while at < len(pages):
+            piece = self._piece(len(pages) - at)
+            part = pages[at : at + piece]
+            if not self._room.acquire(timeout=WRITE_SECONDS):
+                return  # the engine has ended
+            try:
+                arrays = self._put(domain, order.group, part, piece)
+            except Exception as error:
+                logger.warning("KV pages did not come from host memory: %s", error)
+                self._room.release()
+                self._post(lambda: self._failed(domain, order.ticket))
+                return
+            first, at = order.start + at * self._size, at + len(part)
+            began = since if at == len(pages) else None
+            arrived = Arrived(domain, order.ticket, first, len(part), piece, arrays, began)
+            self._post(partial(self._write, arrived))
+
+    def _put(self, domain: int, group: int, pages: Items[HostPage], piece: int) -> Items[jax.Array]:
+        transfer = self._accesses[domain].transfer
+        landing = transfer.landing(group, piece * self._size, self._format)
+        rows = [page.rows for page in pages if page.rows is not None]
+        if len(rows) < len(pages):
+            raise ValueError(f"{len(pages) - len(rows)} pages were lost on the way there")
+        arrays = unpacked(rows, landing, piece)
+        put = [
+            jax.device_put(array, shape.sharding)
+            for array, shape in zip(arrays, landing, strict=True)
+        ]
+        jax.block_until_ready(put)  # an array that failed would take the device's pages along
+        return put
+
+    # ------------------------------------------------------------------- the engine's thread
+    def _write(self, arrived: "Arrived") -> list[TokenOutput]:
+        """Writes a piece, unless its sequence has left."""
+        self._room.release()
+        domain, ticket, first, count, piece, arrays, since = arrived
+        fetches, tokens = self._loop.schedulers[domain].fetches, count * self._size
+        run = fetches.run(ticket, first, tokens)
+        if run is not None:
+            self._accesses[domain].write(run, piece * self._size, self._format, arrays)
+            self._loop.imported(domain, ticket, tokens)
+            self.counters["bytes_restored"] += count * self.page_bytes
+            if since is not None:
+                self.counters["restore_seconds"] += time.monotonic() - since
+        return []
+
+    def _failed(self, domain: int, ticket: int) -> list[TokenOutput]:
+        """Lets a sequence compute what did not come, whatever `pages.on_failure` says."""
+        self._loop.schedulers[domain].fetches.failed(ticket)
+        return []
+
+
+class Arrived(NamedTuple):
+    """A piece that is on the devices and not written yet."""
+
+    domain: int
+    ticket: int
+    first: int
+    """First token."""
+    pages: int
+    piece: int
+    """Pages with padding."""
+    arrays: Items[jax.Array]
+    since: float | None
+    """When the fetch began, if this is its last piece."""
+
+
+def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
+    """Returns wire arrays `[layers, rows, …]` of a piece as one array `[pages, bytes]`.
+
+    Args:
+      piece: pages in the arrays.
+    """
+    parts = []
+    for array in arrays:
+        rows = np.ascontiguousarray(array).view(np.uint8).reshape(len(array), piece, -1)
+        parts.append(np.moveaxis(rows, 1, 0).reshape(piece, -1))
+    return np.concatenate(parts, axis=1)
+
+
+def unpacked(
+    pages: Items[np.ndarray], shapes: Items[jax.ShapeDtypeStruct], piece: int
+) -> list[np.ndarray]:
+    """Returns the wire arrays of pages in the form of `packed`; zeros fill the piece up."""
+    rows = np.zeros((piece, len(pages[0])), np.uint8)
+    rows[: len(pages)] = pages
+    arrays, start = [], 0
+    for shape in shapes:
+        size = shape.size * shape.dtype.itemsize // piece
+        part = rows[:, start : start + size].reshape(piece, shape.shape[0], -1)
+        flat = np.ascontiguousarray(np.moveaxis(part, 0, 1)).reshape(-1)
+        arrays.append(flat.view(shape.dtype).reshape(shape.shape))
+        start += size
+    return arrays
+
+
+class TieredCache(PrefixCache):
+    """A prefix cache whose evicted pages go to a tier.
+
+    Args:
+      pool, page_size: see `PrefixCache`.
+      tier: takes the pages.
+      domain, group: place of the DP group.
+    """
+
+    def __init__(
+        self, pool: PageAllocator, page_size: int, tier: PageTier, domain: int, group: int
+    ):
+        super().__init__(pool, page_size)
+        self._tier, self._place = tier, (domain, group)
+        self._ahead = pool.pages // AHEAD
+        self._names: dict[PageNode, PageName] = {}
+        self._saves = True
+
+    def evict(self, count: int) -> None:
+        """Gives the `count` least recently used pages, or some more, back to the pool."""
+        leaving = [*islice(self._idle, max(count, self._ahead))]
+        if self._saves:
+            names = [(self._name(node), node.page_id) for node in leaving]
+            self._tier.save(*self._place, [(name, at) for name, at in names if name is not None])
+        super().evict(len(leaving))
+        for node in leaving:
+            self._names.pop(node, None)
+
+    def reset(self) -> int:
+        """Empties the cache, and the tier."""
+        self._saves = False  # after a lost step the pages hold nothing
+        try:
+            return super().reset()
+        finally:
+            self._saves = True
+            self._names.clear()
+            self._tier.forget()
+
+    def condemn(self, path: Items[PageNode]) -> None:
+        """Makes a held path, and all that continues it, match no more, in the tier neither."""
+        if (name := self._name(path[0])) is not None:
+            self._tier.forget(name.root)
+        super().condemn(path)
+        self._names.clear()
+
+    def _name(self, node: PageNode) -> PageName | None:
+        """Returns the name of a page; None if it is below a root that was forgotten."""
+        path: list[PageNode] = []
+        while node.parent is not None and node not in self._names:
+            path.append(node)
+            node = node.parent
+        if node in self._forgotten:
+            return None
+        path.reverse()
+        names = page_names(node.key, [each.key for each in path], self._names.get(node))
+        self._names.update(zip(path, names, strict=True))
+        return names[-1] if names else self._names[node]
+
+
+class TierFetches(Fetches):
+    """Fetches of one domain from other workers and from a tier.
+
+    Args:
+      fetches: of the same domain, with none under way; no longer used.
+      tier: asked for the pages of sequences without a source.
+      domain: number of the domain.
+    """
+
+    def __init__(self, fetches: Fetches, tier: PageTier, domain: int):
+        super().__init__(fetches._groups, fetches._lanes)
+        self._tier, self._domain = tier, domain
+        self._own: set[int] = set()  # tickets
+
+    def begin(self, sequence: Sequence) -> None:
+        """Lets an admitted sequence wait, if its source or the tier has entries that its cache
+        lacks."""
+        if sequence.source is not None:
+            return super().begin(sequence)
+        slots, row = self._row(sequence)
+        size, cached = slots.page_size, int(slots.cached[row]) // slots.page_size
+        salt = sequence.keys.salt.encode("utf-8", "surrogatepass")
+        names = page_names(salt, sequence.keys.first(sequence.reusable // size))[cached:]
+        found = self._tier.find(names)
+        if not found:
+            return None
+        sequence.source = PagesSource("", "", (cached + len(found)) * size, "")
+        super().begin(sequence)
+        sequence.source = None
+        order = self._new.pop()
+        self._own.add(order.ticket)
+        self._tier.restore(self._domain, order, found)
+        return None
+
+    def drop(self, sequence: Sequence) -> None:
+        """Ends the fetch of a sequence that leaves its slot: nothing more is written for it."""
+        if sequence.ticket in self._own:
+            self._end(sequence.ticket)
+        else:
+            super().drop(sequence)
+
+    def _finish(self, ticket: int) -> int:
+        """Lets the sequence go on; its cached tokens include those from the tier."""
+        own, sequence = ticket in self._own, self._fetches[ticket].sequence
+        done = super()._finish(ticket)
+        if own and not sequence.generated:
+            sequence.found = min(done, len(sequence.request.prompt))
+        return done
+
+    def _end(self, ticket: int) -> _Fetch:
+        self._own.discard(ticket)
+        return super()._end(ticket)

@@ -1,0 +1,63 @@
+"""Gives an engine a tier of KV pages in host memory (`cache.host_gb`).
+
+Called after an engine is made and before it starts. Only a process with such a tier imports this.
+"""
+
+import jax
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loop import Loop
+from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches
+from jaxserve.engine.stepper import HandOffs, Post
+from jaxserve.errors import ConfigError
+from jaxserve.roles.host_resources import free_host_memory
+from jaxserve.roles.page_programs import PagePrograms
+from jaxserve.roles.page_spread import page_access
+
+PAGES = (1, 4, 16, 64)
+"""Pages of the pieces that cross between device and host."""
+PIECE_BYTES = 8 << 20
+"""Larger pieces than these are left out, but not those of one page."""
+
+
+def open_host_tier(engine: Engine) -> PageTier:
+    """Opens the tier of an engine that is not started yet.
+
+    Raises:
+      ConfigError: the deployment or the model cannot have one, or the host lacks the memory.
+    """
+    deployment = engine.deployment
+    cache = deployment.cache
+    start, limit = f"cache.host_gb = {cache.host_gb:g}", int(cache.host_gb * 1e9)
+    groups = [group for scheduler in engine.schedulers for group in scheduler.groups]
+    free = free_host_memory()
+    for applies, reason in (
+        (not cache.prefix, "cache.prefix = false: pages are found through prefix caches"),
+        (jax.process_count() > 1, f"{jax.process_count()} processes: only runtimes of one"),
+        (any(group.rings for group in groups), "not for layers with a window or a state"),
+        (free is not None and limit > free, f"{(free or 0) / 1e9:.1f} GB of host memory are free"),
+    ):
+        if applies:
+            raise ConfigError(f"{start}: {reason}")
+    arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
+    programs = PagePrograms(arrays[0].programs, stacked=arrays[0].stacked)
+    size, page_bytes = cache.page_size, cache.page_size * programs.token_bytes
+    if limit < page_bytes:
+        raise ConfigError(f"{start}: a page has {page_bytes:,} bytes")
+    pieces = [size * pages for pages in PAGES if pages == 1 or pages * page_bytes <= PIECE_BYTES]
+    options = {"exports": True, "imports": [deployment.cache_format], "pieces": pieces}
+    accesses = [page_access(each, **options) for each in arrays]
+    made: list[PageTier] = []
+
+    def attach(loop: Loop, post: Post) -> HandOffs:
+        made.append(PageTier(accesses, limit, loop, post))
+        return engine.hand_offs  # links stay as they are
+
+    engine.hand_off_with(attach)
+    (tier,) = made
+    engine.host_pages = tier.counters
+    for domain, scheduler in enumerate(engine.schedulers):
+        scheduler.fetches = scheduler.queue.fetches = TierFetches(scheduler.fetches, tier, domain)
+        for group in scheduler.groups:
+            group.cache = TieredCache(group.pool, size, tier, domain, group.index)
+    return tier

@@ -1,0 +1,150 @@
+"""KV pages in host memory: tokens are those without, cold and warm, whatever happens meanwhile."""
+
+import random
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine import page_tier
+from jaxserve.engine.host_pages import HostPages, PageName, page_names
+from jaxserve.engine.page_tier import packed, unpacked
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import host_tier
+from jaxserve.fleet.assembly import make_engine
+from tests.jaxserve import layouts
+from tests.jaxserve.layouts import PROMPTS, Collector, ask, generate, idle
+
+PAGE_BYTES = 8192
+"""Of 8 tokens: keys and values of 64 FP32 numbers in two layers."""
+
+
+@pytest.fixture(scope="module", params=["colocated", "afd"])
+def tiered(request, tiny_model):
+    """An engine with pages for three or four sequences, and host memory for all."""
+    overrides = {"mode": request.param, "lanes": 2, "cache.pages": 24, "cache.host_gb": 0.1}
+    runtime = request.getfixturevalue(f"{request.param}_runtime")
+    deployment = layouts.deployment(tiny_model, overrides)
+    runtime = runtime._replace(deployment=deployment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_tier, "PAGES", (1, 4))  # few programs
+        with layouts.serving(runtime) as engine:
+            yield engine
+
+
+@pytest.fixture
+def cold(tiered):
+    idle(tiered)
+    tiered.reset_prefix_cache()
+    tiered.host_pages |= dict.fromkeys(tiered.host_pages, 0)
+    return tiered
+
+
+def test_every_page_that_left_comes_back(cold, reference):
+    """One after the other, of 70, 69, 48 and 70 tokens with 32 more each: they leave 12, 12, 9 and
+    12 full pages in a pool of 24. The last one finds 2 of its prompt's 8 there, and 6 here."""
+    for prompt in (1, 7, 8, 1):
+        assert ask(cold, PROMPTS[prompt], layouts.GREEDY).token_ids == reference.tokens[prompt]
+    found = cold.load().host_pages
+    assert (found["queries"], found["hits"], found["lost"]) == (8 + 8 + 5 + 6, 6, 0)
+    assert found["held_bytes"] == (1 + 9 + 10) * PAGE_BYTES
+    assert found["bytes_restored"] == 6 * PAGE_BYTES
+    cold.reset_prefix_cache()
+    assert cold.load().host_pages["held_bytes"] == 0
+
+
+def test_cold_and_warm_with_preemptions(cold, reference):
+    before = cold.load().preemptions
+    for _ in range(3):
+        assert generate(cold) == reference.tokens
+    load = cold.load()
+    assert load.preemptions > before
+    assert load.host_pages["hits"] > 60
+
+
+@pytest.mark.parametrize("fails", ["", "packed", "unpacked"])
+def test_cancels_and_losses(cold, reference, monkeypatch, fails):
+    """Requests that end at any moment; copies of pages that fail are computed anew."""
+    draw, collector = random.Random(3), Collector()
+    whole = getattr(page_tier, fails or "packed")
+
+    def fail(*arguments):
+        if draw.random() < 0.3:
+            raise RuntimeError("lost")
+        return whole(*arguments)
+
+    monkeypatch.setattr(page_tier, fails or "READ_BYTES", fail if fails else 1 << 16)
+    for number in range(60):
+        prompt = draw.randrange(len(PROMPTS))
+        name = f"{number}: prompt {prompt}"
+        params = SamplingParams(max_tokens=draw.randrange(1, 32), temperature=0, ignore_eos=True)
+        collector.submit(cold, PROMPTS[prompt], params, request_id=name)
+        if draw.random() < 0.3:
+            cold.cancel(name)
+    for name, output in collector.wait().items():
+        tokens = reference.tokens[int(name.split()[-1])]
+        assert output.token_ids == tokens[: len(output.token_ids)], name
+    assert (cold.host_pages["lost"] > 0) == (fails != "unpacked")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache.host_gb": 1e-6}, "cache.host_gb = 1e-06: a page has 8,192 bytes"),
+        ({"cache.host_gb": 1e6}, r"cache.host_gb = 1e\+06: .* GB of host memory are free"),
+        ({"cache.host_gb": 1, "cache.prefix": False}, "cache.host_gb = 1: cache.prefix = false"),
+    ],
+)
+def test_what_cannot_be(colocated_runtime, tiny_model, change, message):
+    deployment = layouts.deployment(tiny_model, {**layouts.COLOCATED, "lanes": 2} | change)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(colocated_runtime._replace(deployment=deployment), eos_token_ids=frozenset())
+
+
+def test_names_depend_on_everything_before():
+    first, second = page_names(b"", [b"a", b"b"])
+    assert (first.root, second.root) == (first.key, first.key)
+    assert page_names(b"", [b"b"], before=first) == [second]
+    others = [*page_names(b"salt", [b"a", b"b"]), *page_names(b"", [b"b", b"b"])]
+    assert len({name.key for name in [first, second, *others]}) == 6
+
+
+def test_pages_as_bytes():
+    """Pieces of three pages, two layers: four rows a page, and one number for two of them."""
+    whole = [
+        np.arange(2 * 12 * 3).reshape(2, 12, 3).astype(ml_dtypes.bfloat16),
+        np.arange(1, 2 * 6 + 1, dtype=np.float32).reshape(2, 6),
+    ]
+    pages = packed(whole, 3)
+    assert pages.shape == (3, 2 * (4 * 3 * 2 + 2 * 4))
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in whole]
+    for array, again in zip(whole, unpacked([pages[0], pages[1]], shapes, 3), strict=True):
+        array[:, array.shape[1] * 2 // 3 :] = 0
+        assert np.array_equal(again, array)
+
+
+@given(st.integers(0, 4), st.lists(st.tuples(st.sampled_from("adgf"), st.integers(0, 6))))
+def test_the_least_recently_used_leave_first(most, calls):
+    """Against a list, the next to leave first."""
+    store, there = HostPages(most), []
+    for call, number in calls:
+        name = PageName(bytes([number]), bytes([number % 2]))
+        page = store.get(name)
+        assert (page is not None) == (name in there)
+        if page is not None:
+            there.remove(name)
+            there.append(name)
+        if call == "a" and page is None:
+            there = [*there, name][-most:] if most else []
+            assert store.add(name).rows is None
+        elif call == "d" and page is not None:
+            store.discard(page)
+            there.remove(name)
+        elif call == "f":
+            store.forget(name.root)
+            there = [one for one in there if one.root != name.root]
+        assert len(store) == len(there) <= most
