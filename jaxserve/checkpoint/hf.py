@@ -37,7 +37,7 @@ from jaxserve.checkpoint.expert_stacks import GROUP, MXFP4, ExpertStack, join_st
 from jaxserve.checkpoint.fingerprint import check_revision
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
-from jaxserve.checkpoint.reading import SCALE_BLOCK, Region, read_regions
+from jaxserve.checkpoint.reading import SCALE_BLOCK, SCALES, Region, read_regions
 from jaxserve.checkpoint.regions import Ranges, block_scales, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
@@ -48,8 +48,6 @@ from pallas_kernels.input_major import in_tiles
 from pallas_kernels.quantize import E8M0, QuantArray, dequantize_weight, from_bytes
 
 FP8 = "F8_E4M3"
-SCALES = "_scale_inv"
-"""Suffix that turns the name of a matrix into the name of its scales."""
 
 Tensors = dict[str, Tensor | PackedTensor | ExpertStack]
 """Tensors of a folder by name, each packed matrix or stack joined into one."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.qwen3_next import feed_forward, mixing, qwen3_next_config
+from jaxserve.checkpoint.reading import SCALE_BLOCK, SCALES
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Source, Sources, decoder_names
 from jaxserve.checkpoint.tensors import Tensor
 from jaxserve.config.model import Attention, DeltaNet, ModelConfig
@@ -56,8 +57,17 @@ def qwen3_5_names(config: ModelConfig) -> CheckpointNames:
         if isinstance(kind.attention, DeltaNet):
             parts |= _heads(kind.attention, f"{layer}linear_attn.", config.d_model)
         parts |= _experts(f"{layer}mlp.experts.", config.experts, kind.ffn.expert_d_ff, config)
-    names.parts = parts
+    names.parts = parts | {name + SCALES: _grids(shapes) for name, shapes in parts.items()}
     return names
+
+
+def _grids(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Divides the scales of FP8 blocks as the matrices are divided, between blocks: if a part ends
+    inside a block, these are fewer numbers than the tensor has, which then stays whole."""
+    return {
+        name + SCALES: (rows // SCALE_BLOCK, -(-columns // SCALE_BLOCK))
+        for name, (rows, columns) in shapes.items()
+    }
 
 
 def _heads(sizes: DeltaNet, name: str, d_model: int) -> Parts:

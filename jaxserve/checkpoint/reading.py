@@ -22,6 +22,8 @@ from jaxserve.storage.files import LocalFile, RemoteFile, open_file
 
 SCALE_BLOCK = 128
 """Rows and columns of a file's matrix that share a scale."""
+SCALES = "_scale_inv"
+"""Suffix that turns the name of a matrix into the name of its scales."""
 
 _PIECE_BYTES = 256 << 10
 """Bytes that a thread converts and copies at a time."""

@@ -12,7 +12,7 @@ from jaxserve.engine import stepper
 from jaxserve.errors import ConfigError
 from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.engine.test_lost_steps import Failing
-from tests.reference.tiny_qwen3_next import ENTRIES, LONG, LONG_3_5, QWEN3_5, QWEN3_NEXT
+from tests.reference.tiny_qwen3_next import ENTRIES, LONG, LONG_3_5, QWEN3_5_FP8, QWEN3_NEXT
 
 pytestmark = pytest.mark.unoptimised
 
@@ -21,6 +21,7 @@ LIMITS: dict[str, Any] = ENTRIES["limits"]
 LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
 SMALL_PAGES = {"cache.page_size": 8, "cache.pages": 33, "scheduler.page_buckets": [32]}
 SMALL_PAGES |= {"scheduler.token_buckets": [5, 80]}
+RESULTS = pytest.mark.parametrize("results", [LONG, LONG_3_5], ids=["next", "3.5"])
 
 
 @pytest.fixture(scope="module")
@@ -32,30 +33,23 @@ def loaded(folder, **overrides):
     return long_prompts.loaded(folder, LIMITS | overrides)
 
 
-def test_logits_in_chunks_and_token_by_token(folder):
-    tokens, runtime = golden()[0], loaded(folder)
-    long_prompts.check_logits(runtime, LONG, 25)
+@RESULTS
+def test_logits_in_chunks_and_token_by_token(tmp_path, results):
+    """Qwen3.5 is the text part of a model that sees images; its tensors are divided otherwise."""
+    runtime = loaded(results.model.write(tmp_path))
+    long_prompts.check_logits(runtime, results, 25)
     with layouts.serving(runtime) as engine:
-        assert layouts.generate(engine, questions(), GREEDY) == tokens
+        assert layouts.generate(engine, questions(), GREEDY) == results.golden()[0]
         (domain,) = engine.load().domains
         assert domain.prefix_hits == 0
 
 
-@pytest.mark.parametrize("layout", ["colocated", "1A1F"])
-def test_qwen3_5(tmp_path, layout):
-    """The text part of a model that sees images, whose tensors are divided otherwise."""
-    runtime = loaded(QWEN3_5.write(tmp_path), **LAYOUTS.get(layout, {}))
-    if layout == "colocated":
-        long_prompts.check_logits(runtime, LONG_3_5, 25)
-    with layouts.serving(runtime) as engine:
-        assert layouts.generate(engine, questions(), GREEDY) == LONG_3_5.golden()[0]
-
-
 @pytest.mark.parametrize("layout", ["colocated", *LAYOUTS])
-def test_sequences_that_join_and_leave(folder, layout):
+@RESULTS
+def test_sequences_that_join_and_leave(tmp_path, results, layout):
     """Preempted and cancelled sequences beside others, again on slots that others have had."""
-    runtime = loaded(folder, **LAYOUTS.get(layout, {}), **SMALL_PAGES)
-    tokens = golden()[0]
+    runtime = loaded(results.model.write(tmp_path), **LAYOUTS.get(layout, {}), **SMALL_PAGES)
+    tokens = results.golden()[0]
     with layouts.serving(runtime) as engine:
         for _ in range(2):
             collector = layouts.Collector()
@@ -80,9 +74,12 @@ def test_steps_that_are_lost(folder, monkeypatch):
         assert failing.times == 0
 
 
-def test_fp8_blocks_answer_as_their_numbers(tmp_path):
-    """The released FP8 folder has blocks with scales for matrices, and BF16 for the small ones."""
-    found, model = [], replace(QWEN3_NEXT, fp8_blocks=True)
+@pytest.mark.parametrize(
+    "model", [replace(QWEN3_NEXT, fp8_blocks=True), QWEN3_5_FP8], ids=["next", "3.5"]
+)
+def test_fp8_blocks_answer_as_their_numbers(model, tmp_path):
+    """Released FP8 folders have blocks with scales for matrices, and BF16 for the small ones."""
+    found = []
     for name, dequantised in (("floats", True), ("blocks", False)):
         own = model.write(tmp_path / name, dequantised=dequantised)
         with layouts.serving(loaded(own)) as engine:

@@ -13,7 +13,7 @@ LARGEST = 448.0
 """The largest finite number of e4m3fn."""
 
 _UNQUANTISED = ("embed_tokens.", "lm_head.", "norm.", "mlp.gate.", "moe.gate.", ".head.", "eh_proj")
-_UNQUANTISED += ("weights_proj.", "conv1d.", "in_proj_ba.", "shared_expert_gate.")
+_UNQUANTISED += ("weights_proj.", "conv1d.", "in_proj_a.", "in_proj_b", "shared_expert_gate.")
 
 
 def is_quantised(name: str, tensor: np.ndarray) -> bool:
