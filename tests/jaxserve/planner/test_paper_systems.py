@@ -187,8 +187,8 @@ def _deployment(
 class _NothingEnds(Simulation):
     """All requests begin at once, so that none ends within a few steps."""
 
-    def _fill(self) -> None:
-        for _ in range(self._lanes * self._slots):
+    def _fill(self, slots: int) -> None:
+        for _ in range(slots):
             self._add(*self._drawn.draw(self._random))
 
 
