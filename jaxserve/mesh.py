@@ -269,11 +269,6 @@ def mesh_rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> li
     return [ring(group) for group in groups]
 
 
-def has_local_devices(mesh: Mesh) -> bool:
-    """Returns whether this process owns a device of the mesh, and so runs its programs."""
-    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
-
-
 def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionSpec:
     """Returns the partition spec of an array with these dimensions; a dimension without a rule is
     replicated.

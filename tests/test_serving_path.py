@@ -46,11 +46,14 @@ PARTS = {
     "router": ("fleet.router",),
     "serve": ("serve", *BETWEEN),
     "alone, with host pages": (*LEADS, *ALONE, "with_host_tier", "whole_runtime"),
+    "attention, of shards": ("open_engine", "domain_runtime", "fleet.shard_links", *BETWEEN),
+    "ffn, a shard": ("fleet.ffn_runtime", "fleet.ffn_shard", *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
 may have its weights from running workers; a runtime of one role over `pull`; a router; the command
-that can be any of these, with text/; and the only process of a runtime with `cache.host_gb`."""
+that can be any of these, with text/; the only process of a runtime with `cache.host_gb`; and the
+roles over `pull` where several ffn workers share the experts."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}
@@ -67,6 +70,8 @@ LIMITS = {
     "router": 3_360,
     "serve": 28_315,
     "alone, with host pages": 15_900,
+    "attention, of shards": 13_870,
+    "ffn, a shard": 11_075,
 }
 
 

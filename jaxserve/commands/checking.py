@@ -18,11 +18,12 @@ from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
-from jaxserve.fleet.sizing import Sizing, aligned, on_named_hardware
+from jaxserve.fleet.hardware import expected_platform
+from jaxserve.fleet.sizing import Sizing, aligned
 from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
@@ -67,6 +68,13 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     return max(_check_kernels(models, workers), *wrong)
 
 
+def on_named_hardware(config: ModelConfig, deployment: Deployment) -> ModelConfig:
+    """Returns the model as the hardware that the roles name runs it, or else as this host does."""
+    named = deployment.ffn.hardware or deployment.attention.hardware
+    platform = platform_of(device_kind(named) or named or expected_platform())
+    return msgspec.structs.replace(config, platform=platform)
+
+
 def describe_roles(deployment: Deployment) -> str:
     """Table of a deployment's roles and links."""
     rows = [["role", "runtime", "devices", "processes", "hardware"]]
@@ -79,6 +87,8 @@ def describe_roles(deployment: Deployment) -> str:
     a, f, link = deployment.attention, deployment.ffn, deployment.link
     if deployment.topology.has("ffn"):
         route = Route(a.devices, f.devices, f.instances)
+        if deployment.topology.crosses_runtimes:  # the same to each instance
+            route = Route(a.devices, f.devices // f.instances)
         where = f", ffn workers at {', '.join(link.addresses)}" if link.addresses else ""
         lines.append(
             f"link: {route.attention} pieces a message in {len(route.legs)} "

@@ -182,7 +182,7 @@ def _devices(found: dict[str, Any]) -> Iterator[Finding]:
 def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
     """Whether a deployment would run here: devices, then what `serve --check` says."""
     from jaxserve.checkpoint.int8_products import read_model
-    from jaxserve.fleet.sizing import on_named_hardware
+    from jaxserve.commands.checking import on_named_hardware
     from jaxserve.roles.capacity import check_capacity, memory_of
     from jaxserve.roles.role_bytes import role_bytes
 

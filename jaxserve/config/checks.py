@@ -114,11 +114,12 @@ def _check_runtimes(deployment: Deployment) -> None:
         if apart:
             raise ConfigError(f"link.transport = {link.transport}: mode colocated has no link")
         return
-    for name, role in (("attention", attention), ("ffn", ffn)):
-        if role.processes and role.devices % role.processes:
+    workers = ffn.instances if apart else 1
+    for name, role, of in (("attention", attention, 1), ("ffn", ffn, workers)):
+        if role.processes and role.devices % (role.processes * of):
             raise ConfigError(
-                f"{name}.processes = {role.processes} does not divide the role's {role.devices} "
-                "devices"
+                f"{name}.processes = {role.processes} does not divide the {role.devices // of} "
+                f"devices of one {name} worker"
             )
     if not apart and attention.hardware and ffn.hardware not in ("", attention.hardware):
         raise ConfigError(
@@ -137,10 +138,11 @@ def _check_runtimes(deployment: Deployment) -> None:
             f"link.addresses = {link.addresses}, but link.transport = {link.transport}: "
             f"{', '.join(BETWEEN)} needs the addresses of ffn workers, the others use none"
         )
-    if apart and len(link.addresses) % max(1, ffn.processes):
+    if apart and len(link.addresses) % (max(1, ffn.processes) * ffn.instances):
         raise ConfigError(
-            f"link.addresses: {len(link.addresses)}, but ffn.processes = {ffn.processes}: each "
-            "process of an ffn worker has an address, and those of a worker follow each other"
+            f"link.addresses: {len(link.addresses)}, but ffn.processes = {ffn.processes} and "
+            f"ffn.instances = {ffn.instances}: each process of an ffn worker has an address, those "
+            "of a worker follow each other, and each instance has as many workers"
         )
     if apart and ffn.processes > 1 and link.batching == "merge":
         raise ConfigError(
@@ -185,7 +187,8 @@ def _check_instances(deployment: Deployment) -> None:
     start = f"ffn.instances = {ffn.instances}"
     if ffn.ep % ffn.instances:
         raise ConfigError(f"{start} does not divide ffn.ep = {ffn.ep}")
-    if attention.devices % ffn.devices:
+    inside = not deployment.topology.crosses_runtimes
+    if inside and attention.devices % ffn.devices:
         raise ConfigError(
             f"{start}: attention's {attention.devices} devices are no multiple of the ffn role's "
             f"{ffn.devices}"
@@ -194,11 +197,6 @@ def _check_instances(deployment: Deployment) -> None:
         raise ConfigError(
             f"{start}, but with ffn.shared = {ffn.shared} these ranks take turns with the rows of "
             "one"
-        )
-    if deployment.topology.crosses_runtimes:
-        raise ConfigError(
-            f"{start}: not over link.transport = {deployment.link.transport}, which sends a "
-            "message once"
         )
 
 

@@ -112,8 +112,10 @@ class FFNRole(Section, frozen=True):
     """Equal parts of the ep ranks, a host each, say. A message goes to each part, whose devices
     exchange its rows among themselves alone, and which answers with the sums over its own experts
     and part of the shared one's d_ff, for attention to add up: messages cross that many times, and
-    nothing else leaves a part. Divides `ep`; attention's devices are a multiple of the ffn role's
-    then."""
+    nothing else leaves a part. Divides `ep`; inside one runtime attention's devices are a multiple
+    of the ffn role's then. Over `pull` each part is an ffn worker of its own, which may be lost and
+    started again while the others answer; the first one has the shared experts, and dense layers
+    take turns."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes, as
     `attention.memory_gb`, which counts in colocated mode."""
@@ -159,7 +161,8 @@ class Link(Section, frozen=True):
     addresses: list[str] = []
     """Where ffn workers of other runtimes listen, host:port, in order of preference: the first that
     is there is used, the others stand by. With `ffn.processes` each process has an address; those
-    of a worker follow each other."""
+    of a worker follow each other. With `ffn.instances` workers of the instances take turns: first
+    one of each, then their standbys."""
     batching: Literal["rotation", "merge", "cohort"] = "cohort"
     """Messages of several attention workers that an ffn worker of another runtime runs in one pass,
     as many as its memory allows; one with several `ffn.processes`. `rotation`: one; `merge`: those

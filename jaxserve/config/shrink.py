@@ -41,6 +41,7 @@ def shrunk(
             "deployment says; only a role with a runtime of its own, or colocated, can have fewer"
         )
     sizes = deployment.ffn if role == "ffn" else deployment.attention
+    devices *= deployment.ffn.instances if role == "ffn" else 1  # each has a runtime of its own
     if devices >= sizes.devices:
         return deployment
     tp = max(size for size in range(1, sizes.tp + 1) if not sizes.tp % size and size <= devices)

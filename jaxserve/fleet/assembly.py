@@ -152,7 +152,7 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     from jaxserve.checkpoint.store import open_folder
     from jaxserve.engine.runtime import Runtime
     from jaxserve.fleet.attention_runtime import attention_cell
-    from jaxserve.fleet.expert_control import RemoteExperts
+    from jaxserve.fleet.remote_experts import RemoteExperts
     from jaxserve.fleet.role_runtime import open_role
     from jaxserve.roles.attention_bytes import attention_bytes
     from jaxserve.roles.layout import deployment_buckets
@@ -160,8 +160,9 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     role = open_role(deployment, "attention", attention_bytes)
     source = (options.weights or open_folder)(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
-    where = lambda: client.last_used  # noqa: E731
-    experts = RemoteExperts(client.ask, where=where) if role.config.experts else None
+    experts: Any = getattr(client, "experts", None)  # of shards
+    if experts is None and role.config.experts:
+        experts = RemoteExperts(client.ask, where=lambda: client.last_used)
     buckets = deployment_buckets(deployment)
     return Runtime(deployment, role.config, cell, buckets, experts=experts, link=client)
 

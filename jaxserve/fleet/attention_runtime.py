@@ -4,7 +4,9 @@ Called by `assembly.py` for `serve --role attention`. It keeps running while ffn
 and started again.
 """
 
+import pkgutil
 import secrets
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -60,20 +62,28 @@ def attention_cell(
     answer = answer_format(role.contract)
     templates = AttentionTemplates(role.config, deployment, AbstractSubmeshes(deployment))
     built = build_attention(templates, deployment, role.mesh, source, role.names)
-    client = MessageClient(
-        deployment.link.addresses,
-        role.hello,
-        token,
-        domain=_domain_name(role),
-        transport=deployment.link.transport,
-        mesh=role.mesh,
-        answer_piece=lambda kind, rows: jax.ShapeDtypeStruct((rows, answer.width), answer.dtype),
-        rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],
-        processes=max(1, deployment.ffn.processes),
-        deadlines=deadlines_of(deployment),
-    )
+
+    def link(role: RoleRuntime, addresses: Sequence[str]) -> MessageClient:
+        return MessageClient(
+            addresses,
+            role.hello,
+            token,
+            domain=domain,
+            transport=deployment.link.transport,
+            mesh=role.mesh,
+            answer_piece=lambda _, rows: jax.ShapeDtypeStruct((rows, answer.width), answer.dtype),
+            rows=[role.contract.piece_rows(tokens) for tokens in token_sizes(deployment)],
+            processes=max(1, deployment.ffn.processes),
+            deadlines=deadlines_of(deployment),
+        )
+
+    domain, end = _domain_name(role), PullEnd
+    if deployment.ffn.instances > 1:  # which few processes need
+        client, end = pkgutil.resolve_name("jaxserve.fleet.shard_links:links")(role, link)
+    else:
+        client = link(role, deployment.link.addresses)
     client.connect()
-    worker = AttentionWorker(*built, PullEnd(client, role.contract))
+    worker = AttentionWorker(*built, end(client, role.contract))
     rotation = Rotation(role.config.layers, deployment.lanes, gated=True)
     workers, predicts = Workers(attention=(worker,)), bool(role.config.modules)
     return Cell(workers, rotation, deployment.lanes, observer, predicts=predicts), client

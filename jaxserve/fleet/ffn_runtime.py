@@ -7,6 +7,7 @@ not answered, to its successor or to a standby.
 import functools
 import gc
 import os
+import pkgutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -101,8 +102,11 @@ def answer_messages(
                 f"{len(deployment.link.addresses)} addresses, none for process {process.process_id}"
             )
         address = address_given or deployment.link.addresses[own]
+        if address in deployment.link.addresses:
+            own = deployment.link.addresses.index(address)
         listen(address, process.token).close()  # refuses it before the model is loaded
-        server, work = open_ffn(deployment, process.token, address, group)
+        worker = own // process.processes
+        server, work = open_ffn(deployment, process.token, address, group, worker)
         weights = None if group else work.serve_weights(process.token)
         gc.collect()
         gc.freeze()  # as engine/runtime.py does: a full collection would delay a message
@@ -125,16 +129,28 @@ def answer_messages(
 
 
 def open_ffn(
-    deployment: Deployment, token: str, address: str, group: "FFNGroup | None" = None
+    deployment: Deployment,
+    token: str,
+    address: str,
+    group: "FFNGroup | None" = None,
+    worker: int = 0,
 ) -> tuple[MessageServer, "FFNMessages"]:
-    """A warm ffn worker, and the server that answers messages at the address; `start` it.
+    """Returns a warm ffn worker, and the server that answers messages at the address; `start` it.
+
+    Args:
+      worker: place of the ffn worker among those of `link.addresses`.
 
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
     """
     if deployment.ffn.shrink:
         deployment = shrunk(deployment, "ffn", jax.device_count())
-    role = open_role(deployment, "ffn", ffn_bytes)
+    make = RoleRuntime.of
+    if deployment.ffn.instances > 1:  # which few processes need
+        shard = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:shard_runtime")
+        make = functools.partial(shard, worker=worker)
+    role = open_role(deployment, "ffn", ffn_bytes, make)
+    deployment = role.deployment
     if group is None:
         source = open_weights(deployment, role.names, token=token)
     else:
@@ -159,7 +175,8 @@ def message_server(
     own = {role.role: role.mesh.local_devices}
     memory = available_memory(role.config, deployment, own, ffn_bytes)
     most = most_messages(role.config, deployment, memory[role.role])
-    templates = FFNTemplates(role.config, deployment, AbstractSubmeshes(deployment))
+    make = role.templates or FFNTemplates
+    templates = make(role.config, deployment, AbstractSubmeshes(deployment))
     built = build_ffn(templates, deployment, role.mesh, source, role.names)
     policy = POLICIES[deployment.link.batching](most)
     work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)

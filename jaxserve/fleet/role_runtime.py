@@ -5,8 +5,8 @@ here.
 """
 
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ from jaxserve.roles.capacity import Sizes
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.host_resources import check_memory
 from pallas_kernels.coverage import refuse_fallbacks
+
+if TYPE_CHECKING:
+    from jaxserve.model.ffn.block import FFNTemplates
 
 SWITCH_SECONDS = 2e-4
 """Longest wait of a link's threads for the interpreter while another one computes. With Python's 5
@@ -66,12 +69,17 @@ class RoleRuntime(NamedTuple):
     contract: Contract
     deployment: Deployment
     role: Role
+    instance: int = 0
+    """Number, among the ffn workers that share the ffn role (`ffn.instances`), of this one or of
+    the one at the other end of a link."""
+    templates: "Callable[..., FFNTemplates] | None" = None
+    """Makes the templates of an ffn worker that has some of the experts; None: it has all."""
 
     @classmethod
     def of(
         cls, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
     ) -> "RoleRuntime":
-        """The runtime for a model that is known already, on this runtime's devices."""
+        """Makes the runtime for a model that is known already, on this runtime's devices."""
         sys.setswitchinterval(SWITCH_SECONDS)
         mesh = role_mesh(deployment, role)
         config = placed(config, mesh)
@@ -83,16 +91,23 @@ class RoleRuntime(NamedTuple):
         known = deployment_facts(self.deployment)
         known["weights"] = weights_digest(self.deployment.model)
         facts = {key: known[key] for key in AGREED}
+        facts["instance"] = f"{self.instance} of {self.contract.instances}"
         facts |= {f"contract.{name}": str(value) for name, value in self.contract.facts().items()}
         versions = {"jax": jax.__version__, "platform": jax.default_backend()}
         return make_hello(self.role, facts, versions=versions)
 
 
-def open_role(deployment: Deployment, role: Role, sizes: Sizes) -> RoleRuntime:
+def open_role(
+    deployment: Deployment,
+    role: Role,
+    sizes: Sizes,
+    make: Callable[..., RoleRuntime] = RoleRuntime.of,
+) -> RoleRuntime:
     """Reads the model's configuration and checks that the role's part of it fits here.
 
     Args:
       sizes: computes the needs of the role.
+      make: takes the arguments of `RoleRuntime.of`; makes the runtime.
 
     Raises:
       ConfigError, CheckpointError: it does not, or is not readable.
@@ -101,9 +116,9 @@ def open_role(deployment: Deployment, role: Role, sizes: Sizes) -> RoleRuntime:
     use_compilation_cache()
     refuse_fallbacks(deployment.strict_kernels)
     config, names = read_model(deployment)
-    runtime = RoleRuntime.of(config, names, deployment, role)
+    runtime = make(config, names, deployment, role)
     own = {role: runtime.mesh.local_devices}
-    check_memory(runtime.config, deployment, own, sizes)
+    check_memory(runtime.config, runtime.deployment, own, sizes)
     return runtime
 
 

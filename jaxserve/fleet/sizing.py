@@ -114,16 +114,6 @@ def is_shared(deployment: Deployment) -> bool:
     )
 
 
-def on_named_hardware(config: "ModelConfig", deployment: Deployment) -> "ModelConfig":
-    """Returns the model as the hardware that the roles name runs it, or else as this host does."""
-    from jaxserve.config.model import platform_of
-    from jaxserve.fleet.hardware import expected_platform
-
-    named = deployment.ffn.hardware or deployment.attention.hardware
-    platform = platform_of(device_kind(named) or named or expected_platform())
-    return msgspec.structs.replace(config, platform=platform)
-
-
 def named_machine(hardware: str) -> "UsableDevices | None":
     """A host of the named hardware; None where JAX knows no such accelerator."""
     from jaxserve.roles.sizing import DEVICE_PART, UsableDevices

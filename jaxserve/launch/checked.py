@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 
 from jaxserve.checkpoint.int8_products import read_model
-from jaxserve.commands.checking import check
+from jaxserve.commands.checking import check, on_named_hardware
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.slice_layout import slice_layouts

@@ -60,8 +60,9 @@ class FFNPrograms:
         self.config, self.dtype = templates.config, templates.dtype
         self.contract = contract or Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
-        self.route = Route.of(self.contract, mesh.size)
-        instances = self.route.instances
+        # Over `pull` the contract's instances are other ffn workers.
+        instances = deployment.ffn.instances
+        self.route = Route.of(self.contract, mesh.size)._replace(instances=instances)
         blocks = RowBlocks(mesh.size // instances * self.route.slots, self.route.filled)
         axes = Axes(*FFN_AXES, rows=FFN_AXES, instance=INSTANCE if instances > 1 else None)
         self.exchanges = make_exchanges(
@@ -94,6 +95,9 @@ class FFNPrograms:
 
         def body(message: Arrays, tables: Arrays, counts: Arrays, leaves: Arrays) -> Arrays:
             packed, block = jnp.concatenate(message), layer.merge(leaves)
+            if moe and (first := self.templates.first_expert):
+                own = cast(jax.Array, packing.unpack(packed).experts) - first
+                packed = packing.addressed(packed, own)  # others' are padding
             answer, load = exchange(packed, block, packing, tables[0][0] if tables else None)
             pieces = self.answers.pieces(answer, slots)
             return pieces if load is None else (*pieces, add_load(counts[0], load[None]))

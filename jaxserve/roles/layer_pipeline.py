@@ -3,7 +3,6 @@
 from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import has_local_devices
 from jaxserve.roles.attention import AttentionWorker, Cell, Workers
 from jaxserve.roles.attention_programs import build_attention
 from jaxserve.roles.ffn import FFNWorker, build_ffn
@@ -24,11 +23,11 @@ def build_cell(model: OpenModel, deployment: Deployment, observer: Observer | No
     ]
     attention = []
     for mesh, link in zip(meshes.domains, links, strict=True):
-        if has_local_devices(mesh):
+        if mesh.local_devices:
             built = build_attention(templates, deployment, mesh, source, names)
             attention.append(AttentionWorker(*built, link.attention))
     workers = Workers(tuple(attention))
-    if has_local_devices(meshes.ffn):
+    if meshes.ffn.local_devices:
         worker = FFNWorker(*build_ffn(templates, deployment, meshes.ffn, source, names))
         for domain, link in enumerate(links):
             worker.attach(link.ffn, sizes, domain)

@@ -16,7 +16,7 @@ class LinkLoad(NamedTuple):
     """Load of a decode step on a link between runtimes, with every slot in use."""
 
     there: int
-    """Bytes of a domain's messages, all layers together."""
+    """Bytes of a domain's messages to an ffn worker, all layers together."""
     back: int
     """Bytes of the answers to them."""
     domains: int
@@ -58,11 +58,12 @@ def link_load(config: ModelConfig, deployment: Deployment) -> LinkLoad | None:
 def _busiest(deployment: Deployment) -> float:
     """Returns `LinkLoad.busiest`. Processes of a role have its devices in order."""
     attention, ffn = deployment.attention, deployment.ffn
-    route = Route(attention.devices, ffn.devices, ffn.instances)
-    each = ffn.devices // max(1, ffn.processes)
+    devices = ffn.devices // ffn.instances  # of one ffn worker
+    route = Route(attention.devices, devices)
+    each = devices // max(1, ffn.processes)
     landing = Counter(route.ingress(piece)[0] // each for piece in range(attention.devices))
     share = max(landing.values()) / attention.devices
-    return max(deployment.domains * share, 1 / max(1, attention.processes))
+    return max(deployment.domains * share, ffn.instances / max(1, attention.processes))
 
 
 def check_link(config: ModelConfig, deployment: Deployment) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, has_local_devices
+from jaxserve.mesh import ATTENTION_RULES, FFN_RULES
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.expert_slots import open_slots
@@ -157,7 +157,7 @@ def build_pipeline(
     platform = meshes.ffn.devices.flat[0].platform
     if platform != "cpu":
         raise ConfigError(f"pipeline = step: not on {platform}, only on cpu")
-    attends, serves = has_local_devices(meshes.attention), has_local_devices(meshes.ffn)
+    attends, serves = (bool(m.local_devices) for m in (meshes.attention, meshes.ffn))
     if attends and serves:
         raise ConfigError(
             "pipeline = step: this process has devices of both roles; start a process for each "

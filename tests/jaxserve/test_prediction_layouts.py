@@ -9,13 +9,9 @@ import itertools
 
 import pytest
 
-from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.attention_runtime import attention_cell
-from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.roles.layout import deployment_buckets
 from tests.jaxserve import layouts
-from tests.jaxserve.fleet.test_domains import FFN, TOKEN, role_of
+from tests.jaxserve.fleet.test_domains import open_domain, serving
 from tests.jaxserve.layouts import COLOCATED, LAYOUTS
 from tests.jaxserve.test_drafts import Counted, run_mixed
 from tests.reference.tiny_step3 import write_tiny_step3
@@ -67,20 +63,13 @@ def test_the_same_tokens_as_without(overrides, drafts, with_module, reference, e
 @pytest.mark.multihost
 def test_over_pull(with_module, reference):
     """The ffn worker serves a domain that has the module, and refuses one that has not."""
-    overrides = FFN | {"lanes": 2, "speculative.method": "mtp", "speculative.drafts": 1} | ALWAYS
-    here = overrides | {"link.addresses": ["127.0.0.1:1"]}
-    server, _ = message_server(*role_of(with_module, "ffn", 0, here), TOKEN, "127.0.0.1:0")
-    there = {"link.addresses": [server.start()]}
-    role, deployment, source = role_of(with_module, "attention", 2, overrides | there)
-    cell, link = attention_cell(role, deployment, source, TOKEN)
-    warm_up(runtime := Runtime(deployment, role.config, cell, deployment_buckets(deployment)))
-    with layouts.serving(runtime) as engine:
-        counted = Counted(engine)
-        assert layouts.generate(engine) == reference.tokens
+    overrides = {"lanes": 2, "speculative.method": "mtp", "speculative.drafts": 1} | ALWAYS
+    with serving(with_module, overrides) as server:
+        domain = open_domain(with_module, server, "one lane", 2, overrides)
+        counted = Counted(domain.engine)
+        assert layouts.generate(domain.engine) == reference.tokens
         assert counted.drafted > 300
-        assert engine.compilations_after_ready == 0
-    link.close()
-    without = role_of(with_module, "attention", 2, FFN | there)
-    with pytest.raises(ConfigError, match=r"contract\.layers"):
-        attention_cell(*without, TOKEN)
-    server.close()
+        assert domain.engine.compilations_after_ready == 0
+        domain.close()
+        with pytest.raises(ConfigError, match=r"contract\.layers"):
+            open_domain(with_module, server, "one lane", 2)

@@ -103,7 +103,10 @@ class FFNTemplates:
 
     Attributes:
       ranks: ranks that the experts are divided over, and devices that share an expert's d_ff.
+      first_expert: number, in messages, of the model's first expert (`fleet/ffn_shard.py`).
     """
+
+    first_expert = 0
 
     def __init__(self, config: ModelConfig, deployment: Deployment, meshes: RoleMeshes):
         check_ffn(config, deployment)

@@ -79,7 +79,7 @@ def reach(experts: int, top_k: int, parts: int) -> float:
     chooses groups of experts first reaches fewer."""
     elsewhere = experts - experts / parts
     misses = 1.0
-    for index in range(top_k):
+    for index in range(min(top_k, experts)):
         misses *= max(0.0, elsewhere - index) / (experts - index)
     return 1 - misses
 

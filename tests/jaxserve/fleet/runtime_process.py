@@ -13,9 +13,10 @@ from jaxserve.config.command_line import read_deployment
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import from_arguments
 from jaxserve.fleet.assembly import Options, open_engine, open_follower
-from jaxserve.fleet.expert_control import Place, RemoteExperts
+from jaxserve.fleet.expert_control import Place
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
+from jaxserve.fleet.remote_experts import RemoteExperts
 from tests.jaxserve import layouts
 
 SECONDS = 240

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.fleet import broadcast
 from jaxserve.fleet.broadcast import Broadcaster
 from jaxserve.fleet.subscription import Subscription
-from jaxserve.link.session.channel import Channel, accept
+from jaxserve.link.session.channel import Channel, accept, split_address
 
 TOKEN = "a secret"
 
@@ -55,8 +55,7 @@ def test_the_end_of_the_sender_is_the_end_of_the_messages() -> None:
 
 def test_silence_is_said_and_a_subscription_can_be_closed_from_elsewhere() -> None:
     with broadcaster() as (_, address):
-        subscription = Subscription(address, TOKEN, 5.0)
-        messages = subscription.messages()
+        messages = (subscription := Subscription(address, TOKEN, 5.0)).messages()
         started = time.monotonic()
         assert next(messages) is None
         assert 0.4 < time.monotonic() - started < 5
@@ -93,8 +92,7 @@ def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
     """The time is that of all bytes, not of each."""
     monkeypatch.setattr(broadcast, "_HELLO_SECONDS", 0.6)
     with broadcaster() as (_, address):
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), 5.0) as stranger:
+        with socket.create_connection(split_address(address), 5.0) as stranger:
             assert b"#CHALLENGE#" in stranger.recv(256)
             started = time.monotonic()
             assert _is_closed(stranger)

@@ -23,8 +23,9 @@ from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.assembly import make_engine
 from jaxserve.fleet.attention_runtime import attention_cell
-from jaxserve.fleet.expert_control import RemoteExperts
 from jaxserve.fleet.ffn_runtime import message_server
+from jaxserve.fleet.ffn_shard import shard_runtime
+from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, role_mesh
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.model.ffn.move_rounds import aligned
@@ -41,6 +42,7 @@ PROMPTS = layouts.PROMPTS[:7]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
 FFN = {"ffn.ep": 2, "ffn.runtime": "ffn", "link.transport": "pull"}
+SHARDS = {"ffn.instances": 2, "link.addresses": ["a:1", "a:2"]}
 DOMAINS = {
     "one lane": (2, {}),
     "2 lanes, dp 2": (3, {"lanes": 2, "attention.dp": 2}),
@@ -59,20 +61,23 @@ class Domain(NamedTuple):
         self.link.close()
 
 
-def role_of(model, role, first, overrides):
+def role_of(model, role, first, overrides, worker=0):
     deployment = layouts.deployment(model, overrides)
     names = read_config(str(model), [], deployment.modules)
-    runtime = RoleRuntime.of(*names, deployment, role)
-    mesh = role_mesh(deployment, role, jax.devices()[first:])
-    return runtime._replace(mesh=mesh), deployment, open_checkpoint(str(model), names[1])
+    if role == "ffn" and deployment.ffn.instances > 1:
+        runtime = shard_runtime(*names, deployment, role, worker)
+    else:
+        runtime = RoleRuntime.of(*names, deployment, role)
+    mesh = role_mesh(runtime.deployment, role, jax.devices()[first:])
+    return runtime._replace(mesh=mesh), runtime.deployment, open_checkpoint(str(model), names[1])
 
 
 @contextlib.contextmanager
-def serving(model, changes=None):
+def serving(model, changes=None, first=0, worker=0, address="127.0.0.1:0"):
     """An ffn worker."""
     overrides = FFN | {"link.addresses": ["127.0.0.1:1"], "experts.window_seconds": 10_000}
-    role = role_of(model, "ffn", 0, overrides | (changes or {}))
-    server, _ = message_server(*role, TOKEN, "127.0.0.1:0")
+    role = role_of(model, "ffn", first, overrides | (changes or {}), worker)
+    server, _ = message_server(*role, TOKEN, address)
     server.address = server.start()
     yield server
     server.close()
@@ -84,10 +89,10 @@ def server(tiny_model):
         yield server
 
 
-def open_domain(model, server, name, first=None, changes=None) -> Domain:
+def open_domain(model, server, name, first=None, changes=None, shards=()) -> Domain:
     own_first, overrides = DOMAINS[name]
-    first = first or own_first
-    overrides = FFN | overrides | (changes or {}) | {"link.addresses": [server.address]}
+    first, addresses = first or own_first, [one.address for one in (server, *shards)]
+    overrides = FFN | overrides | (changes or {}) | {"link.addresses": addresses}
     role, deployment, source = role_of(model, "attention", first, overrides)
     cell, link = attention_cell(role, deployment, source, TOKEN)
     runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
@@ -168,13 +173,16 @@ def test_each_domain_gives_the_colocated_tokens(count, params, domains, expected
         ("merge", {}),
         ("cohort", {"ffn.ep": 1}),
         *(("cohort", {"link.dispatch": form}) for form in ("int8", "fp8", "bfloat16")),
+        ("cohort", SHARDS),
+        ("merge", SHARDS | {"ffn.ep": 4, "ffn.exchange": "alltoall", "ffn.redundant_slots": 1}),
     ],
 )
 def test_messages_that_share_a_pass_give_the_same_tokens(
     batching, settings, tiny_model, expected, monkeypatch
 ):
     """Also those of domains one of which cancels requests, or leaves in the middle of its own. With
-    messages in other formats the tokens are those of a domain that has the ffn worker alone."""
+    messages in other formats the tokens are those of a domain that has the ffn worker alone. Shards
+    are several ffn workers, each with some of the experts."""
     passes = []
     changes = settings | {"link.batching": batching, "domains": 3}
     with serving(tiny_model, changes) as server, contextlib.ExitStack() as stack:
@@ -182,9 +190,10 @@ def test_messages_that_share_a_pass_give_the_same_tokens(
         monkeypatch.setattr(
             server.work, "run", lambda *call: passes.append(len(call[3])) or run(*call)
         )
-        used = []
+        used, numbers = [], range(1, changes.get("ffn.instances", 1))
+        shards = [stack.enter_context(serving(tiny_model, changes, n, n)) for n in numbers]
         for first in (2, 4, 6):
-            used.append(open_domain(tiny_model, server, "2 lanes, dp 2", first, changes))
+            used.append(open_domain(tiny_model, server, "2 lanes, dp 2", first, changes, shards))
             stack.callback(used[-1].close)
             if len(used) == 1 and "link.dispatch" in settings:
                 alone = (generate(used[0].engine, params) for params in (GREEDY, SEEDED))
@@ -281,17 +290,12 @@ def test_an_ffn_worker_on_what_is_left_takes_over(domains, server, expected, tin
     overrides = FFN | {"link.addresses": [server.address]}
     deployment = shrunk(layouts.deployment(tiny_model, overrides), "ffn", 1)
     assert (deployment.ffn.ep, deployment.ffn.tp) == (1, 1)
-    role = role_of(tiny_model, "ffn", 0, overrides | {"ffn.ep": 1})
-    smaller, _ = message_server(*role, TOKEN, server.address)
-    smaller.start()
-    try:
+    with serving(tiny_model, {"ffn.ep": 1}, address=server.address):
         tokens = [output.token_ids for output in collector.wait().values()]
         assert tokens == expected[SEEDED.temperature]
         assert generate(domain.engine, GREEDY) == expected[0]
         assert domain.link.counters.failures > 0
         assert domain.engine.compilations_after_ready == 0
-    finally:
-        smaller.close()
 
 
 def while_it_serves(work, server, call):

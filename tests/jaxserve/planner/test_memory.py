@@ -5,9 +5,9 @@ import pytest
 from msgspec.structs import replace
 
 from jaxserve.checkpoint.int8_products import read_model
+from jaxserve.commands.checking import on_named_hardware
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.memory import Memory, usable

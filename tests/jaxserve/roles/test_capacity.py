@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.commands.checking import on_named_hardware
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.sizing import on_named_hardware
 from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms

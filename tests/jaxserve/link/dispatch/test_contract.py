@@ -11,10 +11,8 @@ from tests.jaxserve import layouts
 
 
 def contract(tmp_path, **overrides):
-    deployment = layouts.deployment(
-        tmp_path, {k.replace("__", "."): v for k, v in overrides.items()}
-    )
-    return Contract.of(architecture(layouts.SIZES.config()), deployment)
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return Contract.of(architecture(layouts.SIZES.config()), layouts.deployment(tmp_path, keys))
 
 
 @pytest.mark.parametrize("dispatch", ["float32", "fp8", "int8"])
@@ -37,14 +35,9 @@ def test_pieces(tmp_path):
         made.piece_rows(23)
 
 
-def test_the_ffn_mesh_changes_nothing(tmp_path):
-    small = contract(tmp_path, attention__dp=2)
-    wide = contract(tmp_path, attention__dp=2, ffn__ep=5, ffn__tp=3)
-    assert small == wide
-
-
-def test_domains_of_other_sizes_agree(tmp_path):
-    """One ffn worker serves them all."""
+def test_meshes_of_other_sizes_agree(tmp_path):
+    """One ffn worker serves domains of all sizes."""
+    assert contract(tmp_path) == contract(tmp_path, ffn__ep=5, ffn__tp=3)
     assert contract(tmp_path).facts() == contract(tmp_path, attention__dp=3).facts()
 
 

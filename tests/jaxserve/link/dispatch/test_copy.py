@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxserve.link.dispatch import copy as copy_module
@@ -69,13 +68,6 @@ class TestFastCopy:
         (arrived,) = make_copy(sharding)([x])
         assert arrived.sharding == sharding
         np.testing.assert_array_equal(np.asarray(arrived), np.asarray(x))
-
-    def test_function_is_gone_or_has_other_arguments(self, monkeypatch):
-        name = "batched_copy_array_to_devices_with_sharding"
-        monkeypatch.setattr(xla_client, name, lambda arrays, devices: arrays)
-        assert select_copy() is public_copy
-        monkeypatch.delattr(xla_client, name)
-        assert select_copy() is public_copy
 
     @pytest.mark.parametrize(
         "copy",

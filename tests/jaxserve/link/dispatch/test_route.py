@@ -3,15 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.link.dispatch.route import Leg, Route
+from jaxserve.link.dispatch.route import Route
 from tests import golden
 
 sizes = st.integers(1, 24)
 
 
 def test_pieces_are_spread_over_the_devices():
-    def call(attention, ffn):
-        route = Route(attention, ffn)
+    """Pieces come to their devices, then to the same devices of further instances."""
+
+    def call(attention, ffn, instances=1):
+        route = Route(attention, ffn, instances)
         assert route.slots == len(route.legs)
         return list(route.legs), route.filled
 
@@ -38,21 +40,6 @@ def test_a_leg_reaches_a_device_once_and_there_are_as_few_as_can_be(attention, f
     for leg in legs:
         assert list(leg.ffn) == sorted(set(leg.ffn))
         assert list(leg.attention) == sorted(set(leg.attention))
-
-
-def test_two_instances_get_every_piece():
-    """Devices 0 and 1 are one, 2 and 3 the other; a piece comes to its device, then to the same one
-    of the other."""
-    route, pieces = Route(attention=4, ffn=4, instances=2), (0, 1, 2, 3)
-    assert route.legs == (Leg(0, 0, pieces, pieces), Leg(1, 1, pieces, (2, 3, 0, 1)))
-    assert (route.slots, route.filled) == (2, pieces)
-
-
-def test_two_instances_of_a_device_with_two_pieces_each():
-    route = Route(attention=4, ffn=2, instances=2)
-    assert [(leg.slot, leg.answer) for leg in route.legs] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    pairs = [tuple(zip(leg.attention, leg.ffn, strict=True)) for leg in route.legs]
-    assert pairs == [((0, 0), (2, 1)), ((1, 0), (3, 1)), ((0, 1), (2, 0)), ((1, 1), (3, 0))]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.expert_answers import PassLog, answer
-from jaxserve.fleet.expert_control import RemoteExperts
+from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.observe.view import FFNWorkerView
