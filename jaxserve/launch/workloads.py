@@ -151,7 +151,7 @@ def workloads(
         found.append(_workload("domain", "attention", deployment.domains, runtime, WORKER_PORT))
     else:
         found.append(_workload("attention", "attention", 1, runtime))
-    runtime = _role("ffn", deployment.ffn, hardware)
+    runtime = _role("ffn", deployment.ffn, hardware, deployment.ffn.instances)
     workers = len(deployment.link.addresses) // runtime.processes
     found.append(_workload("ffn", "ffn", workers, runtime, FFN_PORT))
     return found
@@ -236,18 +236,20 @@ def _runtime(
     return _Runtime(processes, shares.pop(), kind, name)
 
 
-def _role(name: str, role: AttentionRole | FFNRole, hardware: str) -> _Runtime:
-    """The processes of a role with a runtime of its own."""
+def _role(name: str, role: AttentionRole | FFNRole, hardware: str, instances: int = 1) -> _Runtime:
+    """Returns the processes of a worker whose role has a runtime of its own, or several of which
+    each has an equal part of its devices."""
     hardware, processes = role.hardware or hardware, max(1, role.processes)
+    devices = role.devices // instances
     kind = load_hardware(hardware) if hardware else None
-    hosts = processes_on_hosts(role.devices, kind, hardware)
+    hosts = processes_on_hosts(devices, kind, hardware)
     tpu = kind is not None and kind.platform == "tpu"
     if hosts > processes or (tpu and hosts != processes):
         raise ConfigError(
-            f"{name}.processes = {role.processes}: {role.devices} of {hardware} are on {hosts} "
+            f"{name}.processes = {role.processes}: {devices} of {hardware} are on {hosts} "
             f"hosts, each with a process of its own"
         )
-    return _Runtime(processes, role.devices // processes, kind, hardware)
+    return _Runtime(processes, devices // processes, kind, hardware)
 
 
 def _cells(deployment: Deployment) -> int:

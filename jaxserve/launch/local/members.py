@@ -63,9 +63,11 @@ def runtime_of(count: int, process: Member) -> list[Member]:
 
 def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
     """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`)
-    with the deployment's processes each; the ffn workers behind the first wait to take over."""
+    with the deployment's processes each. The ffn workers behind the first one of each instance wait
+    to take over."""
     attention, ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(ffn * (1 + standbys))]
+    workers = deployment.ffn.instances * (1 + standbys)
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(ffn * workers)]
     settings = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
     shared = _set(*settings, f"link.addresses={addresses}")
     first = Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)
@@ -94,7 +96,7 @@ def fleet_of(
     Args:
       apart: let every worker, and the pages server of every prefill worker, listen on another
         address than the dialled one; something else has to connect the two.
-      standbys: further ffn workers, which take over when the active one ends.
+      standbys: further ffn workers of each instance, which take over when the active one ends.
 
     Raises:
       ConfigError: this launcher cannot start the deployment.
@@ -106,7 +108,8 @@ def fleet_of(
             f"--standbys {standbys}: only ffn workers have them (link.transport: pull)"
         )
     of_domain, of_ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
-    workers = prefill.workers + domains + pull * (1 + standbys) * of_ffn
+    shards = deployment.ffn.instances
+    workers = prefill.workers + domains + pull * shards * (1 + standbys) * of_ffn
     every = [f"127.0.0.1:{port}" for port in free_ports(2 * workers if apart else workers)]
     addresses, listening = every[:workers], every[-workers:]
     prefills, rest = addresses[: prefill.workers], addresses[prefill.workers :]
@@ -146,7 +149,7 @@ def fleet_of(
         members += runtime_of(of_domain if role == "attention" else processes, worker)
     places = zip(listening[len(names) :], rest[domains:], strict=True)
     for runtime, pairs in enumerate(itertools.batched(places, of_ffn), len(names) + 1):
-        name = "standby" if runtime > len(names) + 1 else "ffn worker"
+        name = "standby" if runtime > len(names) + shards else "ffn worker"
         worker = Member(f"{name}, role ffn", [*shared, "--role", "ffn"], runtime)
         made = listening_at([listens for listens, _ in pairs], runtime_of(of_ffn, worker))
         for process, (listens, dialled) in zip(made, pairs, strict=True):
