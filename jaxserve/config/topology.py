@@ -17,6 +17,10 @@ PlannedMode = Literal["afd", "ep", "tp"]
 """Modes of a planned layout: two meshes, or one that divides experts or all matrices."""
 
 
+HOSTS_EACH = 8
+"""Hosts to which one process hands on what the leader says to all."""
+
+
 class Transport(msgspec.Struct, frozen=True):
     """Declaration of a transport of messages, at the top of its file in `link/transports/`.
 

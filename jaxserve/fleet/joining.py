@@ -5,10 +5,8 @@ Called by `leader.py`. Pure functions.
 
 from collections.abc import Mapping, Sequence
 
+from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.fleet.control import Identity
-
-HOSTS_EACH = 8
-"""Hosts to which one process hands a message on."""
 
 
 def refusal(leader: Identity, follower: Identity) -> str:

@@ -30,8 +30,9 @@ from jaxserve.observe import timeline_view
 from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.models import model_config
 from jaxserve.planner.noise import ExpertLoads, read_skew
-from jaxserve.planner.options import jitter, read_deployment, read_scenario
+from jaxserve.planner.options import assumptions, jitter, read_deployment, read_scenario
 from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
 from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
@@ -68,10 +69,21 @@ NUMBERS = {
 def run(options: argparse.Namespace) -> None:
     """Simulates the deployment, or the fleet, and shows the result."""
     deployment = read_deployment(options)
+    _check_link(deployment, assumptions(options.assume).pull_gb_s)
     if options.workers:
         return show(options, _pool(options))
     fleet = deployment.prefill.workers or options.rate or options.requests is not None
     show(options, _fleet(options, deployment) if fleet else _alone(options))
+
+
+def _check_link(deployment: Deployment, gb_per_second: float) -> None:
+    """Refuses what `serve --check` refuses: a TPOT that the link between runtimes cannot keep."""
+    if not (deployment.topology.crosses_runtimes and deployment.fleet.tpot_seconds):
+        return
+    from jaxserve.roles.link_load import check_link  # imports JAX
+
+    if (config := model_config(Path(deployment.model))) is not None:
+        check_link(config, deployment, gb_per_second)
 
 
 def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from jaxserve.config.formats import FORMATS, FormatName, scaled
+from jaxserve.config.topology import TRANSPORTS
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import Hardware
 
@@ -130,9 +131,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Latency of a message from one role to the other."""
     pull_seconds: float = 70e-6
     """Latency of a message over `pull`, which joins runtimes."""
-    pull_gb_s: float = 2.5
-    """GB/s into one process over `pull`, measured between two processes of one machine by four
-    sockets; 0: messages between runtimes cross as others do."""
+    pull_gb_s: float = TRANSPORTS["pull"].gb_per_second
+    """GB/s into one process over `pull`, as the transport declares it; 0: messages between runtimes
+    cross as others do."""
     collective_seconds: float = 10e-6
     """Latency of a collective within a role."""
     hop_seconds: float = 1e-6

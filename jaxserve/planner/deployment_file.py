@@ -62,9 +62,11 @@ class PlanFile(NamedTuple):
         `serve` by the model's own templates (`roles/capacity.py`).
 
         Raises:
-          ConfigError: the deployment does not fit on its devices; gives the numbers.
+          ConfigError: the deployment does not fit on its devices, or takes more of the link between
+            runtimes than it carries; gives the numbers.
         """
         from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
+        from jaxserve.roles.link_load import check_link
         from jaxserve.roles.role_bytes import role_bytes
 
         self.path.write_text(text, encoding="utf-8")
@@ -75,6 +77,8 @@ class PlanFile(NamedTuple):
                 parts.append(deployment_of(deployment, "prefill"))
             for part in parts:
                 check_capacity(self._loaded(deployment), part, memory_of(part), role_bytes)
+            rate = self.calculator.assumed.pull_gb_s
+            check_link(self._loaded(deployment), deployment, rate)
         except ConfigError:
             self.path.unlink()
             raise

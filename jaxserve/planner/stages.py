@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.config.formats import scaled
 from jaxserve.config.model import Platform
+from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
 from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
@@ -34,9 +35,6 @@ from jaxserve.planner.kernels import (
 )
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
-
-HOSTS_EACH = 8
-"""Hosts that each host hands a plan on to, as in `fleet/joining.py`."""
 
 
 class StageTime(NamedTuple):

@@ -1,5 +1,6 @@
 """Computes the bytes that cross between an attention runtime and an ffn runtime in a step, and the
-least time that the link takes for them. Used by `serve --check`; needs no device."""
+least time that the link takes for them. `serve --check`, `plan simulate` and the plans that are
+written refuse by it; needs no device."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -40,10 +41,16 @@ class LinkLoad(NamedTuple):
         )
 
 
-def link_load(config: ModelConfig, deployment: Deployment) -> LinkLoad | None:
-    """Returns the load of the link between runtimes; None inside one runtime."""
+def link_load(
+    config: ModelConfig, deployment: Deployment, gb_per_second: float | None = None
+) -> LinkLoad | None:
+    """Returns the load of the link between runtimes; None inside one runtime.
+
+    Args:
+      gb_per_second: what a process carries each way, 0: anything; None: as its transport says.
+    """
     transport = deployment.topology.transport
-    if transport is None or not transport.gb_per_second:
+    if transport is None or not transport.gb_per_second or gb_per_second == 0:
         return None
     contract = Contract.of(config, deployment)
     messages, answer = message_formats(contract), answer_format(contract)
@@ -51,7 +58,7 @@ def link_load(config: ModelConfig, deployment: Deployment) -> LinkLoad | None:
     slots = deployment.attention.dp * deployment.scheduler.slots * deployment.lanes
     rows = slots * (1 + deployment.drafts)
     back = len(widths) * answer.width * answer.dtype.itemsize
-    rate = transport.gb_per_second * 1e9
+    rate = (gb_per_second or transport.gb_per_second) * 1e9
     return LinkLoad(rows * sum(widths), rows * back, deployment.domains, _busiest(deployment), rate)
 
 
@@ -66,9 +73,12 @@ def _busiest(deployment: Deployment) -> float:
     return max(deployment.domains * share, ffn.instances / max(1, attention.processes))
 
 
-def check_link(config: ModelConfig, deployment: Deployment) -> None:
-    """Raises ConfigError where the link takes longer than `fleet.tpot_seconds` allows."""
-    load, target = link_load(config, deployment), deployment.fleet.tpot_seconds
+def check_link(
+    config: ModelConfig, deployment: Deployment, gb_per_second: float | None = None
+) -> None:
+    """Raises ConfigError where the link takes longer than `fleet.tpot_seconds` allows; arguments as
+    `link_load`."""
+    load, target = link_load(config, deployment, gb_per_second), deployment.fleet.tpot_seconds
     if load is not None and target and load.seconds > target:
         raise ConfigError(
             f"fleet.tpot_seconds {target:g}: over link.transport {deployment.link.transport} "

@@ -10,8 +10,8 @@ from jaxserve.link.bulk import HostBuffers, bulk_bytes, received_arrays, send_ar
 from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.messages import Bulk
 
-# JAX peers report 4.5 GB/s a host for such copies through host memory.
-TRANSPORT = Transport(crosses_runtimes=True, gb_per_second=4.5)
+# Measured into one process, from another one of the same machine by four sockets, on two cores.
+TRANSPORT = Transport(crosses_runtimes=True, gb_per_second=2.5)
 SECONDS = 30.0
 """Longest wait for the last byte of a message whose first one has come."""
 
