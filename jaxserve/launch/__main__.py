@@ -346,6 +346,7 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         raise ConfigError(
             f"--models-bucket {options.models_bucket}: the model is read from {model} without it"
         )
+    tpus = {work.hardware_name for work in works if work.tpu}
     said = {name: value for name, value in vars(options).items() if name in Options._fields}
     derived = {
         "model": model,
@@ -356,6 +357,7 @@ def rendering_of(options: argparse.Namespace, given: Sequence[str]) -> Rendering
         "rdma": next(
             iter(_pairs("--rdma", [options.rdma] if options.rdma else []).items()), ("", "")
         ),
+        "gpu_kinds": len({work.hardware_name for work in works if work.accelerators} - tpus),
         "gke": options.target.startswith("gke-"),
     }
     return Rendering(

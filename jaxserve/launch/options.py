@@ -52,6 +52,7 @@ class Options(NamedTuple):
       privileged: whether containers with accelerators are privileged and lock any memory.
       clusters: clusters of Kubernetes: 2 have prefill workers apart.
       peer_pods: CIDR of pods of the cluster that reaches prefill workers of another.
+      gpu_kinds: kinds of GPUs that the deployment runs on.
       gke: whether the cluster is GKE's.
       spares: nodes of a Slurm job beyond those that the deployment needs.
       time: time limit of a Slurm job.
@@ -78,6 +79,7 @@ class Options(NamedTuple):
     privileged: bool = False
     clusters: int = 1
     peer_pods: str = ""
+    gpu_kinds: int = 1
     gke: bool = False
     spares: int = 0
     time: str = "24:00:00"

@@ -297,13 +297,18 @@ def _placement(work: Workload, options: Options) -> Tree:
                 **options.node_selector,
             }
         }
-    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    required, preferred = (
+        f"{how}DuringSchedulingIgnoredDuringExecution" for how in ("required", "preferred")
+    )
     affinity: Tree = {}
     if product := work.hardware.gpu_product:
-        # GPU feature discovery sets the label. GKE's nodes lack it unless it is installed.
+        # GPU feature discovery sets the label. GKE's nodes lack it unless it is installed. Where
+        # there are several kinds of GPUs, a role must not take the nodes of another.
         own = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [product]}
-        term = {"weight": 100, "preference": {"matchExpressions": [own]}}
-        affinity["nodeAffinity"] = {preferred: [term]}
+        term = {"matchExpressions": [own]}
+        affinity["nodeAffinity"] = {preferred: [{"weight": 100, "preference": term}]}
+        if options.gpu_kinds > 1:
+            affinity["nodeAffinity"] = {required: {"nodeSelectorTerms": [term]}}
     zone = {
         "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": options.name}},
         "topologyKey": "topology.kubernetes.io/zone",

@@ -39,6 +39,7 @@ def test_both_get_one_secret_where_links_are_encrypted(says, kept, given, code, 
     path = f"{tmp_path}:{os.environ['PATH']}"
     more = {"PATH": path, "PREFILL": "p", "DECODE": "d", "SAYS": says, "KEPT": kept}
     command = [tmp_path / "clusters.sh", "apply"]
+    judge("shellcheck", command[0])
     done = subprocess.run(command, env={**os.environ, **more}, timeout=60, capture_output=True)
     assert done.returncode == code
     calls = (tmp_path / "calls").read_text()
@@ -47,8 +48,3 @@ def test_both_get_one_secret_where_links_are_encrypted(says, kept, given, code, 
     assert files == ([] if code else [("p", "prefill"), ("d", "decode")])
     assert len(set(secrets)) == 1 - code
     assert not kept or secrets == [kept] * 2
-
-
-def test_the_script_is_clean(tmp_path):
-    write(files_of(TWO), tmp_path)
-    judge("shellcheck", tmp_path / "clusters.sh")

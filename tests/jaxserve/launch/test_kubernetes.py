@@ -176,23 +176,25 @@ def test_files_are_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--write /dev/null/x: Not a directory" in capsys.readouterr().err
 
 
-def test_a_process_a_gpu_where_a_runtime_has_both_roles() -> None:
-    def given(command: str) -> list[str]:
-        (text,) = files_of(command).values()
-        pods = [tree["spec"] for (kind, _), tree in objects(text).items() if "Leader" in kind]
-        templates = [pod["leaderWorkerTemplate"]["workerTemplate"] for pod in pods]
-        words = [word for template in templates for word in container_of(template)["args"]]
-        return [word for word in words if word.startswith("--host-processes")]
-
-    gpus = "--config step3 --hardware h100 --target kubernetes"
-    assert given(gpus) == ["--host-processes=8"]
-    assert given(V6E) == []
+@pytest.mark.parametrize(
+    ("command", "count"), [("--config step3 --hardware h100 --target kubernetes", 2), (V6E, 0)]
+)
+def test_a_process_a_gpu_where_a_runtime_has_both_roles(command: str, count: int) -> None:
+    """In the templates of the leader and of the others."""
+    (text,) = files_of(command).values()
+    assert (text.count("--host-processes=8\n"), text.count("--host-processes")) == (count, count)
 
 
 def test_options_of_a_cluster_with_gpus() -> None:
     """Network cards need locked memory, and so root. No label of a node is required but those
     given."""
     golden.check("launch/options-kubernetes.yaml", files_of(EVERY[-2])["kubernetes.yaml"])
+
+
+def test_each_role_takes_nodes_with_its_kind_of_gpu() -> None:
+    required = files_of(EVERY[2])["kubernetes.yaml"].split("requiredDuringScheduling")[1:]
+    products = [text.split("values:\n")[1].split()[1] for text in required]
+    assert products == ["NVIDIA-H20", "NVIDIA-H800", "NVIDIA-A800-SXM4-80GB"]
 
 
 def test_privileged_pods_lock_memory() -> None:

@@ -5,8 +5,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jaxserve import serve
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.membership import process_shares
@@ -18,6 +16,10 @@ from tests.jaxserve.launch.tools import judge
 WHOLE = "--config qwen3-235b-a22b --hardware h100 --target slurm"
 FLEET = "--config step3-prefill --target slurm --without-keys"
 PULL = "--config demo-fleet-afd --hardware h100 --target slurm"
+KINDS = {"prefill.attention": "h20", "attention": "h800", "ffn": "a800"}
+THREE = " ".join(f"--set {role}.hardware={kind}" for role, kind in KINDS.items())
+THREE = f"--config demo-fleet-afd --target slurm {THREE}"
+COMPONENTS = ("NODELIST", "CPUS_PER_NODE")
 NAMES = ("srun", "sinfo", "scontrol")
 STAND_INS = {name: golden.text(f"launch/stand-in-{name}.txt") for name in NAMES}
 
@@ -25,7 +27,10 @@ STAND_INS = {name: golden.text(f"launch/stand-in-{name}.txt") for name in NAMES}
 def run(files: dict[str, str], folder: Path, *more: str) -> list[list[str]]:
     """The calls of `srun`, each its environment's secret and its arguments."""
     write(files | STAND_INS, folder)
+    judge("shellcheck", folder / "jaxserve.sbatch")
     slurm = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-7]"}
+    for number, cores in enumerate(("64", "48(x2)", "32,16")):
+        slurm |= {f"SLURM_JOB_{name}_HET_GROUP_{number}": cores for name in COMPONENTS}
     command, how = ["bash", "jaxserve.sbatch", *more], {"cwd": folder, "env": os.environ | slurm}
     done = subprocess.run(command, **how, capture_output=True, text=True, timeout=60, check=True)
     return [line.split("\x1f")[:-1] for line in done.stdout.splitlines()]
@@ -74,6 +79,14 @@ def test_runtimes_of_one_process(tmp_path: Path) -> None:
     assert read.fleet.domains == ["n1:9100", "n2:9100"]
 
 
+def test_kinds_of_hardware_are_components_of_a_job(tmp_path: Path) -> None:
+    """srun counts the nodes of each from 0; each task has the cores of the smallest node."""
+    files = files_of(THREE)
+    golden.check("launch/kinds.sbatch", files["jaxserve.sbatch"])
+    calls = [" ".join(call[1:]).replace(str(tmp_path), "FOLDER") for call in run(files, tmp_path)]
+    golden.check("launch/kinds-steps.txt", "\n".join(sorted(calls)) + "\n")
+
+
 def test_it_starts_again_on_nodes_that_answer_until_its_configuration_is_wrong(tmp_path: Path):
     """The first start fails and a node dies, the second finds its configuration wrong."""
     srun = golden.text("launch/srun-whole.txt")
@@ -90,11 +103,3 @@ def test_it_starts_again_on_nodes_that_answer_until_its_configuration_is_wrong(t
     assert (tmp_path / "calls").read_text() == "--nodelist=n0,n1\n--nodelist=n0,n2\n"
     directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --mem=0"} <= set(directives)
-
-
-@pytest.mark.parametrize("command", [WHOLE, FLEET, PULL])
-def test_the_script_is_clean(command: str, tmp_path: Path) -> None:
-    script = tmp_path / "jaxserve.sbatch"
-    script.write_text(files_of(command)["jaxserve.sbatch"])
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
-    judge("shellcheck", script)
