@@ -4,6 +4,7 @@ measurements to calibrate with. Preflight makes its measurements here, too.
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import Asked, MeasuredStage
 from jaxserve.planner.lanes import Disaggregated, cycle_seconds
 from jaxserve.planner.measurements import (
@@ -21,13 +23,15 @@ from jaxserve.planner.measurements import (
     joined,
     read_measurements,
 )
-from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans
+from jaxserve.planner.observed import ALIKE, Observed, observe, read_spans, watched_spans
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
 from jaxserve.planner.view import Report, declared, json_text, show
 from jaxserve.roles.layout import StepLoad
 
+PARTED = 0.25
+"""Relative error of a running server's stages and steps from which on there is an alarm."""
 WITHIN = {"stage": 0.15, "step": 0.10}
 """Relative errors that a calibrated prediction should keep to."""
 _LEAST = 1e-9
@@ -194,10 +198,32 @@ def load_of(one: Measurement) -> tuple[int, ...]:
     return one.batch, context, one.tokens or one.batch, one.padded, one.reach
 
 
-def verify(options: argparse.Namespace) -> None:
-    """Compares predictions with measurements, stage by stage and load by load."""
-    if options.timeline is None:
-        raise ConfigError("--timeline is missing: a folder that serve --timeline wrote")
+def balance(made: Scenario, one: Observed) -> Balance:
+    """Returns how long both roles of a deployment took at a load. What twice as many DP groups
+    would take of the FFN is as predicted, relative to the measured time."""
+    kinds, stages = made.attention.model.order, one.stages
+    attend = sum(stages[key].seconds for key in (("enter", 0), ("leave", 0)) if key in stages)
+    attend += sum(stages["attend", a].seconds for a, _ in kinds[1:] if ("attend", a) in stages)
+    ffn = sum(stages["ffn", f].seconds for _, f in kinds if ("ffn", f) in stages)
+    doubled = made._replace(layout=msgspec.structs.replace(made.layout, dp=2 * made.layout.dp))
+    sums = {
+        name: 2 * getattr(one.load, name) for name in ("sequences", "tokens", "context", "pairs")
+    }
+    twice = msgspec.structs.replace(one.load, **sums)
+    before, after = (
+        sum(of.rooflines().step(_rows(of, load)).ffn)
+        for of, load in ((made, one.load), (doubled, twice))
+    )
+    return Balance(attend, ffn, ffn * after / before)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compares predictions with measurements, stage by stage and load by load; returns 1 if those
+    of a running server part by more than `PARTED`."""
+    if options.timeline is None and not options.url:
+        raise ConfigError(
+            "--timeline is missing: a folder that serve --timeline wrote, or --url of a server"
+        )
     made, seen = observed(options)
     known = read_measurements(options.calibration) if options.calibration else []
     found = compare(made, seen, known)
@@ -206,8 +232,20 @@ def verify(options: argparse.Namespace) -> None:
     rows = [one._asdict() | {"title": _name(made, one), "error": one.error} for one in found]
     for row, one in zip(rows, found, strict=True):
         row["within"] = one.within
-    parts = declared("verify", found=rows, summary=summary(found))
-    show(options, Report("Predicted against measured", parts, tree))
+    prices = made.roles.attention.price, made.roles.ffn.price
+    told = [*summary(found), balance(made, seen[-1]).text(made.layout, prices)]
+    show(
+        options,
+        Report("Predicted against measured", declared("verify", found=rows, summary=told), tree),
+    )
+    parted = [one for one in found if abs(one.error) > PARTED] if options.url else []
+    for one in parted:
+        print(
+            f"ALARM: {_name(made, one)} takes {one.measured * 1e6:.0f} µs, planned "
+            f"{one.predicted * 1e6:.0f}",
+            file=sys.stderr,
+        )
+    return 1 if parted else 0
 
 
 def _name(made: Scenario, one: Compared) -> str:
@@ -229,7 +267,9 @@ def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     made = read_scenario(options, 1)
     if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
-    return made, observe(read_spans(options.timeline), made.attention.model.order)
+    url = getattr(options, "url", "")
+    spans = watched_spans(url) if url else read_spans(options.timeline)
+    return made, observe(spans, made.attention.model.order)
 
 
 def calibrate(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.published import speed_range
 from jaxserve.planner.results import FleetResult
-from jaxserve.planner.search_view import front_svg, plan_tree
+from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
 from jaxserve.planner.view import Report, declared
 
 
@@ -34,6 +34,7 @@ def deploy_report(
     """
     made, asked = planned.best, sizer.asked
     fleet, demand, requests = made.fleet, asked.demand, sizer.requests
+    taken = max(1, round(fleet.taken))
     axes = f"Decode alone: cost against TPOT, {sizer.context:,} tokens"
     pace = 0.0 if made.prediction.tpot is None else made.prediction.tpot.mean
     # Whole pages cross, without the prompt's last token.
@@ -59,6 +60,7 @@ def deploy_report(
         millions=made.millions(requests),
         latent=any(group.latent for group in sizer.model.attention),
         assumed=sizer.searcher.calculator.assumed,
+        balance=balance_text(fleet.unit.pace.longest(taken), fleet.unit.layout, taken),
         measured=speed_range(),
         prices=prices,
         sensitivity=sensitivity,

@@ -297,20 +297,9 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return 3 * self.d_model * sum(widths)
 
     @property
-    def ffn_parameters(self) -> int:
-        """All FFN parameters, without the router."""
-        widths = (g.layers * (g.experts * g.expert_d_ff + g.shared_d_ff) for g in self.ffn)
-        return 3 * self.d_model * sum(widths)
-
-    @property
     def activated(self) -> int:
         """Parameters that a token meets: linear maps, FFN and head."""
         return self.linear_parameters + self.ffn_activated + self.vocab * self.d_model
-
-    @property
-    def parameters(self) -> int:
-        """All parameters, with embedding and head, without norms and routers."""
-        return self.linear_parameters + self.ffn_parameters + 2 * self.vocab * self.d_model
 
     @property
     def moe(self) -> FFNLayers | None:

@@ -8,6 +8,8 @@ medians do not, and a pause counts as little in them.
 import itertools
 import math
 import statistics
+import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
+from jaxserve.observe.timeline_view import Bar
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import read_json
 from jaxserve.roles.layout import StepLoad
@@ -25,6 +28,9 @@ ALIKE = 1.1
 """Contexts within this ratio are alike."""
 WAITING = 0.1
 """Share of its time that a lane has to wait for the host for that to be measured."""
+
+WATCHED_SECONDS = 60.0
+"""Seconds to wait for steps of a running server."""
 
 _LaneStep = tuple[int, int]
 """A step's lane and number."""
@@ -51,6 +57,19 @@ class Observed(NamedTuple):
     """From one step's end to the next one's on its lane; None: no two came one after the other."""
 
 
+class _Measured(msgspec.Struct):
+    """The part of a server's measured steps that is used here."""
+
+    timeline: list[Bar]
+    loads: list[tuple[int, int, StepLoad]]
+
+
+class _Watched(msgspec.Struct):
+    """The part of a server's `GET /pipeline` that is used here."""
+
+    measured: _Measured | None
+
+
 class _Trace(msgspec.Struct):
     """The part of timeline.json that is used here."""
 
@@ -68,6 +87,37 @@ def read_spans(path: Path) -> list[Span]:
     if not spans:
         raise ConfigError(f"{file}: no spans")
     return spans
+
+
+def watched_spans(url: str) -> list[Span]:
+    """Spans of the steps that a running server measures because it is asked: those of its own
+    domains, or of a router's first domain. It may take a while until it has any.
+
+    Args:
+      url: of the server, as http://host:8000.
+
+    Raises:
+      ConfigError: it does not answer, or measured no whole step within `WATCHED_SECONDS`.
+    """
+    until = time.monotonic() + WATCHED_SECONDS
+    while time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{url.rstrip('/')}/pipeline", timeout=10) as answer:
+                found = msgspec.json.decode(answer.read(), type=_Watched).measured
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--url {url}: {error}") from None
+        if found is not None and found.loads:
+            loads = {(lane, step): load for lane, step, load in found.loads}
+            return [
+                Span(
+                    *(bar.stage, bar.lane, bar.layer, bar.step, bar.start * 1000, bar.end * 1000),
+                    *(0, 0, loads[bar.lane, bar.step]),
+                )
+                for bar in found.timeline
+                if bar.stage != "step" and (bar.lane, bar.step) in loads
+            ]
+        time.sleep(1)
+    raise ConfigError(f"--url {url}: no step was measured in {WATCHED_SECONDS:g} s; is it idle?")
 
 
 def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Observed]:

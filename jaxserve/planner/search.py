@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import MONTH, Hardware
@@ -263,6 +264,25 @@ class Searcher:
             self.calculator.host(f, layout.ffn_devices),
         )
 
+    def balance(self, layout: Layout, batch: int) -> Balance:
+        """Returns how long both roles of a layout take for a lane's step."""
+        model, tokens = self.calculator.model, Pass(batch, 1 + layout.drafts)
+        attend = self.calculator.head(
+            self.attention[layout.attention], batch * tokens.rows, layout.tp
+        )
+        for group in model.attention:
+            stages = self._layer(layout, group, model.ffn[0], tokens)
+            attend += group.layers * stages["attend"].seconds
+
+        def ffn(made: Layout) -> float:
+            layers = (
+                (one.layers, self._layer(made, model.attention[0], one, tokens))
+                for one in model.ffn
+            )
+            return sum(count * stages["ffn"].seconds for count, stages in layers)
+
+        return Balance(attend, ffn(layout), ffn(msgspec.structs.replace(layout, dp=2 * layout.dp)))
+
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
     ) -> dict[str, StageTime]:
@@ -293,13 +313,16 @@ class Pace:
         self._searcher, self._layout, self._requests = searcher, layout, requests
         self.seconds = functools.cache(self._seconds)
 
-    def _seconds(self, batch: int) -> float:
-        """Seconds with `batch` sequences a DP group and lane."""
+    def longest(self, batch: int) -> Searcher:
+        """Returns the search at the context of the group that all wait for."""
         requests, one = self._requests, self._searcher
         longer = largest_normal(self._layout.dp) * requests.context_spread / batch**0.5
         calculator = one.calculator._replace(context=round(requests.context + longer))
-        longest = Searcher(calculator, one.attention, one.ffn, one.acceptance, one.skew)
-        return longest.evaluate(self._layout, batch).tpot
+        return Searcher(calculator, one.attention, one.ffn, one.acceptance, one.skew)
+
+    def _seconds(self, batch: int) -> float:
+        """Seconds with `batch` sequences a DP group and lane."""
+        return self.longest(batch).evaluate(self._layout, batch).tpot
 
     def drafts(self, batch: int) -> float:
         """Seconds a token with the layout's drafts over seconds a token without."""

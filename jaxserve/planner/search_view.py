@@ -21,7 +21,7 @@ import msgspec
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.planner.deployment_file import plan_file, write_plan
-from jaxserve.planner.layouts import MODES, Target
+from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
     positions,
     price_lines,
@@ -92,6 +92,14 @@ def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
     return chart(title, "TPOT, ms", "USD a million tokens", series, logarithmic=True)
 
 
+def balance_text(searcher: Searcher, layout: Layout, batch: int) -> str:
+    """Says how many attention devices the analytic rule wants; empty where roles share devices."""
+    if layout.topology.has("colocated"):
+        return ""
+    a, f = searcher.memory.on(layout)
+    return searcher.balance(layout, batch).text(layout, (a.price, f.price))
+
+
 def run(options: argparse.Namespace) -> int:
     """Searches, writes and shows; returns 1 if nothing meets the target.
 
@@ -130,7 +138,13 @@ def run(options: argparse.Namespace) -> int:
             continue
         parts += declared("mode", name=MODES[mode], plans=plans)
         tree["best"] += map(plan_tree, plans)
-    told = {"cheapest": cheapest, "measured": measured, "picture": picture, "assumed": assumed}
+    picks = {"balance": balance_text(searcher, cheapest.layout, cheapest.batch)}
+    told = picks | {
+        "cheapest": cheapest,
+        "measured": measured,
+        "picture": picture,
+        "assumed": assumed,
+    }
     parts += declared("found", **told)
     title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
     show(options, Report(title, parts, tree))

@@ -21,6 +21,7 @@ from jaxserve.observe.spans import AnyStage
 from jaxserve.observe.timeline_view import Bar, bars
 from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.layout import StepLoad
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.service import Service
 from jaxserve.server.metrics import Counts, Times
@@ -70,6 +71,8 @@ class MeasuredSteps(msgspec.Struct, kw_only=True):
     bubble: float | None
     timeline: list[Bar]
     timeline_cut: bool
+    loads: list[tuple[int, int, StepLoad]]
+    """Lane, step number and work of the steps."""
     transfers: dict[AnyStage, Transfers]
     missing: str
     """Names the times that are missing, but no host; empty: the sample is complete."""
@@ -187,6 +190,7 @@ def _measured(view: PipelineView) -> MeasuredSteps | None:
         bubble=view.bubble,
         timeline=bars(view.timeline, start),
         timeline_cut=view.timeline_cut,
+        loads=list({(one.lane, one.step, one.load): 0 for one in view.timeline if one.load}),
         transfers=view.transfers,
         missing="the times of another process did not come" if view.missing else "",
     )

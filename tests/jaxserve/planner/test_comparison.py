@@ -1,14 +1,19 @@
 import json
+from io import BytesIO
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
+from jaxserve.observe.view import PipelineView
 from jaxserve.plan import main
 from jaxserve.planner.comparison import Compared, step_seconds, summary
+from jaxserve.planner.observed import read_spans
 from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.layout import StepLoad
+from jaxserve.server.http.live import _measured
 from tests import golden
 
 FORMATS = ["attention.weights=fp8", "ffn.weights=fp8", "cache.format=fp8", "link.dispatch=fp8"]
@@ -189,3 +194,23 @@ def test_what_was_held_out_is_counted_by_itself():
         Compared("step", 0, other, 9, 1.0, 1.09, True),
     ]
     golden.check("planner/comparison.txt", "\n".join(summary(found)) + "\n")
+
+
+def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monkeypatch):
+    """An alarm for all that is off by more than a quarter, with what was measured there for steps
+    alone, whose lanes do not overlap, and the attention devices that its times ask for."""
+    view = PipelineView(measured_at=1.0, window_seconds=1.0, timeline=read_spans(trace))
+    body = msgspec.json.encode({"measured": _measured(view)})
+    answers = {"http://here/pipeline": body, "http://else/pipeline": b"[]"}
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: BytesIO(answers[url]))
+    asked = [word for word in qwen(trace) if word not in ("--timeline", str(trace))]
+    assert main(["verify", *asked, "--url", "http://here/"]) == 1
+    said = capsys.readouterr()
+    assert "ALARM: ffn takes 300 µs, planned" in said.err
+    assert "attention devices beside 4 for the FFN; by the analytic rule" in said.out
+    measured = ["--calibration", str(tmp_path / "measured.json")]
+    assert main(["calibrate", *qwen(trace), "--write", measured[1]]) == 0
+    assert main(["verify", *asked, "--url", "http://here", *measured]) == 1
+    assert capsys.readouterr().err == "ALARM: step takes 74640 µs, planned 46690\n"
+    assert main(["verify", *asked, "--url", "http://else"]) == 2
+    assert "--url http://else: Expected `object`" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_copies_are_said():
     assert note.startswith("step 32x32 writes 15.40 GB of weights or pages again before")
 
 
-def test_collectives_are_counted_once():
+def test_collectives_are_counted_once_and_name_their_axes():
     text = golden.text("planner/counted.hlo")
     assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
     # 256 bytes and 16, the larger side of %b; 8 bytes on each of 4 devices.
@@ -64,11 +64,7 @@ def test_collectives_are_counted_once():
         "2. all-gather": 16,
         "reduce-scatter": 32,
     }
-
-
-def test_collectives_name_their_axes():
-    text = golden.text("planner/axes.hlo")
-    assert exchanged_bytes(text, 16, ragged=12.5) == {
+    assert exchanged_bytes(golden.text("planner/axes.hlo"), 16, ragged=12.5) == {
         "ragged-all-to-all over 4 neighbours": 100,
         "all-gather over ep tp": 128,
         "all-to-all over tp": 32,

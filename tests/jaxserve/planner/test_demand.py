@@ -15,6 +15,8 @@ def test_equal_ones():
     assert set(requests.found) == {448}  # seven whole pages
     assert requests.context == 1100
     assert requests.context_spread == pytest.approx(200 / 12**0.5)
+    requests = Demand(rate=1, prompt=128, output=1, hits=0.99).requests(5000, 64)
+    assert set(requests.found) == {64}  # never all of a prompt
 
 
 def test_long_outputs_run_longer():
@@ -41,11 +43,6 @@ def test_quantiles_of_prompts():
     # Lognormal: 1000 e^(1.645 σ - σ²/2) with σ² = ln 1.25
     assert prompt == pytest.approx(1000 * math.exp(1.645 * 0.4724 - 0.1116), rel=0.02)
     assert found == prompt // 2 // 64 * 64
-
-
-def test_all_of_a_prompt_is_never_found():
-    requests = Demand(rate=1, prompt=128, output=1, hits=0.99).requests(5000, 64)
-    assert set(requests.found) == {64}
 
 
 def test_the_longest():

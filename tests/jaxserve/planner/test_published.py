@@ -8,12 +8,12 @@ import json
 import pytest
 
 from jaxserve.plan import main
-from jaxserve.planner.hardware import load_hardware, read_json
+from jaxserve.planner.hardware import read_json
 from jaxserve.planner.models import load_model
 from jaxserve.planner.published import Predicted, Tables, speed_range
 from tests import golden
 from tests.jaxserve.planner import published
-from tests.jaxserve.planner.published import LARGE, WORLD, minimum_sparsity, token_cost
+from tests.jaxserve.planner.published import LARGE, WORLD, token_cost
 
 STALE = "python -m tests.jaxserve.planner.published writes it anew; review the difference"
 
@@ -63,14 +63,6 @@ def test_what_others_measured(capsys, tmp_path):
     assert main(["tables", "--world", "--html", str(page)]) == 0
     golden.check("planner/world.txt", capsys.readouterr().out)
     assert "https://github.com/deepseek-ai/profile-data" in page.read_text()
-
-
-def test_deepseek_would_need_fourteen_experts():
-    """§5.4."""
-    least = minimum_sparsity(load_hardware("h800"), 7168, 61)
-    assert int((256 + 1) * round(least, 3) - 1 + 0.5) == 14
-    longer = minimum_sparsity(load_hardware("h800"), 7168, 61, 0.025)
-    assert longer == pytest.approx(0.0387, abs=1e-4)
 
 
 def test_an_indexer_reads_all_keys_and_attention_the_chosen_rows():

@@ -40,20 +40,18 @@ def test_seconds_of_a_layer():
     assert layer_seconds([4, 3, 4, 2], 3) == 3 * 5
     assert layer_seconds([4, 4, 4, 4], 2) == 16
     assert layer_seconds([9, 1, 1, 1], 2) == 18
+    # Two colocated batches hide what moves, but not the FFN.
+    assert overlapped_seconds([5, 1, 4, 2]) == 2 * (4 + 5)
+    assert overlapped_seconds([5, 3, 4, 6]) == 2 * (4 + 9)
+    assert overlapped_seconds([9, 1, 0, 0]) == 18
 
 
-class TestColocated:
-    def test_two_batches_hide_what_moves_but_not_the_ffn(self):
-        assert overlapped_seconds([5, 1, 4, 2]) == 2 * (4 + 5)
-        assert overlapped_seconds([5, 3, 4, 6]) == 2 * (4 + 9)
-        assert overlapped_seconds([9, 1, 0, 0]) == 18
-
-    def test_they_are_tried_where_they_are_assumed(self):
-        target = Target(tpot=0.05, max_devices=16, modes=("ep",))
-        lanes = {each.lanes for each in searcher("deepseek-v3").layouts(target)}
-        assert lanes == {1}  # the engine's step is one program
-        both = searcher("deepseek-v3", assumed=Assumptions(overlapped=True)).layouts(target)
-        assert {each.lanes for each in both} == {1, 2}
+def test_two_batches_are_tried_where_they_are_assumed():
+    target = Target(tpot=0.05, max_devices=16, modes=("ep",))
+    lanes = {each.lanes for each in searcher("deepseek-v3").layouts(target)}
+    assert lanes == {1}  # the engine's step is one program
+    both = searcher("deepseek-v3", assumed=Assumptions(overlapped=True)).layouts(target)
+    assert {each.lanes for each in both} == {1, 2}
 
 
 class TestHost:

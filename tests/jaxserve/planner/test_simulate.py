@@ -139,18 +139,18 @@ OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
 )
 def test_one_plan_three_ways(mode, lanes, assumed, apart):
     """The search, the sizing of a deployment and the simulation give one plan the same TPOT:
-    16 DP groups of 8 sequences of 4,064 tokens, all alike but for their outputs."""
+    16 DP groups of 8 unequal sequences of 4,064 tokens on the mean."""
     plan = layout(mode, dp=16, ep=16, lanes=lanes)
     search = searcher("deepseek-v3", context=4064, assumed=assumed)
     searched = search.evaluate(plan, 8).tpot
-    requests = Demand(rate=1, prompt=4032, output=64).requests(8192, 64)
+    requests = Demand(rate=1, prompt=4032, output=64, spread=0.5).requests(8192, 64)
     times = Rooflines(plan, search.calculator, search.calculator, (H800, H800))
     pace = Pace(search, plan, requests).seconds(8)
-    made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=4096)
+    made = deployment(16, lanes, 8, "afd" if mode == "afd" else "colocated", pages=9000)
     limits = msgspec.structs.replace(made.scheduler, max_length=8192, page_buckets=[512])
     made = msgspec.structs.replace(made, scheduler=limits)
     lengths, conditions = (
-        Lengths(prompt=4032, output=64, longest=8192),
+        Lengths(prompt=4032, output=64, spread=0.5, longest=8192),
         Conditions(steps=12, warm_up=4),
     )
     result = Simulation(made, times, lengths, conditions).run()[0]
