@@ -12,6 +12,7 @@ from jaxserve.fleet.assembly import build_runtime, open_engine
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.layout import Bucket, deployment_buckets
+from tests import golden
 from tests.jaxserve import layouts
 
 pytestmark = pytest.mark.unoptimised
@@ -61,16 +62,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, {}))
 
-    @pytest.mark.parametrize(
-        ("overrides", "free", "message"),
-        [
-            ({}, 10**6, r"0\.0018 GB of 0\.0003 GB \(reported.*1 attention device"),
-            ({"mode": "colocated"}, 10**6, r" of 0\.0010 GB \(reported.*1 attention device"),
-            ({}, 10**9, "too late"),
-            ({}, None, "too late"),
-            ({"attention.memory_gb": 1.0, "ffn.memory_gb": 1.0}, 10**6, "too late"),
-        ],
-    )
+    @golden.table("fleet/memory_of_simulated_devices.yaml")
     def test_the_memory_that_simulated_devices_share(
         self, tiny_model, overrides, free, message, monkeypatch
     ):

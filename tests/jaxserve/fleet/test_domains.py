@@ -8,7 +8,7 @@ apart.
 import contextlib
 import functools
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -130,18 +130,8 @@ def generate(engine, params):
 
 def side_by_side(*calls):
     """Makes the calls at the same time; returns their results."""
-    results = [None] * len(calls)
-
-    def run(place):
-        results[place] = calls[place]()
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(240.0)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result(240.0) for made in [pool.submit(call) for call in calls]]
 
 
 @pytest.mark.parametrize(
@@ -300,13 +290,10 @@ def test_an_ffn_worker_on_what_is_left_takes_over(domains, server, expected, tin
 
 def while_it_serves(work, server, call):
     """Returns the result of a call, during which the ffn worker moves experts."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-    while thread.is_alive():
-        work.move_experts(server.between_messages)
-        thread.join(0.01)
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(call)
+        until(lambda: work.move_experts(server.between_messages) or made.done())
+        return made.result()
 
 
 def crowd(work, server):

@@ -1,5 +1,7 @@
 """Several ffn workers that each have some of the experts."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from jaxserve.errors import ConfigError
@@ -30,4 +32,4 @@ def test_the_address_of_another_shard_is_refused(tiny_model):
         serving(tiny_model, SHARDS, 1, 1) as second,
         pytest.raises(ConfigError, match="instance = 0 of 2, here 1 of 2"),
     ):
-        open_domain(tiny_model, second, "one lane", 4, SHARDS, [second])
+        open_domain(tiny_model, second, "one lane", 4, SHARDS, [Mock(address="127.0.0.1:1")])

@@ -20,12 +20,8 @@ def test_nobody_hands_on_to_more_hosts_than_a_few_however_many_there_are() -> No
     parents = [parent_of(host, "host0", hosts[:at]) for at, host in enumerate(hosts)]
     assert parents[:9] == [None] * 8 + [0]
     assert all(parent is None or parent < at for at, parent in enumerate(parents))
-    assert (
-        max(parents.count(parent) for parent in set(parents))
-        == HOSTS_EACH
-        == stages.HOSTS_EACH
-        == 8
-    )
+    most = max(map(parents.count, set(parents)))
+    assert most == HOSTS_EACH == stages.HOSTS_EACH == 8
 
     def depth(at: int | None) -> int:
         return 0 if at is None else 1 + depth(parents[at])

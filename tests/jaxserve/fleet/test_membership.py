@@ -19,18 +19,15 @@ from tests.jaxserve.fleet.launched import Launched
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
-def deployment(
-    dp: int = 1, tp: int = 1, ep: int = 1, ffn_tp: int = 1, **more: object
-) -> Deployment:
+def deployment(dp: int = 1, tp: int = 1, ep: int = 1, ffn_tp: int = 1, **more: object):
     roles = {"attention": AttentionRole(dp=dp, tp=tp), "ffn": FFNRole(ep=ep, tp=ffn_tp)}
     return Deployment(**({"model": "model"} | roles | more))
 
 
 @golden.table("fleet/shares.yaml")
 def test_shares(layout, processes, expected):
-    assert process_shares(deployment(*layout), processes) == tuple(
-        ProcessShare(*share) for share in expected
-    )
+    shares = tuple(ProcessShare(*share) for share in expected)
+    assert process_shares(deployment(*layout), processes) == shares
 
 
 def test_colocated_shares_have_one_mesh():

@@ -19,6 +19,8 @@ from tests.jaxserve.fleet.launched import Launched, started
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
 SECONDS = 240
+SHARDS = {"link.transport": "pull", "attention.runtime": "a", "ffn.runtime": "f"}
+SHARDS["link.addresses"] = [f"127.0.0.1:{port}" for port in range(1, 5)]
 
 
 def command_of(model, overrides, *options):
@@ -87,8 +89,10 @@ def test_what_is_missing_is_named(arguments, message):
         ({"ffn.ep": 2, "ffn.processes": 2}, 1),
         ({"attention.dp": 2, "attention.processes": 2, "ffn.ep": 2, "ffn.processes": 2}, 3),
         ({"attention.tp": 2, "attention.processes": 2, "ffn.tp": 2, "ffn.processes": 2}, 2),
+        (SHARDS | {"ffn.ep": 2, "ffn.instances": 2}, 2),
+        (SHARDS | {"ffn.ep": 4, "ffn.instances": 4}, 3),
     ],
-    ids=["2A1F dp", "2A1F tp", "1A2F", "dp2 x ep2", "tp2 x tp2"],
+    ids=["2A1F dp", "2A1F tp", "1A2F", "dp2 x ep2", "tp2 x tp2", "2 shards", "4 shards"],
 )
 def test_roles_of_several_processes_give_the_tokens_of_one(
     tiny_model, reference, tmp_path, layout, victim

@@ -113,21 +113,17 @@ def test_many_messages_over_three_lanes(server):
         assert link.counters == LinkCounters(messages=3 * 60)
 
 
-def test_two_domains_at_once_get_their_own_answers(server, toys):
-    exchange_side_by_side(server)
-    with toys.servers({"cohorts": True}) as [merging]:
-        exchange_side_by_side(merging)
-
-
-def exchange_side_by_side(server: toy.ToyServer) -> None:
-    with client(server, domain="a") as one, client(server, domain="b") as other:
-        numbered = [(one, 0), (other, 100)]
-        for number in range(10):
-            for link, first in numbered:
-                link.send(0, KIND, number % 4, toy.ROWS, on_mesh(values(first + number)))
-            for link, first in reversed(numbered):
-                expected = 2 * values(first + number) + number % 4
-                np.testing.assert_array_equal(link.receive(0), expected)
+@pytest.mark.parametrize("cohorts", [False, True])
+def test_two_domains_at_once_get_their_own_answers(toys, cohorts):
+    with toys.servers({"cohorts": cohorts}) as [server], client(server, domain="a") as one:
+        with client(server, domain="b") as other:
+            numbered = [(one, 0), (other, 100)]
+            for number in range(10):
+                for link, first in numbered:
+                    link.send(0, KIND, number % 4, toy.ROWS, on_mesh(values(first + number)))
+                for link, first in reversed(numbered):
+                    expected = 2 * values(first + number) + number % 4
+                    np.testing.assert_array_equal(link.receive(0), expected)
 
 
 def test_nothing_of_a_message_stays_once_it_is_answered(server):

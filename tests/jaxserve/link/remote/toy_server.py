@@ -159,11 +159,7 @@ class Nursery:
                     server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(60.0)
+        self._process.communicate(timeout=60.0)
 
 
 @contextlib.contextmanager
@@ -216,10 +212,8 @@ def serve(options: dict) -> None:
             return [0] * pieces
 
         def land(self, kind: str, size, pieces) -> list[jax.Array]:
-            """Piece i lands on device i modulo the devices that are here."""
-            return [
-                jax.device_put(piece, jax.devices()[i % DEVICES]) for i, piece in enumerate(pieces)
-            ]
+            """Pieces land on the devices in turn."""
+            return list(map(jax.device_put, pieces, itertools.cycle(jax.devices())))
 
         def run(self, kind: str, layer: int, size, messages) -> list[list[jax.Array]]:
             if layer == REFUSED_LAYER:
