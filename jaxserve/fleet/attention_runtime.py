@@ -64,7 +64,7 @@ def attention_cell(
     built = build_attention(templates, deployment, role.mesh, source, role.names)
 
     def link(role: RoleRuntime, addresses: Sequence[str]) -> MessageClient:
-        return MessageClient(
+        return kind(
             addresses,
             role.hello,
             token,
@@ -77,9 +77,10 @@ def attention_cell(
             deadlines=deadlines_of(deployment),
         )
 
-    domain, end = _domain_name(role), PullEnd
+    domain, end, kind = _domain_name(role), PullEnd, MessageClient
     if deployment.ffn.instances > 1:  # which few processes need
-        client, end = pkgutil.resolve_name("jaxserve.fleet.shard_links:links")(role, link)
+        links, end, kind = pkgutil.resolve_name("jaxserve.fleet.shard_links:OF_SHARDS")
+        client = links(role, link)
     else:
         client = link(role, deployment.link.addresses)
     client.connect()

@@ -147,8 +147,7 @@ def open_ffn(
         deployment = shrunk(deployment, "ffn", jax.device_count())
     make = RoleRuntime.of
     if deployment.ffn.instances > 1:  # which few processes need
-        shard = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:shard_runtime")
-        make = functools.partial(shard, worker=worker)
+        make = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:runtime_of")(worker)
     role = open_role(deployment, "ffn", ffn_bytes, make)
     deployment = role.deployment
     if group is None:

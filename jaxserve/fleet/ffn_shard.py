@@ -7,6 +7,7 @@ ranks, and knows nothing of the others.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -66,14 +67,18 @@ def shard_of(
     )
 
 
-def shard_runtime(
-    config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role, worker: int
-) -> RoleRuntime:
-    """Makes the runtime of a shard; see `RoleRuntime.of`.
+def runtime_of(worker: int) -> Callable[..., RoleRuntime]:
+    """Returns a function that makes the runtime of a shard, as `RoleRuntime.of` does of others.
 
     Args:
       worker: place of the ffn worker in `link.addresses`: shards take turns.
     """
+    return functools.partial(_make, worker)
+
+
+def _make(
+    worker: int, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
+) -> RoleRuntime:
     shards, number = deployment.ffn.instances, worker % deployment.ffn.instances
     own, of_shard = shard_of(config, deployment, number)
     runtime = RoleRuntime.of(own, names, of_shard, role)

@@ -3,8 +3,9 @@
 Each of them, a shard, has some of the experts (`ffn_shard.py`), gets all messages, and answers with
 a share, which the attention worker adds up in the order of the shards. A link to one shard knows
 nothing of the others: a message that a shard has lost is sent again to that shard, or to its
-standby, and the answers of the others are kept meanwhile. Each shard moves its own experts, is
-asked for itself, and told where its experts were after a restart (`remote_experts.py`).
+standby, and the answers of the others are kept meanwhile. A standby is also asked when a shard is
+late. Each shard moves its own experts, is asked for itself, and told where its experts were after a
+restart (`remote_experts.py`).
 
 Only a process with `ffn.instances` over `pull` imports this module.
 """
@@ -20,6 +21,7 @@ from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.link.dispatch.ends import ReceiveAnswer
 from jaxserve.link.remote.client import LinkCounters, MessageClient
+from jaxserve.link.remote.hedging import HedgedClient
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import Action
@@ -83,8 +85,8 @@ class ShardEnd(PullEnd):
 
 def links(
     role: RoleRuntime, link: Callable[[RoleRuntime, Sequence[str]], MessageClient]
-) -> tuple[ShardClients, type[PullEnd]]:
-    """Makes the links to all shards, and the end of a link that an attention worker has over them.
+) -> ShardClients:
+    """Makes the links to all shards.
 
     Args:
       link: makes a link to any of several equivalent workers, which introduces this worker as one
@@ -97,7 +99,11 @@ def links(
     for shard in range(ffn.instances):
         own = [address for worker in workers[shard :: ffn.instances] for address in worker]
         clients.append(link(role._replace(instance=shard), own))
-    return ShardClients(clients), ShardEnd
+    return ShardClients(clients)
+
+
+OF_SHARDS = links, ShardEnd, HedgedClient
+"""How links to shards are made, the end that an attention worker has over them, and their class."""
 
 
 def _experts(client: MessageClient) -> RemoteExperts:

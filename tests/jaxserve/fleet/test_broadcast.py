@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -26,12 +27,7 @@ def broadcaster(host: str = "127.0.0.1") -> Iterator[tuple[Broadcaster, str]]:
 
 
 def _first(received: Iterator[bytes | None], count: int) -> list[bytes]:
-    found: list[bytes] = []
-    while len(found) < count:
-        message = next(received)
-        if message is not None:
-            found.append(message)
-    return found
+    return list(itertools.islice((one for one in received if one is not None), count))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::]", "localhost", "0.0.0.0"])

@@ -24,7 +24,7 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.assembly import make_engine
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server
-from jaxserve.fleet.ffn_shard import shard_runtime
+from jaxserve.fleet.ffn_shard import runtime_of
 from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime, role_mesh
 from jaxserve.link.remote.client import MessageClient
@@ -64,10 +64,8 @@ class Domain(NamedTuple):
 def role_of(model, role, first, overrides, worker=0):
     deployment = layouts.deployment(model, overrides)
     names = read_config(str(model), [], deployment.modules)
-    if role == "ffn" and deployment.ffn.instances > 1:
-        runtime = shard_runtime(*names, deployment, role, worker)
-    else:
-        runtime = RoleRuntime.of(*names, deployment, role)
+    make = runtime_of(worker) if role == "ffn" and deployment.ffn.instances > 1 else RoleRuntime.of
+    runtime = make(*names, deployment, role)
     mesh = role_mesh(runtime.deployment, role, jax.devices()[first:])
     return runtime._replace(mesh=mesh), runtime.deployment, open_checkpoint(str(model), names[1])
 

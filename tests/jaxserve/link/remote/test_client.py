@@ -333,10 +333,8 @@ def test_server_that_lives_but_does_not_answer_is_left_for_the_standby(toys):
         for number in (1, 2, 5):
             exchange(link, number)
         assert toy.in_use(link) == started[1].address
-        assert (
-            link.counters.last_failure
-            == "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
-        )
+        late = "no answer to layer 1 of lane 0 (4 rows a piece) within 0.5 s"
+        assert link.counters.last_failure == late
 
 
 def test_closed_link_lets_nobody_wait(server):

@@ -256,7 +256,7 @@ def serve(options: dict) -> None:
     server.close()
 
 
-def keep_sending(address: str) -> None:
+def keep_sending(options: dict) -> None:
     """What a doomed client's process does: 1 MB on each of three lanes, again and again."""
     import jax
     import numpy as np
@@ -265,7 +265,7 @@ def keep_sending(address: str) -> None:
     words = 1 << 14
     device = jax.devices()[0]
     mesh = Mesh(np.array([[device]]), ("dp", "tp"))
-    link = message_client([address], mesh, [BULK_ROWS], domain="doomed")
+    link = message_client([options["client_of"]], mesh, [BULK_ROWS], domain="doomed")
     link.connect()
     message = jax.device_put(np.ones((BULK_ROWS, words), WORD), device)
     for round_number in itertools.count():
@@ -288,9 +288,7 @@ def main() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                return (
-                    keep_sending(options["client_of"]) if "client_of" in options else serve(options)
-                )
+                return keep_sending(options) if "client_of" in options else serve(options)
         print(answer, flush=True)
 
 

@@ -1,0 +1,81 @@
+"""A link that asks another ffn worker when the one in use is late.
+
+Only links to shards are such ones (`fleet/shard_links.py`): a slow shard would delay the rows of
+all others.
+"""
+
+import time
+from typing import Any
+
+import jax
+
+from jaxserve.link.remote.client import MessageClient
+from jaxserve.link.remote.connection import Unanswered
+from jaxserve.link.remote.peer import PeerState
+from jaxserve.link.session.channel import TICK_SECONDS
+
+LATE = 4.0
+"""Times that an answer takes longer than usual once it is late."""
+LEAST_LATE_SECONDS = 0.05
+PAUSE_SECONDS = 1.0
+"""Least time between two changes of the worker in use, so that slow ones are not asked in turns."""
+
+
+class HedgedClient(MessageClient):
+    """Makes a standby the worker in use as soon as an answer is late, without giving the other up:
+    it stands by from then on. Unanswered messages are sent again.
+
+    Processes of one attention worker, which must agree on the worker in use, do not.
+    """
+
+    def __init__(self, *addresses: Any, **options: Any):
+        super().__init__(*addresses, **options)
+        self._sent: dict[int, float] = {}
+        """Lane → when its message was sent."""
+        self._usual = self._changed_at = 0.0
+        """Seconds of an answer, moving mean; and when the worker in use was last changed."""
+
+    def send(self, lane: int, kind: str, layer: int, rows: int, packed: jax.Array) -> None:
+        """See `MessageClient`."""
+        self._sent[lane] = time.monotonic()
+        super().send(lane, kind, layer, rows, packed)
+
+    def receive(self, lane: int) -> jax.Array:
+        """See `MessageClient`."""
+        message, sent = self._unanswered[lane], self._sent[lane]
+        if self._usual and not self._shared:
+            late = sent + max(LEAST_LATE_SECONDS, LATE * self._usual)
+            if not self._answered_by(late, message) and late - self._changed_at > PAUSE_SECONDS:
+                self._ask_another()
+        answer = super().receive(lane)
+        took = time.monotonic() - sent
+        self._usual = took if not self._usual else self._usual + (took - self._usual) / 16
+        return answer
+
+    def _answered_by(self, end: float, message: Unanswered) -> bool:
+        """Waits for an answer until a time; also returns True if there is none to be waited for."""
+        while message.error is None and not message.lost:
+            waiting = list(message.missing)
+            if not waiting:
+                return bool(message.connections)
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            with waiting[0]._reading:
+                if waiting[0] in message.missing:
+                    waiting[0]._read_frame(min(left, TICK_SECONDS))
+        return True
+
+    def _ask_another(self) -> None:
+        """Makes another worker that is up the one in use, and sends it what waits for an answer."""
+        with self._changed:
+            for peers in self._workers:
+                found = [made for peer in peers if (made := peer.connection) is not None]
+                up = all(peer.state is PeerState.UP for peer in peers)
+                if up and len(found) == len(peers) and found != self._active:
+                    self._active, self.last_used = found, peers[0].address
+                    self._changed_at = time.monotonic()
+                    break
+            else:
+                return
+        self._post_waiting()
