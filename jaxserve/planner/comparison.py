@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import Asked, MeasuredStage
-from jaxserve.planner.lanes import Disaggregated, cycle_seconds
+from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.measurements import (
     SIZES,
     Measurement,
@@ -36,8 +36,6 @@ WITHIN = {"stage": 0.15, "step": 0.10}
 """Relative errors that a calibrated prediction should keep to."""
 _LEAST = 1e-9
 """Seconds: no stage takes less."""
-_SETTLE, _COUNTED = 4, 8
-"""Steps of every lane before a period is taken, and those that it is taken of."""
 
 
 class Compared(NamedTuple):
@@ -135,13 +133,6 @@ def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: i
         case "ffn":
             return float(times.ffn[[f for _, f in kinds].index(layers)])
     return float(np.max(getattr(times, stage)))
-
-
-def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:
-    """Seconds from one step of a lane to its next one along the engine's schedule, when all lanes
-    take these times."""
-    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups)
-    return cycle_seconds(pipeline, [times] * lanes, settle=_SETTLE, counted=_COUNTED)
 
 
 def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.config.formats import FormatName
 from jaxserve.config.topology import Role
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.comparison import step_seconds
+from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.measurements import SIZES, Measurement
 from jaxserve.planner.published import speed_range
 from jaxserve.planner.stage_times import StepTimes

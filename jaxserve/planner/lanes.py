@@ -8,7 +8,7 @@ numbered together; lane i belongs to domain i mod domains. `Colocated` runs one 
 program, after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,9 @@ Disturb = Callable[[AFDStage, np.ndarray], np.ndarray]
 """Takes a stage and its seconds, one entry per device, and returns the seconds with noise."""
 
 Note = Callable[[Span], None]
+
+SETTLE, COUNTED = 4, 8
+"""Steps of every lane that fill the pipeline before a period is taken, and those of its mean."""
 
 
 def undisturbed(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
@@ -265,26 +268,19 @@ class Colocated(_Pipeline):
         return Seen(total / count, least, most)
 
 
-def cycle_seconds(
-    pipeline: Disaggregated | Colocated, steps: Sequence[StepTimes], *, settle: int, counted: int
-) -> float:
-    """Seconds from one step of a lane to its next one, if every lane repeats its step at once. The
-    host enqueues a lane's step once it has read the lane's step before the last.
-
-    Args:
-      steps: a step of each lane.
-      settle, counted: steps of every lane that fill the pipeline, and those of the mean.
-    """
-    ends: list[list[float]] = [[] for _ in steps]
+def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:
+    """Seconds from one step of a lane to its next one along the engine's schedule, when all lanes
+    take these times and repeat their step at once. The host enqueues a lane's step once it has read
+    the lane's step before the last."""
+    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups)
+    ends: list[list[float]] = [[] for _ in range(lanes)]
     host = 0.0
-    for lane, times in enumerate(steps):
+    for lane in range(lanes):
         pipeline.begin(lane, 0, 0.0, times)
-    while min(map(len, ends)) < settle + counted:
+    while min(map(len, ends)) < SETTLE + COUNTED:
         lane, end = pipeline.advance(host)
-        read, times = ends[lane][-1] if ends[lane] else 0.0, steps[lane]
-        ends[lane].append(end)
         if times.host:
-            host = max(host, read) + times.host
+            host = max(host, ends[lane][-1] if ends[lane] else 0.0) + times.host
+        ends[lane].append(end)
         pipeline.begin(lane, len(ends[lane]), host, times)
-    last = settle + counted - 1
-    return float(np.mean([(one[last] - one[settle - 1]) / counted for one in ends]))
+    return float(np.mean([(one[SETTLE + COUNTED - 1] - one[SETTLE - 1]) / COUNTED for one in ends]))

@@ -1,7 +1,7 @@
 """The analytic number of attention devices: by hand, and beside simulated pipelines."""
 
 from jaxserve.planner.balance import Balance
-from jaxserve.planner.comparison import step_seconds
+from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.stage_times import Rooflines, even_rows
 from tests.jaxserve.planner.making import H800, layout, searcher
 

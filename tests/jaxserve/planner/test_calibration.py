@@ -87,8 +87,7 @@ def test_whether_the_terms_can_be_told_apart(terms, determined):
 
 
 def test_no_such_points():
-    one = Terms(1.0, 1.0)
-    for points in ([], [(one, 0.0)], [(one, -1.0)], [(Terms(-1.0, 1.0), 1.0)]):
+    for points in ([], [(POINTS[0], 0.0)], [(POINTS[0], -1.0)], [(Terms(-1.0, 1.0), 1.0)]):
         with pytest.raises(ValueError, match="must be above 0"):
             fit(points)
 

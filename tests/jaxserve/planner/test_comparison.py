@@ -9,7 +9,8 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import PipelineView
 from jaxserve.plan import main
-from jaxserve.planner.comparison import Compared, step_seconds, summary
+from jaxserve.planner.comparison import Compared, summary
+from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.observed import read_spans
 from jaxserve.planner.stage_times import StepTimes
 from jaxserve.roles.layout import StepLoad
