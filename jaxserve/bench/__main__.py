@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxserve.bench import (
     compare,
+    conversations,
     domains,
     drafts,
     experts,
@@ -59,8 +60,12 @@ BENCHES = {
         {"domains": domains.measure},
     ),
     "engine": Bench(
-        "shared prefixes, and the cost of sampling options",
-        {"options": mixes.measure_options, "sampling": mixes.measure_sampling},
+        "shared prefixes, conversations beyond the pool, and the cost of sampling options",
+        {
+            "options": mixes.measure_options,
+            "sampling": mixes.measure_sampling,
+            "conversations": conversations.measure,
+        },
     ),
     "front": Bench(
         "the network faces, over an engine stub",

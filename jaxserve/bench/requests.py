@@ -35,11 +35,13 @@ class Ran(NamedTuple):
       seconds: from the first submit to the last token.
       core_seconds: core time of this process in that time.
       arrivals: for each request the times of its tokens, seconds after the first submit.
+      tokens: for each request its tokens.
     """
 
     seconds: float
     core_seconds: float
     arrivals: list[list[float]]
+    tokens: list[list[int]]
 
     @property
     def rate(self) -> float:
@@ -70,6 +72,7 @@ def run_requests(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     outputs: queue.SimpleQueue[tuple[int, float, TokenOutput]] = queue.SimpleQueue()
     arrivals: list[list[float]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     start, core = time.perf_counter(), time.process_time()
 
     def submit(number: int, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -90,5 +93,6 @@ def run_requests(
         if output.finish_reason not in (None, "length"):
             raise BenchError(f"request {number} ended with {output.finish_reason}: {output.error}")
         arrivals[number] += [at] * len(output.token_ids)
+        tokens[number] += output.token_ids
         left -= output.finish_reason is not None
-    return Ran(time.perf_counter() - start, time.process_time() - core, arrivals)
+    return Ran(time.perf_counter() - start, time.process_time() - core, arrivals, tokens)

@@ -79,6 +79,8 @@ def complete(deployment: Deployment) -> Deployment:
             f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "
             f"cache.format = {cache.format} is {deployment.cache_format}"
         )
+    if cache.host_gb and not cache.prefix:
+        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}, but cache.prefix = false keeps none")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
     _check_fleet(deployment)

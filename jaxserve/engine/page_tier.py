@@ -13,16 +13,17 @@ reads, and puts what goes back. Nothing waits for it but the sequences whose pag
 import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jaxserve.engine.admission import Fetches, FetchOrder, _Fetch
+from jaxserve.engine.admission import Fetches, FetchOrder
 from jaxserve.engine.host_pages import HostPage, HostPages, PageName, page_names
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.pages import PageAllocator
@@ -53,8 +54,8 @@ COUNTERS = (
 )
 """Counters of a tier: pages looked for and found; pages copied to the host, and evicted ones that
 were not (too many at a time, or the device failed); bytes copied either way; seconds from eviction
-to host memory, summed over reads, and from admission to the last written page, summed over
-requests; bytes held now."""
+to host memory, summed over reads, and from admission until all pages are back on the device, summed
+over requests; bytes held now."""
 
 
 class PageTier:
@@ -65,10 +66,18 @@ class PageTier:
       limit: bytes of host memory.
       loop: the engine's, used on its thread alone.
       post: see `Post`.
+      ended: returns whether the engine does nothing more.
     """
 
-    def __init__(self, accesses: "Items[PageAccess]", limit: int, loop: Loop, post: Post):
-        self._accesses, self._loop, self._post = accesses, loop, post
+    def __init__(
+        self,
+        accesses: "Items[PageAccess]",
+        limit: int,
+        loop: Loop,
+        post: Post,
+        ended: Callable[[], bool],
+    ):
+        self._accesses, self._loop, self._post, self._ended = accesses, loop, post, ended
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         """See `COUNTERS`; any thread may read them."""
         transfer = accesses[0].transfer
@@ -161,19 +170,23 @@ class PageTier:
         while at < len(pages):
             piece = self._piece(len(pages) - at)
             part = pages[at : at + piece]
-            if not self._room.acquire(timeout=WRITE_SECONDS):
-                return  # the engine has ended
             try:
                 arrays = self._put(domain, order.group, part, piece)
+                self._wait_for_room()
             except Exception as error:
                 logger.warning("KV pages did not come from host memory: %s", error)
-                self._room.release()
-                self._post(lambda: self._failed(domain, order.ticket))
+                self._post(partial(self._failed, domain, order.ticket))
                 return
             first, at = order.start + at * self._size, at + len(part)
-            began = since if at == len(pages) else None
-            arrived = Arrived(domain, order.ticket, first, len(part), piece, arrays, began)
-            self._post(partial(self._write, arrived))
+            self._post(partial(self._write, domain, order.ticket, first, len(part), arrays))
+        self.counters["restore_seconds"] += time.monotonic() - since
+
+    def _wait_for_room(self) -> None:
+        """Waits until fewer than `PIECES` pieces wait to be written. Raises TimeoutError."""
+        end = time.monotonic() + WRITE_SECONDS
+        while not self._room.acquire(timeout=0.5):
+            if self._ended() or time.monotonic() > end:
+                raise TimeoutError("the engine wrote no piece")
 
     def _put(self, domain: int, group: int, pages: Items[HostPage], piece: int) -> Items[jax.Array]:
         transfer = self._accesses[domain].transfer
@@ -182,47 +195,29 @@ class PageTier:
         if len(rows) < len(pages):
             raise ValueError(f"{len(pages) - len(rows)} pages were lost on the way there")
         arrays = unpacked(rows, landing, piece)
-        put = [
-            jax.device_put(array, shape.sharding)
-            for array, shape in zip(arrays, landing, strict=True)
-        ]
+        put = jax.device_put(arrays, [shape.sharding for shape in landing])
         jax.block_until_ready(put)  # an array that failed would take the device's pages along
         return put
 
     # ------------------------------------------------------------------- the engine's thread
-    def _write(self, arrived: "Arrived") -> list[TokenOutput]:
-        """Writes a piece, unless its sequence has left."""
+    def _write(
+        self, domain: int, ticket: int, first: int, pages: int, arrays: Items[jax.Array]
+    ) -> list[TokenOutput]:
+        """Writes a piece from its first token on, unless its sequence has left."""
         self._room.release()
-        domain, ticket, first, count, piece, arrays, since = arrived
-        fetches, tokens = self._loop.schedulers[domain].fetches, count * self._size
+        fetches, tokens = self._loop.schedulers[domain].fetches, pages * self._size
         run = fetches.run(ticket, first, tokens)
         if run is not None:
-            self._accesses[domain].write(run, piece * self._size, self._format, arrays)
+            piece = self._piece(pages) * self._size
+            self._accesses[domain].write(run, piece, self._format, arrays)
             self._loop.imported(domain, ticket, tokens)
-            self.counters["bytes_restored"] += count * self.page_bytes
-            if since is not None:
-                self.counters["restore_seconds"] += time.monotonic() - since
+            self.counters["bytes_restored"] += pages * self.page_bytes
         return []
 
     def _failed(self, domain: int, ticket: int) -> list[TokenOutput]:
         """Lets a sequence compute what did not come, whatever `pages.on_failure` says."""
         self._loop.schedulers[domain].fetches.failed(ticket)
         return []
-
-
-class Arrived(NamedTuple):
-    """A piece that is on the devices and not written yet."""
-
-    domain: int
-    ticket: int
-    first: int
-    """First token."""
-    pages: int
-    piece: int
-    """Pages with padding."""
-    arrays: Items[jax.Array]
-    since: float | None
-    """When the fetch began, if this is its last piece."""
 
 
 def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
@@ -325,7 +320,6 @@ class TierFetches(Fetches):
     def __init__(self, fetches: Fetches, tier: PageTier, domain: int):
         super().__init__(fetches._groups, fetches._lanes)
         self._tier, self._domain = tier, domain
-        self._own: set[int] = set()  # tickets
 
     def begin(self, sequence: Sequence) -> None:
         """Lets an admitted sequence wait, if its source or the tier has entries that its cache
@@ -342,26 +336,23 @@ class TierFetches(Fetches):
         sequence.source = PagesSource("", "", (cached + len(found)) * size, "")
         super().begin(sequence)
         sequence.source = None
-        order = self._new.pop()
-        self._own.add(order.ticket)
-        self._tier.restore(self._domain, order, found)
+        self._tier.restore(self._domain, self._new.pop(), found)
         return None
 
     def drop(self, sequence: Sequence) -> None:
         """Ends the fetch of a sequence that leaves its slot: nothing more is written for it."""
-        if sequence.ticket in self._own:
+        if sequence.ticket is not None and self._from_tier(sequence.ticket):
             self._end(sequence.ticket)
         else:
             super().drop(sequence)
 
     def _finish(self, ticket: int) -> int:
         """Lets the sequence go on; its cached tokens include those from the tier."""
-        own, sequence = ticket in self._own, self._fetches[ticket].sequence
+        own, sequence = self._from_tier(ticket), self._fetches[ticket].sequence
         done = super()._finish(ticket)
         if own and not sequence.generated:
             sequence.found = min(done, len(sequence.request.prompt))
         return done
 
-    def _end(self, ticket: int) -> _Fetch:
-        self._own.discard(ticket)
-        return super()._end(ticket)
+    def _from_tier(self, ticket: int) -> bool:
+        return not self._fetches[ticket].order.source.address

@@ -32,7 +32,6 @@ def open_host_tier(engine: Engine) -> PageTier:
     groups = [group for scheduler in engine.schedulers for group in scheduler.groups]
     free = free_host_memory()
     for applies, reason in (
-        (not cache.prefix, "cache.prefix = false: pages are found through prefix caches"),
         (jax.process_count() > 1, f"{jax.process_count()} processes: only runtimes of one"),
         (any(group.rings for group in groups), "not for layers with a window or a state"),
         (free is not None and limit > free, f"{(free or 0) / 1e9:.1f} GB of host memory are free"),
@@ -50,7 +49,8 @@ def open_host_tier(engine: Engine) -> PageTier:
     made: list[PageTier] = []
 
     def attach(loop: Loop, post: Post) -> HandOffs:
-        made.append(PageTier(accesses, limit, loop, post))
+        ended = lambda: engine.status in ("closed", "failed")  # noqa: E731
+        made.append(PageTier(accesses, limit, loop, post, ended))
         return engine.hand_offs  # links stay as they are
 
     engine.hand_off_with(attach)

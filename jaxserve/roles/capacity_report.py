@@ -42,6 +42,8 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
         f"KV cache     {tokens:,} tokens a DP group, of up to {sequences} sequences at a time; "
         f"{deployment.attention.dp * tokens:,} in all"
     )
+    if deployment.cache.host_gb:
+        lines.append(f"host memory  {deployment.cache.host_gb:g} GB for KV pages (cache.host_gb)")
     for place, said in enumerate(describe_exchange(config, deployment)):
         lines.append(f"{'' if place else 'exchange':11}  {said}")
     parts = role_bytes(config, deployment)

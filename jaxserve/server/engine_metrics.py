@@ -42,7 +42,7 @@ HOST_PAGES = {
     "bytes_saved": "Bytes copied to host memory.",
     "bytes_restored": "Bytes copied back to the device.",
     "save_seconds": "From eviction to host memory, summed over reads.",
-    "restore_seconds": "From admission to the last page written, summed over requests.",
+    "restore_seconds": "From admission until all pages are back, summed over requests.",
 }
 """Counters of `EngineLoad.host_pages`."""
 

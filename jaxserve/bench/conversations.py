@@ -1,0 +1,97 @@
+"""Conversations whose KV pages exceed the pool: the time to the first token with `cache.host_gb`.
+
+Part of `bench engine`. Every user's turn repeats the conversation so far. Three engines on the demo
+model take turns with the same requests: a pool for all conversations, a tenth of it, and a tenth
+with host memory below.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from jaxserve.bench.report import Measure, Part, percentile
+from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
+from jaxserve.bench.workers import BenchError, Worker, run_worker
+from jaxserve.config.load import load_deployment
+from jaxserve.fleet.assembly import open_engine
+
+USERS, TURNS, TOGETHER = 50, 20, 5
+TOKENS, OUTPUT_TOKENS, PAGE_SIZE, VOCAB = 40, 8, 16, 1000
+POOLS: dict[str, tuple[int, list[str]]] = {
+    "endless": (1, []),
+    "a tenth": (10, []),
+    "a tenth, and host memory": (10, ["cache.host_gb=1"]),
+}
+"""Inverse of the pool's share of all pages, and settings."""
+RATIO = 1.3
+_SECONDS = 1500.0
+
+
+def measure(quick: bool) -> Iterator[Part]:
+    """Measures in a process with one device."""
+    arguments = {"users": 15 if quick else USERS, "turns": 6 if quick else TURNS}
+    found = run_worker(Worker(measure_pools, arguments, devices=1), _SECONDS)
+    measures, base = [], found["endless"]["seconds"]
+    for name, samples in found.items():
+        seconds = samples["seconds"]
+        half, most = statistics.median(seconds), percentile(seconds, 95)
+        measures.append(Measure(f"{name}: time to the first token, p50", half * 1e3, "ms"))
+        measures.append(Measure("  p95", most * 1e3, "ms"))
+        if name != "endless":
+            limit = RATIO if samples["host_pages"] else None
+            measures.append(Measure("  p50 ÷ endless", half / statistics.median(base), "", limit))
+            measures.append(Measure("  p95 ÷ endless", most / percentile(base, 95), "", limit))
+        measures.append(Measure("  prompt tokens not computed", samples["found"] * 100, "%"))
+    notes = [f"{arguments['users']} users, {arguments['turns']} turns; all tokens equal."]
+    yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
+
+
+def measure_pools(users: int, turns: int) -> dict[str, Any]:
+    """Seconds to the first token of every request after the first turn, by pool."""
+    pages = users * -(-turns * (TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
+    engines = {
+        name: open_engine(
+            load_deployment(
+                DEMO,
+                [
+                    *("mode=colocated", "lanes=1", f"cache.page_size={PAGE_SIZE}"),
+                    *(f"cache.pages={max(pages // share, 64)}", *settings),
+                ],
+            )
+        )
+        for name, (share, settings) in POOLS.items()
+    }
+    draw = random.Random(0)
+    texts: list[list[int]] = [[] for _ in range(users)]
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(turns):
+        order = draw.sample(range(users), users)
+        for first in range(0, users, TOGETHER):
+            some = order[first : first + TOGETHER]
+            for user, words in zip(
+                some, random_prompts(draw, len(some), TOKENS, 1000), strict=True
+            ):
+                texts[user] += words
+            prompts, answers = [texts[user] for user in some], []
+            for name, engine in draw.sample([*engines.items()], len(engines)):
+                ran = run_requests(engine, prompts, greedy(OUTPUT_TOKENS))
+                answers.append(ran.tokens)
+                if turn:
+                    seconds[name] += [times[0] for times in ran.arrivals]
+            if answers.count(answers[0]) < len(answers):
+                raise BenchError(f"turn {turn} of users {some}: the pools gave different tokens")
+            for user, tokens in zip(some, answers[0], strict=True):
+                texts[user] += tokens
+    found = {}
+    for name, engine in engines.items():
+        load = engine.load()
+        hits = load.prefix_hits + PAGE_SIZE * load.host_pages.get("hits", 0)
+        found[name] = {
+            "seconds": seconds[name],
+            "found": hits / load.prefix_queries,
+            "preemptions": load.preemptions,
+            "host_pages": load.host_pages,
+        }
+        engine.close()
+    return found
