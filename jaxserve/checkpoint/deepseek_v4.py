@@ -12,10 +12,9 @@ from jaxserve.checkpoint.source import (
     Source,
     Sources,
     View,
+    feed_forward,
     matrices,
     matrix,
-    per_expert,
-    swiglu,
     vector,
 )
 from jaxserve.config.model import (
@@ -30,11 +29,8 @@ from jaxserve.config.model import (
 )
 from pallas_kernels.activation import Activation
 
-WINDOW, SPARSE, ALL = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
+WINDOW, SPARSE = "sliding_attention", "compressed_sparse_attention"
+ALL = "heavily_compressed_attention"
 RATES = {WINDOW: 0, SPARSE: 4, ALL: 128}
 """Types of layers, and the tokens of their compressed rows."""
 SPELLINGS = (
@@ -77,17 +73,16 @@ def deepseek_v4_config(entries: Entries) -> ModelConfig:
     for name, own in ((SPARSE, indexer), (ALL, None)):
         changed = {"every": every[name], "rope": compress, "indexer": own}
         specs[name] = msgspec.structs.replace(windowed, **changed)
-    # Not read: the module of multi-token prediction, whose layer has other tensors.
-    entries.meaningless("num_nextn_predict_layers")
+    modules = entries.size("num_nextn_predict_layers", least=0, default=0)
+    ffns = _ffns(entries, layers, d_ff, decoder)
     entries.only("expert_dtype", "fp8", "fp4")
     fp4 = entries.any("expert_dtype") == "fp4" and entries.section("quantization_config")
     return ModelConfig(
         **decoder,
         stored="mxfp4" if fp4 else "plain",
-        decoder=tuple(
-            LayerKind(specs[name], ffn)
-            for name, ffn in zip(types, _ffns(entries, layers, d_ff, decoder), strict=False)
-        ),
+        decoder=tuple(LayerKind(specs[name], ffn) for name, ffn in zip(types, ffns, strict=False)),
+        predictors=(LayerKind(windowed, ffns[-1]),) * modules,
+        own_heads=True,
         streams=Streams(
             count=entries.size("hc_mult"),
             iterations=entries.size("hc_sinkhorn_iters"),
@@ -137,7 +132,8 @@ def _ropes(entries: Entries) -> tuple[Rope, Rope, int]:
 
 
 def _ffns(entries: Entries, layers: int, d_ff: int, decoder: dict[str, Any]) -> list[FFN]:
-    """Reads the FFNs of all layers: the experts of the first follow from the token's id."""
+    """Reads the FFNs of all layers, the module's last: the experts of the first follow from the
+    token's id."""
     entries.only("scoring_func", "sqrtsoftplus")
     entries.only("topk_method", "noaux_tc")
     entries.only("norm_topk_prob", True)
@@ -164,15 +160,15 @@ def _ffns(entries: Entries, layers: int, d_ff: int, decoder: dict[str, Any]) -> 
     )
     by_token = msgspec.structs.replace(rule, bias=False, token_table=decoder["vocab"])
     first = msgspec.structs.replace(by_score, router=by_token)
-    return [first if layer < hashed else by_score for layer in range(layers)]
+    return [first if layer < hashed else by_score for layer in range(layers)] + [by_score]
 
 
 def deepseek_v4_names(config: ModelConfig) -> CheckpointNames:
     """DeepSeek-V4's tensors."""
     d, vocab = config.d_model, config.vocab
-    prefixes = [f"layers.{layer}." for layer in range(config.layers)]
-    kinds = [config.layer(layer) for layer in range(config.layers)]
-    pairs = [*zip(prefixes, kinds, strict=True)]
+    modules = [f"mtp.{number}." for number in range(config.modules)]
+    prefixes = [*(f"layers.{layer}." for layer in range(config.layers)), *modules]
+    pairs = [*zip(prefixes, config.decoder + config.predictors, strict=False)]
     return CheckpointNames(
         embedding={"table": matrix("embed.weight", vocab, d)},
         head={
@@ -182,13 +178,23 @@ def deepseek_v4_names(config: ModelConfig) -> CheckpointNames:
         },
         attention=[_attention_block(config, *pair) for pair in pairs],
         ffn=[_ffn(config, *pair) for pair in pairs],
-        predictions=[],
-        unloaded={},
-        unloaded_layers=range(0),
-        optional={},
-        ignored=("mtp.",),
+        predictions=[_module(config, prefix) for prefix in modules],
+        ignored=() if modules else ("mtp.",),
         spellings=SPELLINGS,
     )
+
+
+def _module(config: ModelConfig, name: str) -> Sources:
+    """The leaves of `model.blocks.Prediction`."""
+    d = config.d_model
+    parts = f"{name}e_proj.weight", f"{name}h_proj.weight"
+    return {
+        "token_norm": vector(f"{name}enorm.weight", d),
+        "hidden_norm": vector(f"{name}hnorm.weight", d),
+        "projection": Source(parts, ((d, d),) * 2, stacked=True),
+        "head.norm": vector(f"{name}norm.weight", d),
+        **_mixer(config, "head.streams", f"{name}hc_head_", 1),
+    }
 
 
 def _mixer(config: ModelConfig, leaf: str, tensor: str, gains: int = 3) -> Sources:
@@ -258,13 +264,9 @@ def _compressor(
 
 
 def _ffn(config: ModelConfig, layer: str, kind: LayerKind) -> Sources:
-    ffn, parts = kind.ffn, ("w1", "w3", "w2")
-    sources = per_expert(config, ffn, f"{layer}ffn.experts.", parts)
-    sources = {leaf: source._replace(expert_stack=True) for leaf, source in sources.items()}
-    if not ffn.d_ff:
-        return sources
-    shared = f"{layer}ffn.shared_experts."
-    return sources | swiglu("dense", shared, config.d_model, ffn.d_ff, parts)
+    sources = feed_forward(config, layer, kind.ffn, "ffn.", ("w1", "w3", "w2"))
+    stacks = {name for name in sources if name.startswith("experts.")}
+    return {name: own._replace(expert_stack=name in stacks) for name, own in sources.items()}
 
 
 DEEPSEEK_V4 = Family(deepseek_v4_config, deepseek_v4_names)

@@ -299,7 +299,7 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
             matrices |= set(source.names)
     tables = {n for sources in blocks if (s := sources.get("router.table")) for n in s.names}
     matrices |= names.unloaded.keys()
-    known = names.optional | expected
+    known = {**names.optional, **expected}
     blocked = {name for name in matrices & tensors.keys() if _is_blocked(tensors[name])}
     grids = {name + SCALES: _grid_shape(tensors[name].shape) for name in blocked}
     expected |= grids

@@ -8,6 +8,7 @@ other tensors (`more`).
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.config.model import FFN, GQA, Attention, ModelConfig
@@ -89,13 +90,13 @@ class CheckpointNames(NamedTuple):
     ffn: list[Sources]
     predictions: list[Sources]
     """Leaves of each loaded module outside of its layer."""
-    unloaded: dict[str, Shape]
+    unloaded: Mapping[str, Shape] = MappingProxyType({})
     """Tensors of the modules that are not loaded."""
-    unloaded_layers: range
+    unloaded_layers: range = range(0)
     """Layer numbers of the modules that are not loaded."""
-    optional: dict[str, Shape]
+    optional: Mapping[str, Shape] = MappingProxyType({})
     """Tensors that duplicate others and may be missing."""
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     """Prefixes of tensors of other parts (a vision tower)."""
     spellings: tuple[tuple[str, str], ...] = ()
     """Other spellings of names: patterns, replaced in this order by the names used here."""
@@ -133,11 +134,7 @@ PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 def swiglu(
-    block: str,
-    prefix: str,
-    d_model: int,
-    d_ff: int,
-    matrices: tuple[str, str, str] = PROJECTIONS,
+    block: str, prefix: str, d_model: int, d_ff: int, matrices: tuple[str, ...] = PROJECTIONS
 ) -> Sources:
     """The leaves of a dense FFN. `matrices` are the names of gate, up and down."""
     gate, up, down = (f"{prefix}{name}.weight" for name in matrices)
@@ -149,10 +146,7 @@ def swiglu(
 
 
 def per_expert(
-    config: ModelConfig,
-    ffn: FFN,
-    prefix: str,
-    matrices: tuple[str, str, str] = PROJECTIONS,
+    config: ModelConfig, ffn: FFN, prefix: str, matrices: tuple[str, ...] = PROJECTIONS
 ) -> Sources:
     """The leaves of the routed experts, one tensor per expert. `matrices` are the names of gate, up
     and down."""
@@ -168,14 +162,21 @@ def per_expert(
     }
 
 
-def feed_forward(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
-    """The leaves of a layer's dense FFN, or of its routed experts and shared expert."""
-    d_model, mlp = config.d_model, f"{layer}mlp."
+def feed_forward(
+    config: ModelConfig,
+    layer: str,
+    ffn: FFN,
+    part: str = "mlp.",
+    names: tuple[str, ...] = PROJECTIONS,
+) -> Sources:
+    """The leaves of a layer's dense FFN, or of its routed experts and shared expert. `names` are
+    those of gate, up and down, and `part` is the prefix of their tensors in the layer."""
+    d_model, mlp = config.d_model, f"{layer}{part}"
     if not ffn.router:
-        return swiglu("dense", mlp, d_model, ffn.d_ff)
-    sources = per_expert(config, ffn, f"{mlp}experts.")
+        return swiglu("dense", mlp, d_model, ffn.d_ff, names)
+    sources = per_expert(config, ffn, f"{mlp}experts.", names)
     if ffn.d_ff:
-        sources |= swiglu("dense", f"{mlp}shared_experts.", d_model, ffn.d_ff)
+        sources |= swiglu("dense", f"{mlp}shared_experts.", d_model, ffn.d_ff, names)
     return sources
 
 

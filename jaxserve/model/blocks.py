@@ -139,21 +139,30 @@ class Head(nnx.Module):
 
 class Prediction(nnx.Module):
     """Joins a hidden state and the token after it to one row before the layer. Norms the layer's
-    rows behind it, of which its own head, or else the model's, makes logits."""
+    rows behind it, of which its own head, or else the model's, makes logits.
+
+    With several streams (DeepSeek-V4) each stream of the hidden state is joined with the token, and
+    the module's head joins and norms the streams, but the model's makes logits of them.
+    """
 
     def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         d_model = config.d_model
         self.token_norm = scale(formats.norms, d_model=d_model)
         self.hidden_norm = scale(formats.norms, d_model=d_model)
-        self.projection = weight(rngs, formats.dtype, embedding=d_model, d_joined=2 * d_model)
+        # Of streams, the token's matrix and the hidden state's.
+        sizes = {"inputs": 2, "embedding": d_model} if config.streams else {"embedding": d_model}
+        joined = d_model if config.streams else 2 * d_model
+        self.projection = weight(rngs, formats.dtype, **sizes, d_joined=joined)
         own = config.own_heads
         self.head = Head(config, tensor_ranks, formats, rngs) if own else None
+        if self.head and config.streams:
+            del self.head.weight
         self.norm = None if own else scale(formats.norms, d_model=d_model)
 
     def enter(
-        self, hidden: Float[Array, "tokens d_model"], embedded: Float[Array, "tokens d_model"]
-    ) -> Float[Array, "tokens d_model"]:
+        self, hidden: Float[Array, "tokens width"], embedded: Float[Array, "tokens residual"]
+    ) -> Float[Array, "tokens residual"]:
         """Computes what the layer takes: h' = projection · [norm(embedding of token i + 1);
         norm(h_i)].
 
@@ -162,32 +171,33 @@ class Prediction(nnx.Module):
             modules have heads of their own.
           embedded: of the token after each.
         """
-        epsilon = self.config.norm_epsilon
-        joined = jnp.concatenate(
-            [
-                rms_norm(embedded, self.token_norm[...], epsilon),
-                rms_norm(hidden, self.hidden_norm[...], epsilon),
-            ],
-            axis=1,
-        )
-        columns = matmul(joined, self.projection[...]).astype(hidden.dtype)
-        return jax.lax.all_gather(columns, "tp", axis=1, tiled=True)
+        d, epsilon, width = self.config.d_model, self.config.norm_epsilon, hidden.shape[1]
+        streams = hidden[:, : width // d * d].reshape(-1, d)
+        token = rms_norm(embedded[:, :d], self.token_norm[...], epsilon)
+        rows = rms_norm(streams, self.hidden_norm[...], epsilon)
+        if self.config.streams:
+            of_token, of_stream = self.projection[...]
+            columns = matmul(token, of_token).repeat(width // d, axis=0) + matmul(rows, of_stream)
+        else:
+            columns = matmul(jnp.concatenate([token, rows], axis=1), self.projection[...])
+        joined = all_columns(columns.astype(hidden.dtype), d).reshape(len(hidden), -1)
+        return jnp.pad(joined, ((0, 0), (0, width - joined.shape[1])))
 
-    def leave(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
+    def leave(self, x: Float[Array, "tokens residual"]) -> Float[Array, "tokens width"]:
         """Computes the module's hidden states, from the rows behind its layer."""
         if self.norm is None:
             return x
         return rms_norm(x, self.norm[...], self.config.norm_epsilon)
 
-    def logits(
-        self, hidden: Float[Array, "rows d_model"], head: Head
-    ) -> Float[Array, "rows vocab"]:
+    def logits(self, hidden: Float[Array, "rows width"], head: Head) -> Float[Array, "rows vocab"]:
         """Computes FP32 logits of token i + 2 from the module's hidden states.
 
         Args:
           head: the model's, which makes them unless the module has its own.
         """
-        return head.logits(hidden) if self.head is None else self.head(hidden)
+        if self.head is None or self.config.streams:
+            return head.logits(self.head.normed(hidden) if self.head else hidden)
+        return self.head(hidden)
 
 
 class AttentionTemplates:

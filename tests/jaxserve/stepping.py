@@ -27,6 +27,7 @@ class Sequences:
         pages = np.random.default_rng(0).permutation(most).tolist()
         self.pages = [[pages.pop() for _ in range(-(-len(p) // size))] for p in prompts]
         self.steps = 0
+        self.drafts: dict[int, list[int]] = {}  # those after the last step of each prompt
 
     def step(self, counts: Sequence[int]) -> dict[int, np.ndarray]:
         """Feeds so many further tokens of each prompt; the logits after the last one of each."""
@@ -45,19 +46,21 @@ class Sequences:
                     kv_length=end,
                     page_ids=np.stack([ids, states][: self.tables], axis=1).reshape(-1).tolist(),
                     sample=end == len(self.prompts[index]),
+                    upcoming=list(self.prompts[index][end : end + self.runtime.config.modules]),
                 )
             )
         groups = [sorted(rows, key=lambda row: row.slot)]
         groups += [[]] * (self.runtime.deployment.attention.dp - 1)
-        slots = self.runtime.deployment.scheduler.slots
-        bucket = self.runtime.buckets[-1]
-        plan = plan_of_rows(self.lane, self.steps, bucket, groups, slots=slots)
+        most, bucket = self.runtime.deployment.scheduler.slots, self.runtime.buckets[-1]
+        plan = plan_of_rows(self.lane, self.steps, bucket, groups, slots=most)
         self.steps += 1
         self.runtime.driver.begin(plan)
         finished = self.runtime.driver.advance()
         assert finished.plan is plan
-        logits = np.asarray(finished.logits)
-        return {i: logits[self.slots[i]] for i, count in enumerate(counts) if count}
+        slots = {i: self.slots[i] for i, count in enumerate(counts) if count}
+        last, logits = np.asarray(finished.last)[0], np.asarray(finished.logits)
+        self.drafts |= {i: last[slot].tolist() for i, slot in slots.items()}
+        return {i: logits[slot] for i, slot in slots.items()}
 
     def in_chunks(self, size: int, until: Sequence[float] = ()) -> list[dict[int, np.ndarray]]:
         """Feeds all of the prompts, at most `size` tokens of each a step.

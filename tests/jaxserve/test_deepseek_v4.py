@@ -12,7 +12,8 @@ from jaxserve.errors import ConfigError
 from tests.jaxserve import hand_offs, layouts, long_prompts
 from tests.jaxserve.fleet import test_domains
 from tests.jaxserve.moving import move_at_random
-from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4, ENTRIES, LONG
+from tests.jaxserve.stepping import Sequences
+from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4, ENTRIES, LONG, WITH_MODULE
 from tests.reference.tiny_sizes import VOCAB
 
 pytestmark = pytest.mark.unoptimised
@@ -38,6 +39,19 @@ def test_logits_in_chunks_and_token_by_token(folder):
 
 
 LAYOUTS: dict[str, dict[str, Any]] = ENTRIES["layouts"]
+MODULE = {"speculative.method": "mtp", "speculative.drafts": 3, "speculative.automatic": False}
+
+
+@pytest.mark.parametrize("layout", ["colocated", "2A2F tp"])
+def test_drafts_of_the_prediction_module(tmp_path, layout):
+    """They are those of transformers' layers, and change no token."""
+    runtime = loaded(WITH_MODULE.write(tmp_path), **LAYOUTS.get(layout, {}), **MODULE)
+    stepped = Sequences(runtime, questions())
+    stepped.in_chunks(20)
+    assert [stepped.drafts[number] for number in range(3)] == ENTRIES["drafts"]
+    with layouts.serving(runtime) as engine:
+        assert layouts.generate(engine, questions(), GREEDY) == golden()[0]
+        assert engine.load().drafts.drafted > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,7 +9,7 @@ stands for 32 tokens. 16 heads of the indexer make ties of their scores unlikely
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class TinyDeepseekV4:
     num_hidden_layers: int = 4
     changed: tuple[tuple[str, int], ...] = ()
     """Entries with other values."""
+    module: bool = False
+    """Whether the file has the prediction module, which transformers leaves out."""
 
     def is_moe(self, layer: int) -> bool:
         """False: `make_golden.py` does not know the scores of its routers."""
@@ -49,12 +51,14 @@ class TinyDeepseekV4:
             *(f"experts.{number}" for number in range(own["n_routed_experts"])),
             "shared_experts",
         )
-        kinds = zip(own["mlp_layer_types"], own["layer_types"], strict=True)
-        for layer, (ffn, attention) in enumerate(kinds):
+        kinds = [*zip(own["mlp_layer_types"], own["layer_types"], strict=True)]
+        layers = [(f"model.layers.{layer}.", *kind) for layer, kind in enumerate(kinds)]
+        layers += [("mtp.0.", "moe", "module")] * self.module
+        for prefix, ffn, attention in layers:
             of_layer = parts["layer"] | parts[ffn] | parts["mixers"] | parts[attention]
             for part in experts:
                 of_layer |= prefixed(f"ffn.{part}.", parts["ffn"])
-            named |= prefixed(f"model.layers.{layer}.", of_layer)
+            named |= prefixed(prefix, of_layer)
 
         def size(product: str | int) -> int:
             factors = str(product).split("*")
@@ -78,6 +82,7 @@ class TinyV4(TinyModel):
 
 DEEPSEEK_V4 = TinyV4("deepseek_v4", TinyDeepseekV4(), spelling="transformers 5", sigma=0.2)
 LONG = LongPrompts(DEEPSEEK_V4, (3, 47, 150))
+WITH_MODULE = replace(DEEPSEEK_V4, sizes=TinyDeepseekV4(module=True))
 
 if __name__ == "__main__":
     LONG.record()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hf import HFCheckpoint
@@ -20,27 +21,9 @@ from tests.reference.tiny_sizes import TinyDeepseek
 
 pytestmark = pytest.mark.unoptimised
 
-MODEL = TinyModel(
-    "fp8",
-    TinyDeepseek(
-        hidden_size=192,
-        num_attention_heads=4,
-        q_lora_rank=136,
-        kv_lora_rank=64,
-        qk_nope_head_dim=48,
-        qk_rope_head_dim=16,
-        v_head_dim=64,
-        intermediate_size=260,
-        moe_intermediate_size=144,
-        num_hidden_layers=2,
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=2,
-        num_nextn_predict_layers=1,
-    ),
-    fp8_blocks=True,
-)
-"""Sizes that are no multiples of 128; MTP modules have scales too."""
+SIZES = yaml.safe_load(golden.text("checkpoint/fp8_sizes.yaml"))
+MODEL = TinyModel("fp8", TinyDeepseek(**SIZES), fp8_blocks=True)
+"""Prediction modules have scales too."""
 
 LAYOUTS = {
     "1A1F": {},
