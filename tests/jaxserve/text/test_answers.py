@@ -187,7 +187,7 @@ DAYS = {"function": {"name": "weather", "parameters": {"properties": {"days": {}
     ("name", "form"),
     [
         *(("qwen3", JSON), ("deepseek_v3", DEEPSEEK), ("kimi_k2", KIMI), ("step3", STEP)),
-        *(("glm4_moe", GLM), ("minimax_m2", MINIMAX)),
+        *(("glm4_moe", GLM), ("minimax_m2", MINIMAX), ("qwen3_5", QWEN_XML)),
     ],
 )
 def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
