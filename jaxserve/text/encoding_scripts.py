@@ -30,28 +30,22 @@ def script_template(folder: Path, problems: list[str]) -> str | None:
 
     Appends to `problems` if the script cannot be read or lacks a string.
     """
-    for stem, names in _STRINGS.items():
-        for path in (folder / "encoding" / f"{stem}.py", folder / f"{stem}.py"):
-            if path.is_file():
-                return _template(path, names, problems)
-    return None
-
-
-def _template(path: Path, names: dict[str, str], problems: list[str]) -> str | None:
+    places = [folder / place / f"{stem}.py" for stem in _STRINGS for place in ("encoding", "")]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        return None
     try:
-        strings = _strings(path.read_text(encoding="utf-8"))
+        found = _strings(path.read_text(encoding="utf-8"))
+        texts = {ours: found[name].format(**_FIELDS) for ours, name in _STRINGS[path.stem].items()}
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None
-    set_up = ""
-    for variable, name in names.items():
-        try:
-            text = strings[name].format(**_FIELDS)
-        except (LookupError, ValueError, AttributeError) as error:
-            problems.append(f"{path.name}: the string {name} is missing or not understood: {error}")
-            return None
-        set_up += f"{{% set {variable} = {json.dumps(text, ensure_ascii=False)} %}}"
-    return set_up + Path(__file__).with_name(f"{path.stem}.jinja").read_text(encoding="utf-8")
+    except (LookupError, AttributeError) as error:
+        problems.append(f"{path.name}: this string is missing, or this field is not known: {error}")
+        return None
+    own = Path(__file__).with_name(f"{path.stem}.jinja").read_text(encoding="utf-8")
+    values = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    return "".join(f"{{% set {name} = {value} %}}" for name, value in values.items()) + own
 
 
 def _strings(script: str) -> dict[str, str]:
