@@ -34,6 +34,7 @@ from jaxserve.launch.local.members import (
     Member,
     deployment_for,
     fleet_of,
+    rehearsal,
     roles_apart,
     runtime_of,
     with_peers,
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Starts the processes, waits for them, and returns the first one's exit code."""
     options, forwarded = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
+        if options.rehearse:
+            forwarded += rehearsal(deployment_for(forwarded))
         members, rules = _members(options, forwarded)
     except ConfigError as error:
         say(f"{error}")
@@ -133,6 +136,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--peers",
         action="store_true",
         help="with --fleet or --runtimes: workers that start take their weights from running ones",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="this host's CPUs stand in for the deployment's hardware: small caches in its memory",
     )
     parser.add_argument("--pin", action="store_true", help="process i on the i-th core allowed")
     parser.add_argument(

@@ -61,6 +61,20 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     ]
 
 
+def rehearsal(deployment: Deployment) -> list[str]:
+    """Returns the arguments with which CPUs of this host stand in for the hardware of a deployment:
+    memory is that of the host, and caches have pages for two of the longest sequences."""
+    settings = ["attention.memory_gb=0", "ffn.memory_gb=0"]
+    parts = {"": deployment}
+    if deployment.prefill.workers:
+        parts["prefill."] = deployment_of(deployment, "prefill")
+        settings.append("prefill.attention.memory_gb=0")
+    for part, worker in parts.items():
+        longest = -(-worker.scheduler.max_length // worker.cache.page_size)
+        settings.append(f"{part}cache.pages={min(worker.cache.pages, 2 * longest)}")
+    return _set(*settings)
+
+
 def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
     """Returns attention, which serves, and ffn as runtimes of their own (`link.transport: pull`)
     with the deployment's processes each. The ffn workers behind the first one of each instance wait

@@ -15,7 +15,6 @@ from tests.jaxserve.launch.tools import judge
 
 WHOLE = "--config qwen3-235b-a22b --hardware h100 --target slurm"
 FLEET = "--config step3-prefill --target slurm --without-keys"
-PULL = "--config demo-fleet-afd --hardware h100 --target slurm"
 KINDS = {"prefill.attention": "h20", "attention": "h800", "ffn": "a800"}
 THREE = " ".join(f"--set {role}.hardware={kind}" for role, kind in KINDS.items())
 THREE = f"--config demo-fleet-afd --target slurm {THREE}"
@@ -69,14 +68,6 @@ def test_a_fleet_is_a_step_a_worker(tmp_path: Path) -> None:
         assert read.fleet.prefill == [f"n{n}:9100" for n in range(4)]
         assert (read.fleet.domains, read.fleet.registry) == (["n4:9100"], "static")
         assert options.distributed == (options.role != "router")
-
-
-def test_runtimes_of_one_process(tmp_path: Path) -> None:
-    calls = [served(call) for call in run(files_of(PULL), tmp_path)]
-    assert [call.worker for call in calls if call.role == "ffn"] == [0]
-    read = load_deployment(tmp_path / calls[0].config, calls[0].set)
-    assert read.link.addresses == ["n3:9000"]
-    assert read.fleet.domains == ["n1:9100", "n2:9100"]
 
 
 def test_kinds_of_hardware_are_components_of_a_job(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.launch.local.members import Member, deployment_for, fleet_of, with_peers
+from jaxserve.launch.local.members import Member, deployment_for, fleet_of, rehearsal, with_peers
 from tests.jaxserve.fleet.launched import REPOSITORY
 
 
@@ -31,6 +31,14 @@ def test_as_many_workers_as_asked_whatever_addresses_the_file_has(read):
     settings = members[0].arguments
     assert settings[settings.index("--set") + 1].count("127.0.0.1:") == 2
     assert members[5].arguments[-4:] == ["--role", "decode", "--worker", "2"]
+
+
+def test_a_rehearsal_has_small_caches(read):
+    """Two sequences of 64 and of 4 pages; fewer pages stay."""
+    given = read("demo-fleet-afd", "ffn.memory_gb=80", "prefill.scheduler.max_length=64")
+    sets = rehearsal(given)[1::2]
+    assert sets[:3] == [f"{one}.memory_gb=0" for one in ("attention", "ffn", "prefill.attention")]
+    assert sets[3:] == ["cache.pages=128", "prefill.cache.pages=8"]
 
 
 def test_workers_have_each_others_weights():
