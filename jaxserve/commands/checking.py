@@ -22,11 +22,13 @@ from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
+from jaxserve.fleet.ffn_shard import shard_of
 from jaxserve.fleet.hardware import expected_platform
 from jaxserve.fleet.sizing import Sizing, aligned
 from jaxserve.link.dispatch.route import Route
-from jaxserve.roles.capacity import check_capacity, memory_of
+from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
+from jaxserve.roles.ffn_bytes import ffn_bytes
 from jaxserve.roles.link_load import check_link, link_load
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.storage.mirror import local_folder, weight_files
@@ -51,7 +53,8 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     for title, worker in workers.items():
-        parts.append(title + describe(models[title], worker, memory_of(worker, reported)))
+        memory = memory_of(worker, reported)
+        parts.append(title + describe(models[title], worker, memory, _bytes_of_workers))
     if load := link_load(models[""], deployment):
         parts.append(f"link with every slot in use: {load}")
     if sizing and (chosen := sizing.table()):
@@ -60,12 +63,22 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
-            check_capacity(models[title], worker, memory_of(worker, reported), role_bytes)
+            check_capacity(models[title], worker, memory_of(worker, reported), _bytes_of_workers)
         check_link(models[""], deployment)
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return max(1, *wrong)
     return max(_check_kernels(models, workers), *wrong)
+
+
+def _bytes_of_workers(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
+    """Returns `role_bytes`; if several ffn workers share the ffn role, those of the first one,
+    which also has the shared experts."""
+    parts = role_bytes(config, deployment)
+    if deployment.ffn.instances == 1 or not deployment.topology.crosses_runtimes:
+        return parts
+    (ffn,) = ffn_bytes(*shard_of(config, deployment, 0))
+    return parts[0], ffn._replace(devices=deployment.ffn.devices)
 
 
 def on_named_hardware(config: ModelConfig, deployment: Deployment) -> ModelConfig:

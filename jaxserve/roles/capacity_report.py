@@ -17,14 +17,20 @@ from jaxserve.model.ffn.traffic import (
     ranks_met,
 )
 from jaxserve.model.row_width import deployment_row_bytes
-from jaxserve.roles.capacity import RoleBytes, gb_text
+from jaxserve.roles.capacity import RoleBytes, Sizes, gb_text
 from jaxserve.roles.ffn_bytes import most_messages, pass_activations
 from jaxserve.roles.parameters import count_parameters
 from jaxserve.roles.role_bytes import role_bytes
 
 
-def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, int | None]) -> str:
-    """Returns a readable table of the model's parameters and the bytes on every role's devices.
+def describe(
+    config: ModelConfig,
+    deployment: Deployment,
+    memory: Mapping[Role, int | None],
+    sizes: Sizes = role_bytes,
+) -> str:
+    """Returns a readable table of the model's parameters and the bytes on every role's devices,
+    which `sizes` computes.
 
     Raises:
       ConfigError: the model cannot be divided over the deployment's meshes.
@@ -46,7 +52,7 @@ def describe(config: ModelConfig, deployment: Deployment, memory: Mapping[Role, 
         lines.append(f"host memory  {deployment.cache.host_gb:g} GB for KV pages (cache.host_gb)")
     for place, said in enumerate(describe_exchange(config, deployment)):
         lines.append(f"{'' if place else 'exchange':11}  {said}")
-    parts = role_bytes(config, deployment)
+    parts = sizes(config, deployment)
     lines += _table(parts, memory)
     if deployment.topology.crosses_runtimes:
         lines.append(describe_passes(config, deployment, memory["ffn"]))
