@@ -1,6 +1,6 @@
 """Calls of both packages are checked, whether or not arrays are among the arguments."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -45,36 +45,6 @@ def test_arrays():
     assert joined(rows, rows).shape == (2, 3)
     with pytest.raises(TypeError, match="whilst checking the parameters"):
         joined(rows, rows[:1])
-
-
-def test_no_arrays():
-    @_checked(typechecker=check)
-    def numbers(count: int) -> Iterator[int]:
-        yield from range(count)
-
-    assert [*numbers(2)] == [0, 1]
-    with pytest.raises(BeartypeCallHintViolation):
-        next(numbers("2"))
-
-
-def adder(amount: object) -> Callable[[object], object]:
-    """A function whose annotation is of the type of the amount."""
-
-    @_checked(typechecker=check)
-    def added(value: type(amount)) -> type(amount):
-        return value + amount
-
-    return added
-
-
-def test_functions_of_the_same_code_are_apart():
-    one, two, text = adder(1), adder(2), adder("!")
-    assert (one(5), two(5), text("5")) == (6, 7, "5!")
-    assert two.__wrapped__ is not one.__wrapped__
-    assert two.__code__ is one.__code__ is not text.__code__, "beartype wrote another wrapper"
-    for function, wrong in ((one, "5"), (two, "5"), (text, 5), (adder(3), "5")):
-        with pytest.raises(BeartypeCallHintViolation):
-            function(wrong)
 
 
 def multiplier(factor: int) -> Callable[[Rows, Rows], Rows]:

@@ -155,11 +155,12 @@ def paged_attention(
         queries, pages, position, sequence = some
         begins = jnp.concatenate([jnp.ones(1, bool), sequence[1:] != sequence[:-1]])
         run = jnp.cumsum(begins) - 1
-        return jax.lax.cond(
-            run[-1] < MOST_RUNS,
-            lambda: _attend_runs(queries, pages, position, run, call),
-            lambda: _attend_tokens(queries, pages, position, call),
-        )
+        # One of the two attends to nothing. On CPUs a branch of `lax.cond` would copy the pool.
+        shares = run[-1] < MOST_RUNS
+        apart = _attend_tokens(queries, pages, jnp.where(shares, -1, position), call)
+        runs = jnp.where(shares, run[-1] + 1, 0)
+        shared = _attend_runs(queries, pages, position, run, runs, call)
+        return jax.tree.map(functools.partial(jnp.where, shares), shared, apart)
 
     if tokens < TILE_TOKENS:
         output, lse = _attend_tokens(queries, pages_of_token, where.position, call)
@@ -197,9 +198,11 @@ def _attend_runs(
     pages_of_token: Int32[Array, "tokens pages"],
     position: Int32[Array, " tokens"],
     run: Int32[Array, " tokens"],
+    runs: Int32[Array, ""],
     call: PagedCall,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attends from the tokens of one sequence after the other, which have the same `run`."""
+    """Attends from the tokens of one sequence after the other, which have the same `run`; from the
+    first `runs` of them."""
     tokens, kv_heads, group, head_dim = queries.shape
     side_by_side = jnp.swapaxes(queries, 0, 1).reshape(1, kv_heads, tokens * group, head_dim)
 
@@ -221,7 +224,7 @@ def _attend_runs(
     start = jnp.zeros((*shape, call.cache.v_width), queries.dtype), jnp.zeros(shape, jnp.float32)
     others = queries, pages_of_token, position, *call.cache.arrays().values()
     start = jax.tree.map(lambda array: vary_like(array, others), start)
-    output, lse = jax.lax.fori_loop(0, run[-1] + 1, attend, start)
+    output, lse = jax.lax.fori_loop(0, runs, attend, start)
     return output, lse
 
 

@@ -1,8 +1,10 @@
 """The suite for plain XLA."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import paged_attention, reference
 from pallas_kernels.target import Target
 from tests.pallas_kernels.attention.suite import PADDING, RotatedPartSuite, Sizes
 
@@ -38,3 +40,21 @@ class TestReference(RotatedPartSuite):
         page = self.page_size
         chunks = [(9 * page + 3, 6), (130, 2), (3, 1), (page, 1), (7, 1), (1, 1), PADDING, (5, 5)]
         self.check(self.case(sizes, chunks))
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 130])
+def test_a_scan_over_layers_copies_no_pages(tokens):
+    """Temporary memory does not grow with the pool, which the scan carries and its layers write."""
+
+    def layers(rows, pages, table, place):
+        def layer(state, page):
+            new, at = (state[0][:, :1],) * 2, (table + page, place, place)
+            pages = reference.write_rows(state[1], new, *at)
+            return (paged_attention(state[0], *pages, *at, scale=1.0)[0], pages), None
+
+        return jax.lax.scan(layer, (rows, pages), jnp.arange(3))[0]
+
+    pool = jax.ShapeDtypeStruct((9000, 1, 16, 32), "float32")
+    rows, table, place = jnp.zeros((tokens, 4, 32)), jnp.zeros((4, 9), int), jnp.zeros(tokens, int)
+    run = jax.jit(layers, donate_argnums=1).lower(rows, (pool, pool), table, place).compile()
+    assert run.memory_analysis().temp_size_in_bytes < 4e6  # a pool has 18 MB
