@@ -78,7 +78,6 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
       seed: seed of the tokens in the prompts.
-      model: name in the catalogue.
       format: key of `FORMATS`.
       decode: overrides of the engine that gives the answers.
       prefill: overrides of the prefill worker; None: no hand-offs.
@@ -87,7 +86,6 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
       chunk: tokens of prompts beside decoding, in a step; 0: as many as fit.
       held: prompts that the prefill worker holds at most.
       systems: lengths of the system prompts.
-      requests: all requests.
       resets: news of all requests together after which the prefix caches are reset.
     """
 

@@ -11,8 +11,7 @@ other part of the project needs. FP32 on the CPU, eager attention. Files, one sa
 `golden.json` says for every model how far its closest choice was: between the two best logits of a
 greedy token, and between the last expert (or group) taken and the first one left. A model whose
 choices are closer than `CLOSE_LOGITS` and `CLOSE_EXPERTS` gets the next seed that will do, which
-stands there, too: otherwise rounding alone could change its tokens. So does a model that repeats
-itself.
+stands there, too: otherwise rounding alone could change its tokens, as may repetitions.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from jaxserve.link.remote import frames
 from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.messages import Bulk, encode
+from jaxserve.link.session.messages import Bulk, Failed, encode
 from jaxserve.link.session.session import Session
 from jaxserve.link.transports import opens
 
@@ -229,14 +229,14 @@ class MessageConnection(Session):
                 del self._posted[number]
                 self._due.pop(number, None)
 
-    def _refused(self, failed: frames.Failed) -> None:
+    def _refused(self, failed: Failed) -> None:
         if failed.number in self._posted:
             self._posted[failed.number].refusals += 1
         self.fail(failed.text)
 
     handlers: ClassVar = {
         frames.Result: _arrived,
-        frames.Failed: _refused,
+        Failed: _refused,
         frames.Answer: _settle,
     }
 

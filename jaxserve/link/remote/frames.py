@@ -55,13 +55,6 @@ class Result(msgspec.Struct, frozen=True, tag="result", array_like=True):
     bulk: Bulk
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The message with this number gets no answer; the attention worker closes the connection."""
-
-    number: int
-    text: str
-
-
 class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
     """Question to the runtime behind the link, which alone knows its meaning."""
 

@@ -37,7 +37,7 @@ from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.messages import Bulk, encode
+from jaxserve.link.session.messages import Bulk, Failed, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.transports import opens
 
@@ -405,7 +405,7 @@ class _DomainConnection(ServedSession[_Answer]):
     def refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer. The domain then ends the connection."""
         with contextlib.suppress(OSError):
-            self.send(frames.Failed(number, text))
+            self.send(Failed(number, text))
 
 
 _Arriving = Arriving[_DomainConnection]

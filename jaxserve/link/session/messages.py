@@ -19,6 +19,13 @@ class Echo(msgspec.Struct, frozen=True, tag="echo", array_like=True):
     number: int
 
 
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """What the other end asked for with this number does not come."""
+
+    number: int
+    text: str
+
+
 class Bulk(msgspec.Struct, frozen=True, array_like=True):
     """Part of a frame that bytes follow (`link/bulk.py`)."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
-from jaxserve.link.session.messages import Refused, decoder, encode
+from jaxserve.link.session.messages import Failed, Refused, decoder, encode
 from jaxserve.link.weights import frames
 
 PIECE_BYTES = 4 << 20
@@ -27,7 +27,7 @@ SILENT_SECONDS = 10.0
 """How long a piece may take: the other end keeps a rate, and may have to wait for a step."""
 
 
-_decoder = decoder(frames.Welcome, Refused, frames.Ready, frames.Unread)
+_decoder = decoder(frames.Welcome, Refused, frames.Ready, Failed)
 
 
 class PeerError(Exception):
@@ -93,7 +93,7 @@ class WeightsPeer:
                 self._channel.receive_into(memoryview(bytes_of), SILENT_SECONDS)
                 if whole is not target:
                     target[...] = whole
-            case frames.Unread(text=text):
+            case Failed(text=text):
                 raise PeerError(f"{self.address}: {text}")
             case frame:
                 raise PeerError(f"{self.address}: unexpected {frame}"[:500])

@@ -6,7 +6,7 @@ coordinates of the whole array without padding, so that neither end knows how th
 or placed it. Plain Python; knows nothing of JAX.
 
     starting → running   Join      Read*
-    running → starting   Welcome   (Ready bytes | Unread)*               or Refused
+    running → starting   Welcome   (Ready bytes | Failed)*               or Refused
 """
 
 import msgspec
@@ -64,10 +64,3 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     number: int
     size: int
     """Size of the part in bytes."""
-
-
-class Unread(msgspec.Struct, frozen=True, tag="unread", array_like=True):
-    """The part does not come."""
-
-    number: int
-    text: str

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.messages import encode
+from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames
 
@@ -137,7 +137,7 @@ class _Reader(ServedSession[frames.Read]):
         try:
             part = self._server.holder.read(read.block, read.leaf, read.ranges)
         except (ValueError, RuntimeError) as error:
-            self.send(frames.Unread(read.number, str(error)))
+            self.send(Failed(read.number, str(error)))
             return 0
         self._server.pace.take(part.nbytes)
         ready = frames.Ready(read.number, part.nbytes)

@@ -5,7 +5,7 @@
 chosen by the busiest expert of every slice of time. Called by the policy and by the planner.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ def pack(weights: Floats, packs: int) -> list[list[int]]:
         return [[item] for item in range(len(weights))]
     held: list[list[int]] = [[] for _ in range(packs)]
     loads = [0.0] * packs
-    for item in _heaviest_first(weights):
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
         best = min((p for p in range(packs) if len(held[p]) < room), key=loads.__getitem__)
         held[best].append(item)
         loads[best] += weights[item]
@@ -181,10 +181,6 @@ def rebalance_slices(
         slots[slots.index(EMPTY, rank * sizes.local)] = expert
         loads[rank] += per_replica[expert]
     return tuple(slots)
-
-
-def _heaviest_first(weights: Floats) -> Iterable[int]:
-    return sorted(range(len(weights)), key=lambda item: -weights[item])
 
 
 def _slice_load(tokens: np.ndarray, replicas: np.ndarray) -> float:
