@@ -173,7 +173,7 @@ def _check_pipeline(deployment: Deployment) -> None:
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
         (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
         (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
-        (hardware not in ("", "cpu"), f"hardware = {hardware}: only on CPUs"),
+        (hardware.startswith("v"), f"hardware = {hardware}: not on TPUs"),  # v5e, v6e, v7x
         (
             attention.devices != ffn.devices,
             f"attention's {attention.devices} devices and the ffn role's {ffn.devices} do not pair",

@@ -58,8 +58,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How the steps of separate attention and ffn meshes are driven. `layer`: by the host, a call a
     stage and layer. `step`: by one program of each role with all layers and lanes and the messages
     between the roles, so that the host makes one call a step; every process plays one role, whose
-    devices are paired with the other's, on CPUs so far, and a step that is lost takes the steps of
-    all lanes along. `auto`: `layer`."""
+    devices are paired with the other's, and a step that is lost takes the steps of all lanes along.
+    It runs on CPUs, compiles for GPUs (never run on one so far), and not on TPUs. `auto`:
+    `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

@@ -6,9 +6,16 @@ process calls the program of its role, with arrays of which it has its own devic
 of one role exchanges messages with device i of the other by `ppermute`s.
 
 The order is that of `schedule.Rotation` for lanes that begin together. In every turn a lane passes
-a layer: attention sends the lane's message and receives the answer of the turn before, both in one
-exchange. The first turn brings an answer of zeros, and an exchange after the last turn the last
-answer. A lane alone has two exchanges a layer, one each way.
+a layer. A lane alone has two exchanges a turn, one each way. Two lanes have one: attention sends
+the message of the turn and receives the answer of the turn before, and an exchange after the last
+turn brings the last answer.
+
+Three lanes and more are a pipeline of three stages (Step-3, figure 7), so that no exchange waits
+for what is computed in the same turn. While attention computes a turn, it sends the message of the
+turn before and receives the answer of the one before that; the ffn role meanwhile computes, sends
+the answer of its turn before and receives the next message. A turn then takes as long as the
+longest of attention, FFN and both exchanges together. What is sent before the first turn and
+received after the last is zeros.
 
 XLA orders collectives as it likes, and two programs with different orders would swap lanes without
 an error. Each exchange therefore depends on all before by a *token*, made of elements of what these
@@ -19,7 +26,7 @@ because XLA removes a `ppermute` whose result is not.
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,7 +37,7 @@ from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.errors import EngineFailedError
+from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.dispatch.message import reinterpreted
 from jaxserve.link.dispatch.packed_rows import PackedRows
 from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES
@@ -49,17 +56,26 @@ from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
 from jaxserve.roles.token_programs import StepContext, TokenPrograms
+from pallas_kernels.permute_order import permutes
 
 Dispatch = tuple[Bucket, int]
 """Bucket and number of lanes of a dispatch."""
 
 ROLE = "role"
+STAGES = 3
+"""Lanes from which a step is a pipeline of attention, exchanges and FFN."""
 _DIVIDED = FFN_AXES[:1]
 
 
 def union_mesh(attention: Mesh, ffn: Mesh, own: Mesh) -> Mesh:
     """Returns the devices of both roles as one mesh, with the further axes of `own`, which is one
-    of the two."""
+    of the two.
+
+    Raises:
+      ConfigError: the devices are TPUs, whose cores must all run one program.
+    """
+    if own.devices.flat[0].platform == "tpu":
+        raise ConfigError("pipeline = step: not on TPUs, take pipeline = layer")
     devices = np.array([*attention.devices.flat, *ffn.devices.flat])
     return Mesh(devices.reshape(2, *own.devices.shape), (ROLE, *own.axis_names))
 
@@ -72,6 +88,8 @@ class Wire(NamedTuple):
     word: jnp.dtype
     """Unsigned dtype in which arrays travel: that of the smaller of messages' and answers' words,
     so that both fit one exchange. Tokens have it, too."""
+    message: jax.ShapeDtypeStruct
+    """Shape of a device's piece of the widest message."""
     answer: jax.ShapeDtypeStruct
     """Shape of a device's piece of an answer."""
 
@@ -79,19 +97,20 @@ class Wire(NamedTuple):
     def of(cls, role: int, programs: AttentionPrograms | FFNPrograms, tokens: int) -> "Wire":
         """Makes an end for steps with this number of tokens a DP group."""
         rows, form = programs.contract.piece_rows(tokens), programs.answers
-        message = next(iter(programs.formats.values())).word  # equal for all kinds of layers
-        word = jnp.dtype(f"uint{8 * min(message.itemsize, form.dtype.itemsize)}")
-        return cls(role, word, jax.ShapeDtypeStruct((rows, form.width), form.dtype))
+        widest = max(programs.formats.values(), key=lambda each: each.width)
+        word = jnp.dtype(f"uint{8 * min(widest.word.itemsize, form.dtype.itemsize)}")
+        message = jax.ShapeDtypeStruct((rows, widest.width), widest.word)
+        return cls(role, word, message, jax.ShapeDtypeStruct((rows, form.width), form.dtype))
 
     @property
     def no_answer(self) -> Array:
         """An answer of zeros."""
         return jnp.zeros(self.answer.shape, self.answer.dtype)
 
-    @property
-    def first_token(self) -> Array:
-        """The token before the first exchange."""
-        return jnp.zeros((), self.word)
+    def pass_on(self, sent: Array, received: jax.ShapeDtypeStruct, token: Array) -> Any:
+        """Sends, then receives, in two exchanges. Arguments and results as of `exchange`."""
+        _, token = self.exchange(sent, None, token)
+        return self.exchange(None, received, token)
 
     def exchange(
         self, sent: Array | None, received: jax.ShapeDtypeStruct | None, token: Array
@@ -144,13 +163,18 @@ class AttentionStepPrograms(AttentionPrograms):
                 self.step_context(bucket, batch, table, last) for last, batch, table in steps
             ]
             x = [self.embed(context, embedding) for context in contexts]
-            carry: Any = x, [wire.no_answer] * lanes, pages, wire.first_token
+            carry: Any = x, [wire.no_answer] * lanes, pages, jnp.zeros((), wire.word)
+            if lanes >= STAGES:
+                carry = *carry, jnp.zeros(wire.message.shape, wire.message.dtype)
             for run, leaves in zip(runs, stacks, strict=True):
                 stack = StackedLeaves.of(templates.attention[run[0]], leaves)
                 layer = functools.partial(turns, run, stack, contexts)
                 carry, _ = jax.lax.scan(layer, carry, scanned(run[2] - run[1], [stack]))
-            x, answers, pages, token = carry
-            if lanes > 1:
+            x, answers, pages, token, *waiting = carry
+            if waiting:
+                for lane in (-2, -1):
+                    answers[lane], token = wire.pass_on(waiting[0], wire.answer, token)
+            elif lanes > 1:
                 answers[-1], token = wire.exchange(None, wire.answer, token)
             made: list[Array] = []
             for context, (last, *_), *stream in zip(contexts, steps, x, answers, strict=True):
@@ -165,20 +189,30 @@ class AttentionStepPrograms(AttentionPrograms):
             carry: Any,
             inputs: Any,
         ) -> tuple[Any, None]:
-            (kind, start, _), (x, answers, pages, token) = run, carry
+            (kind, start, _), (x, answers, pages, token, *waiting) = run, carry
             (place, (sliced,), _), x, answers = inputs, [*x], [*answers]
             for lane, (batch, _) in enumerate(contexts):
+                if waiting:
+                    answers[lane - 2], token = wire.pass_on(waiting[0], wire.answer, token)
                 at, shifted = with_own_pages(self, kind, start, place, batch)
                 before = self._add_combined(x[lane], answers[lane])
                 leaves = stack.of_layer(sliced, place)
                 x[lane], packed, *own = self._attend(kind, before, pages[at], shifted, leaves)
+                # A turn ends before the next one begins. XLA would otherwise compute several lanes
+                # at once, and copy the pages that one lane reads and the next writes.
+                x, answers, packed, own, token = jax.lax.optimization_barrier(
+                    (x, answers, packed, own, token)
+                )
                 pages = *pages[: at.start], *own, *pages[at.stop :]
-                if lanes == 1:
+                if waiting:
+                    wider = wire.message.shape[1] - packed.shape[1]
+                    waiting = [jnp.pad(packed, ((0, 0), (0, wider)))]
+                elif lanes == 1:
                     _, token = wire.exchange(packed, None, token)
                     answers[0], token = wire.exchange(None, wire.answer, token)
                 else:
                     answers[lane - 1], token = wire.exchange(packed, wire.answer, token)
-            return (x, answers, pages, token), None
+            return (x, answers, pages, token, *waiting), None
 
         lengths = [ROWS] if bucket.drafts else []
         of_lane = ROWS, REPLICATED, self.logits_spec, *lengths, ROWS
@@ -197,6 +231,8 @@ class AttentionStepPrograms(AttentionPrograms):
             ),
             (*of_lane * lanes, *self.pages_specs(*self.pools), REPLICATED),
             donates=(1,),
+            cuda_graphs="branches",
+            paired=True,
         )
 
     stream_shapes = TokenPrograms.stream_shapes
@@ -227,7 +263,11 @@ class FFNStepPrograms(FFNPrograms):
         wire = Wire.of(1, self, tokens)
 
         def body(tables: Arrays, counts: Arrays, stacks: Sequence[Arrays]) -> Arrays:
-            carry: Any = wire.no_answer, wire.first_token
+            carry: Any = wire.no_answer, jnp.zeros((), wire.word)
+            if lanes >= STAGES:
+                _, token = wire.exchange(None, wire.message, jnp.zeros((), wire.word))
+                ahead, token = wire.pass_on(wire.no_answer, wire.message, token)
+                carry = wire.no_answer, token, ahead
             loads: list[Array] = []
             for (kind, start, stop), leaves in zip(runs, stacks, strict=True):
                 stack = StackedLeaves.of(templates.ffn[kind.ffn], leaves)
@@ -235,7 +275,7 @@ class FFNStepPrograms(FFNPrograms):
                 inputs = scanned(stop - start, [stack], table)
                 carry, load = jax.lax.scan(functools.partial(turns, kind, stack), carry, inputs)
                 loads += [] if load is None else [load]
-            last, token = carry
+            last, token, *_ = carry
             if lanes > 1:
                 _, token = wire.exchange(last, None, token)
             return *map(add_load, counts, loads), token
@@ -243,19 +283,24 @@ class FFNStepPrograms(FFNPrograms):
         def turns(
             kind: LayerKind, stack: StackedLeaves, carry: Any, inputs: Any
         ) -> tuple[Any, Array | None]:
-            (sent, token), (place, (sliced,), table), loads = carry, inputs, []
+            (sent, token, *ahead), (place, (sliced,), table), loads = carry, inputs, []
             block = templates.ffn[kind.ffn].merge(stack.of_layer(sliced, place))
             form = self.formats[kind.ffn.kind]
             message = jax.ShapeDtypeStruct((wire.answer.shape[0], form.width), form.word)
             packing, exchange = PackedRows(form, self.dtype), self.exchanges[kind.ffn.kind]
             for _ in range(lanes):
-                packed, token = wire.exchange(sent if lanes > 1 else None, message, token)
+                if ahead:
+                    packed = ahead[0][:, : form.width]
+                    ahead[0], token = wire.pass_on(sent, wire.message, token)
+                else:
+                    packed, token = wire.exchange(sent if lanes > 1 else None, message, token)
                 results, load = exchange(packed, block, packing, table, place)
                 (sent,) = self.answers.pieces(results, 1)
+                sent, ahead, token = jax.lax.optimization_barrier((sent, ahead, token))
                 loads += [] if load is None else [load]
                 if lanes == 1:
                     _, token = wire.exchange(sent, None, token)
-            return (sent, token), sum(loads[1:], loads[0]) if loads else None
+            return (sent, token, *ahead), sum(loads[1:], loads[0]) if loads else None
 
         counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
         return Program(
@@ -272,13 +317,9 @@ class FFNStepPrograms(FFNPrograms):
             ),
             (*[Bank.counts_spec(_DIVIDED)] * len(counts), REPLICATED),
             donates=(1,),
+            ragged=templates.exchange == "alltoall",
+            paired=True,
         )
-
-
-_INSTRUCTION = re.compile(r"^  (?:ROOT )?%\S+ = (.*)$")
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_MESSAGE = re.compile(r"\(?(\w+\[[\d,]*\]).* collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}")
 
 
 def exchanges_digest(steps: Mapping[Dispatch, jax.stages.Compiled], devices: int) -> str:
@@ -302,32 +343,12 @@ def exchanges_digest(steps: Mapping[Dispatch, jax.stages.Compiled], devices: int
 def exchanges(text: str, devices: int) -> list[str]:
     """Lists the exchanges between roles of a compiled program in their order, loops unrolled: shape
     and pairs of devices. Arguments and errors as of `exchanges_digest`."""
-    bodies: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-            entry = name if line.startswith("ENTRY") else entry
-            bodies[name] = []
-        elif found := _INSTRUCTION.match(line):
-            bodies[name].append(found[1])
 
-    @functools.cache
-    def of(name: str) -> tuple[str, ...]:
-        return tuple(one for line in bodies[name] for one in inside(line))
+    def crosses(pairs: str) -> bool:
+        found = re.findall(r"(\d+),(\d+)", pairs)
+        return any((int(a) < devices) != (int(b) < devices) for a, b in found)
 
-    def inside(line: str) -> Iterator[str]:
-        if message := _MESSAGE.match(line):
-            pairs = re.findall(r"(\d+),(\d+)", message[2])
-            if any((int(a) < devices) != (int(b) < devices) for a, b in pairs):
-                yield f"{message[1]} {message[2]}"
-            return
-        called = [one for name in _CALLED.findall(line) for one in of(name)]
-        if called and " while(" in line:
-            trips = _TRIPS.search(line)
-            if trips is None:
-                raise EngineFailedError("pipeline = step: a compiled loop has no known trip count")
-            called *= int(trips[1])
-        yield from called
-
-    return list(of(entry))
+    try:
+        return [f"{shape} {pairs}" for shape, pairs in permutes(text) if crosses(pairs)]
+    except ValueError as error:
+        raise EngineFailedError(f"pipeline = step: {error}") from None

@@ -82,7 +82,8 @@ def test_graphs():
     assert {"FUSION", "CUSTOM_CALL", "CONDITIONAL", "WHILE"} <= set(nodes)
 
 
-def test_between_processes_the_device_runs_the_exchange():
+def test_between_processes_the_device_runs_the_exchange_and_messages_are_received_once():
+    assert compiler_options("cuda", paired=True) == {"xla_gpu_memory_limit_slop_factor": 1000}
     assert compiler_options("cuda", ragged=True) == {
         KERNEL: True,
         "xla_gpu_ragged_all_to_all_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
@@ -98,12 +99,12 @@ def test_within_a_process_nothing_is_asked_for_the_exchange(processes, monkeypat
     devices = [SimpleNamespace(platform="cuda", process_index=n) for n in range(processes)]
     mesh = Mock(spec=Mesh, devices=np.asarray(devices, object))
     Program("exchange", lambda: 0, mesh, (), (), ragged=True).compile()
-    assert asked == [("cuda", "default", processes > 1)]
+    assert asked == [("cuda", "default", processes > 1, False)]
 
 
 def test_other_platforms_know_nothing_of_gpus():
-    assert compiler_options("tpu", "branches", ragged=True) == {}
-    assert not any("gpu" in name for name in compiler_options("cpu", "off", ragged=True))
+    assert compiler_options("tpu", "branches", ragged=True, paired=True) == {}
+    assert not any("gpu" in name for name in compiler_options("cpu", "off", True, True))
 
 
 @pytest.mark.parametrize("flag", [GRAPHS, KERNEL])
