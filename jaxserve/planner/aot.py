@@ -33,11 +33,17 @@ from jaxserve.roles.attention_programs import AttentionPrograms, attention_execu
 from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import wanted
+from jaxserve.roles.compilation import ProgramKey, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.program import Program
 from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.step_programs import (
+    AttentionStepPrograms,
+    FFNStepPrograms,
+    exchanges_digest,
+    union_mesh,
+)
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
 
@@ -90,6 +96,9 @@ class CompiledProgram(NamedTuple):
     copied: int = 0
     """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
     in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
+    exchanges: str = ""
+    """Digest of the messages that a program of `pipeline: step` exchanges with the other role's,
+    in the compiled order; the two roles' must be equal."""
 
 
 class RoleMemory(NamedTuple):
@@ -189,6 +198,8 @@ def compile_deployment(
     if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         made = wanted(colocated_executables, whole, steps)
+    elif deployment.pipeline == "step":
+        made = whole_steps(templates, deployment, meshes, steps)
     else:
         attention = AttentionPrograms(templates, deployment, meshes.attention)
         ffn = FFNPrograms(templates, deployment, meshes.ffn)
@@ -197,7 +208,7 @@ def compile_deployment(
     programs: list[tuple[Program, Role, Bucket, int, Rows]] = []
     for key, program in made.items():
         role: Role = "ffn" if key.name == "ffn" else "attention"
-        layers = _layers(config, key.name, key.kind)
+        layers = 1 if program.paired else _layers(config, key.name, key.kind)
         rows = ffn_rows(config, deployment, key.bucket) if role == "ffn" else Rows()
         programs.append((program, role, key.bucket, layers, rows))
     done = []
@@ -210,6 +221,20 @@ def compile_deployment(
             report(done[-1])
     order = [(program.name, bucket) for program, _, bucket, *_ in programs]
     return sorted(done, key=lambda one: order.index((one.name, one.bucket)))
+
+
+def whole_steps(
+    templates: ModelTemplates, deployment: Deployment, meshes: Submeshes, buckets: Sequence[Bucket]
+) -> dict[ProgramKey, Program]:
+    """Returns the programs of `pipeline: step` for steps of all lanes."""
+    roles, lanes = (meshes.attention, meshes.ffn), deployment.lanes
+    unions = [union_mesh(*roles, own) for own in roles]
+    attention = AttentionStepPrograms(templates, deployment, unions[0])
+    ffn = FFNStepPrograms(templates, deployment, meshes.ffn, unions[1])
+    sizes = dict.fromkeys(bucket.tokens for bucket in buckets)
+    return {ProgramKey("step", None, each): attention.step(each, lanes) for each in buckets} | {
+        ProgramKey("ffn", None, Bucket(size, 1)): ffn.step(size, lanes) for size in sizes
+    }
 
 
 def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]]:
@@ -312,7 +337,13 @@ def _compile(
             exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
         ),
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
+        exchanges=_exchanges(program, bucket, compiled) if program.paired else "",
     )
+
+
+def _exchanges(program: Program, bucket: Bucket, compiled: jax.stages.Compiled) -> str:
+    step = bucket, int(program.name.rpartition("_")[2])  # its number of lanes
+    return exchanges_digest({step: compiled}, program.mesh.size // 2)
 
 
 def available(deployment: Deployment, hardware: Hardware) -> Mapping[Role, int | None]:

@@ -103,6 +103,10 @@ def failures(
 ) -> list[str]:
     """Lists what would go wrong on the pod."""
     found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
+    for tokens in {one.bucket.tokens for one in programs}:
+        own = {one.exchanges for one in programs if one.bucket.tokens == tokens and not one.error}
+        if len(own) > 1:
+            found.append(f"{tokens} tokens: the roles exchange messages in different orders")
     memory = aot.available(deployment, hardware)
     for part in held:
         there = memory[part.role] or 0

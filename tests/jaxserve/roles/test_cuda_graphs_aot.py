@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.mesh import Submeshes
+from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner import aot
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.ffn import FFNPrograms
@@ -32,36 +33,24 @@ def kinds(sequence, depth=0):
     return [(int(number), kind) for space, number, kind in found if len(space) == 4 * depth]
 
 
-def test_what_a_sequence_says():
-    graph = """\
-000: kCommandBuffer [source       | next=114 (1)]
-    001: kCustomKernel [source  | next=002 (1)] fusion grid: [4, 1, 1] threads: [128, 1, 1]
-    111: kConditional  [prev=016 (2)  | next=112 (1)]
-      false_branch:
-        018: kCustomKernel [source  | next=110 (3)] loop_fusion grid: [1, 1, 1]
-      true_branch:
-        No thunks.
-114: kAllGather     [prev=000 (1) | sink        ] kAllGather
-"""
-    assert kinds(graph) == [(0, "CommandBuffer"), (114, "AllGather")]
-    assert kinds(graph, 1) == [(1, "CustomKernel"), (111, "Conditional")]
-
-
 @functools.cache
 def sequences():
     """The sequence of each program, as it runs: {name: text}."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=^$"
         names = gpu_aot.printed_by("tests.jaxserve.roles.test_cuda_graphs_aot", XLA_FLAGS=flags)
-        return {name: _sequence(Path(folder), name) for name in names}
+        texts = {name: _dumped(Path(folder), name, SEQUENCE) for name in names}
+        return texts | {f"{name}.hlo": _dumped(Path(folder), name, [OPTIMIZED]) for name in names}
 
 
-def _sequence(folder, name):
-    """After XLA has made graphs of it, where it makes some."""
-    for ending in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
-        for path in folder.glob(f"*.jit_{name}.{ending}.txt"):
-            return path.read_text()
-    raise AssertionError(f"no sequence of {name}: {sorted(path.name for path in folder.iterdir())}")
+SEQUENCE = "thunk_sequence_after_thunk_passes", "thunk_sequence"
+"""After XLA has made graphs of it, where it makes some."""
+OPTIMIZED = "*gpu_after_optimizations"
+
+
+def _dumped(folder, name, endings):
+    paths = [path for ending in endings for path in folder.glob(f"*.jit_{name}.{ending}.txt")]
+    return paths[0].read_text()
 
 
 def compiled(*case):
@@ -87,6 +76,15 @@ def test_the_sampler_is_one_graph_with_its_branches(name, most):
     assert len(inside) <= most, inside
 
 
+@pytest.mark.parametrize(("name", "least"), [compiled("step_3", 6), compiled("ffn_step_3", 3)])
+def test_messages_travel_beside_the_kernels_of_a_whole_step(name, least):
+    """In the loops over dense and other layers, in each of the three turns of a layer."""
+    assert "Conditional" not in [kind for _, kind in kinds(sequences()[name])]
+    travels = r"%collective-permute-start\S* =.*?%collective-permute-done\S* ="
+    spans = re.findall(travels, sequences()[f"{name}.hlo"], re.DOTALL)
+    assert sum("/mpmd_map" in span for span in spans) >= least  # our kernels
+
+
 def compile_programs():
     """Their names, one after the other, as they are compiled."""
     config, deployment = load("step3")
@@ -96,12 +94,21 @@ def compile_programs():
     bucket = Bucket(128, 64)
     programs = (
         attention.attend(bucket, config.layer(4)),
-        ffn.ffn(bucket.tokens, config.moe),
+        ffn.ffn(bucket, config.layer(4).ffn),
         attention.leave(bucket),
+        *whole_steps(bucket),
     )
     for program in programs:
         program.compile()
         yield program.name
+
+
+def whole_steps(bucket):
+    sizes = {"ffn_ep": 16, "ffn_tp": 1, "ffn_instances": 1, "ffn_shared": "split"}
+    config, deployment = load("step3", **sizes, link_route="trampoline")
+    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    templates = ModelTemplates(config, deployment, meshes)
+    return aot.whole_steps(templates, deployment, meshes, [bucket]).values()
 
 
 if __name__ == "__main__":
