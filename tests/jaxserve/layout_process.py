@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -109,13 +110,15 @@ def forget_the_order() -> None:
 
 def read_nothing_once() -> None:
     """The first expert of the checkpoint cannot be read here."""
-    replaced = patch.object(expert_slots, "read_experts")
+    errors = [OSError("no such expert")]
+    read = expert_slots.read_experts
 
-    def fails(*arguments: object) -> None:
-        replaced.stop()
-        raise OSError("no such expert")
+    def read_or_fail(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return read(*arguments)
 
-    replaced.start().side_effect = fails
+    patch.object(expert_slots, "read_experts", read_or_fail).start()
 
 
 if __name__ == "__main__":

@@ -136,23 +136,16 @@ def test_a_placement_that_a_worker_gives_up_is_told_again(workers, experts):
     assert workers.balancer.placements == {1: MOVED}
 
 
-def test_a_placement_that_does_not_fit_is_told_once(workers, experts):
-    """A worker that has fewer slots now."""
+@pytest.mark.parametrize("sizes", [[SlotSizes(4, 1, 1)], []], ids=["does not fit", "moved on"])
+def test_a_placement_is_told_once(workers, experts, sizes):
+    """The worker has fewer slots now, or has moved experts since."""
     workers.moved()
     experts.look()
-    workers.begin("b", SlotSizes(4, 1, 1))
+    workers.begin("b", *sizes)
+    if not sizes:
+        workers.moved((1, 0, 3, 2, 3, 1))
     experts.look()
     assert experts._remembered.worker == "b"
-    assert not workers.balancer.view().moving
-
-
-def test_a_worker_that_has_moved_experts_is_left_alone(workers, experts):
-    workers.moved()
-    experts.look()
-    workers.begin("b")
-    other = (1, 0, 3, 2, 3, 1)
-    workers.moved(other)
-    experts.look()
     assert not workers.balancer.view().moving
 
 

@@ -54,9 +54,7 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
             run.wait_for(rf"(?s)\[{3 - victim}\] ready  role=ffn{again}", SECONDS)
             (tmp_path / str(victim)).touch()
             run.wait_for(rf"^\[0\] round {victim} begins", SECONDS)
-            time.sleep(0.2)
-            (pid,) = re.findall(rf"process {victim}: role ffn, runtime ffn, pid (\d+)", run.output)
-            os.kill(int(pid), signal.SIGKILL)
+            kill(run, victim)
         assert run.end(SECONDS) == 0, run.output
     check_rounds(run, reference, 3)
     moving = re.findall(r"^\[0\] moving (\d+)$", run.output, re.MULTILINE)
@@ -68,6 +66,13 @@ def test_ffn_workers_are_killed_and_every_request_gets_its_tokens(tiny_model, re
     assert "come from elsewhere" not in again
     assert "[0] compilations 0" in run.output
     assert int(re.search(r"\[0\] resends (\d+)", run.output)[1]) >= 2, run.output
+
+
+def kill(run, process):
+    """Kills a process of an ffn worker in the middle of a round."""
+    time.sleep(0.2)
+    (pid,) = re.findall(rf"process {process}: role ffn, .*pid (\d+)", run.output)
+    os.kill(int(pid), signal.SIGKILL)
 
 
 @golden.table("fleet/missing_runtimes.yaml")
@@ -105,9 +110,7 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
         for number in range(2):
             (tmp_path / str(number)).touch()
         run.wait_for(r"^\[0\] round 1 begins", SECONDS)
-        time.sleep(0.2)
-        (pid,) = re.findall(rf"process {victim}: role ffn, .*pid (\d+)", run.output)
-        os.kill(int(pid), signal.SIGKILL)
+        kill(run, victim)
         assert run.end(SECONDS) == 0, run.output
     check_rounds(run, reference, 2)
     assert "[0] compilations 0" in run.output
