@@ -29,7 +29,8 @@ def written(form: CallFormat, name: str, value: str) -> str:
     before = before.format(name=name, quoted=f'"{name}"', number=0)
     if form.parameter:
         opening, closing = form.parameter
-        value = "".join(f"{opening.format(key=key)}{value}{closing}" for key in "abc")
+        begun = (opening.format(key=key, string=str(key == "a").lower()) for key in "abc")
+        value = "".join(f"{begin}{value}{closing}" for begin in begun)
     else:
         value = f'{{"a": {value}}}'
     return f"{form.begin}{before}{value}{after}{form.end}"
