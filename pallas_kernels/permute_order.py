@@ -6,7 +6,7 @@ must be equal. Called by `jaxserve/roles/step_programs.py`. Knows only HLO text,
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) .*\{\n((?: .*\n)*)", re.MULTILINE)
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.-]+)")
@@ -16,24 +16,28 @@ _PERMUTE = re.compile(
 )
 
 
-def permutes(text: str) -> list[tuple[str, str]]:
-    """Lists the collective permutes in the order in which they start, with loops unrolled.
+def permutes(text: str, counts: Callable[[str], bool]) -> list[str]:
+    """Lists collective permutes in the order in which they start, with loops unrolled.
+
+    Args:
+      counts: returns whether a permute between these pairs of devices is listed.
 
     Returns:
-      shape and pairs of devices of each, as in ("u8[8,64]", "{0,1},{1,0").
+      shape and pairs of devices of each, as in "u8[8,64] {0,1},{1,0".
 
     Raises:
-      ValueError: a loop that has some has no known number of turns.
+      ValueError: a loop with listed permutes has no known number of turns.
     """
     bodies = dict(_COMPUTATION.findall(text))
 
     @functools.cache
-    def of(name: str) -> tuple[tuple[str, str], ...]:
+    def of(name: str) -> tuple[str, ...]:
         return tuple(one for line in bodies[name].splitlines() for one in inside(line))
 
-    def inside(line: str) -> Iterator[tuple[str, str]]:
+    def inside(line: str) -> Iterator[str]:
         if found := _PERMUTE.match(line):
-            yield found[1], found[2]
+            if counts(found[2]):
+                yield f"{found[1]} {found[2]}"
             return
         called = [one for name in _CALLED.findall(line) for one in of(name)]
         if called and " while(" in line:

@@ -8,6 +8,7 @@ Run by `plan simulate --workers`.
 
 import itertools
 from collections.abc import Hashable, Iterator
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -103,7 +104,7 @@ class _Workers:
     def answer(self, message: Waiting, at: float) -> None:
         """Gives a worker an answer, as the message to send next. Takes answers in the order of the
         lanes, as `roles/schedule.py` does: a lane may have to wait for another one's answer."""
-        worker: int = message.domain  # type: ignore[assignment]
+        worker = cast(int, message.domain)
         answers, turn, link = self._answers[worker], self._turn[worker], self._pool.link
         answers[message.lane] = at, message
         while turn in answers:

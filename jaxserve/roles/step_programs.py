@@ -265,7 +265,7 @@ class FFNStepPrograms(FFNPrograms):
         def body(tables: Arrays, counts: Arrays, stacks: Sequence[Arrays]) -> Arrays:
             carry: Any = wire.no_answer, jnp.zeros((), wire.word)
             if lanes >= STAGES:
-                _, token = wire.exchange(None, wire.message, jnp.zeros((), wire.word))
+                _, token = wire.exchange(None, wire.message, carry[1])
                 ahead, token = wire.pass_on(wire.no_answer, wire.message, token)
                 carry = wire.no_answer, token, ahead
             loads: list[Array] = []
@@ -349,6 +349,6 @@ def exchanges(text: str, devices: int) -> list[str]:
         return any((int(a) < devices) != (int(b) < devices) for a, b in found)
 
     try:
-        return [f"{shape} {pairs}" for shape, pairs in permutes(text) if crosses(pairs)]
+        return permutes(text, crosses)
     except ValueError as error:
         raise EngineFailedError(f"pipeline = step: {error}") from None
