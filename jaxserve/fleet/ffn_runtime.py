@@ -77,8 +77,8 @@ def answer_messages(
     Args:
       address_given: where it listens; None: at its address in `link.addresses`.
       on_turn: called a few times a second once the process is ready.
-      joined: initialises JAX, with the other processes of the worker if there are any. A signal to
-        any of them ends all.
+      joined: initialises JAX together with all processes of the worker. A signal to one process
+        ends the whole worker.
     """
     signals: list[int] = []
     server = None

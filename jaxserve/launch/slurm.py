@@ -83,7 +83,7 @@ def _of_components(variable: str, groups: list[list[Workload]]) -> list[str]:
 
 
 def _cores(groups: list[list[Workload]]) -> str:
-    """Returns the cores of a node: of the one with the fewest, where there are several kinds."""
+    """Returns the cores of a node; of several kinds of nodes, those of the smallest."""
     if len(groups) == 1:
         return "${SLURM_CPUS_ON_NODE:-$(nproc)}"
     counts = " ".join(f'"{each}"' for each in _of_components("SLURM_JOB_CPUS_PER_NODE", groups))

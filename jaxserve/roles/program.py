@@ -13,25 +13,25 @@ from jaxtyping import Array
 
 CudaGraphs = Literal["default", "off", "branches"]
 """How XLA turns consecutive kernels of a program into command buffers, which are CUDA graphs. A
-graph keeps the addresses of its kernels' arguments. Called with other addresses, XLA records every
-node again and traces custom calls (our kernels) once more; it keeps 16 graphs of those.
+graph keeps the addresses of its kernels' arguments. If a call passes other addresses, XLA records
+every node again and traces custom calls (our kernels) once more; it keeps 16 such traces.
 
 `default`: XLA decides.
 
 `off`: for programs that a step runs once a layer. One executable serves all layers, so weights,
 pages and messages have other addresses at every call, and no graph would be used twice. Launching
-the 16 kernels of Step-3's `attend_moe`, or the 27 of its `ffn_moe`, should cost the host less than
-recording as many and launching the graph; this was not timed on a card. Neither has a condition or
-a loop.
+a layer's kernels (24 in Step-3's `attend_moe` and 22 in its `ffn_moe`, as `plan estimate` counts
+them) should cost the host less than recording them and launching the graph; this was not timed on a
+card. Neither program has a condition or a loop.
 
-`branches`: for programs with the sampler, whose arguments stay where they are except for a few
-small ones. Conditions and loops become nodes of the graph, too. Outside a graph XLA's host thread
-waits at every condition until the device has finished everything enqueued before, and cannot
-enqueue the next step meanwhile. This needs a driver for CUDA 12.3 or later; under older drivers XLA
-leaves these nodes out of graphs. In Step-3's `leave` a step of greedy slots runs 20 nodes, one of
-which is the condition that skips all draws. Without conditions every step would draw: 8 windows for
-128 slots, with two searches of 31 rounds of 4 kernels each, are some 2,000 more nodes, or 3.4 ms at
-the 1.7 µs that the estimate charges for each."""
+`branches`: for programs with the sampler. Nearly all of their arguments keep their addresses.
+Conditions and loops become nodes of the graph, too. Outside a graph XLA's host thread waits at
+every condition until the device has finished everything enqueued before, and cannot enqueue the
+next step meanwhile. This needs a driver for CUDA 12.3 or later; under older drivers XLA leaves
+these nodes out of graphs. In Step-3's `leave` a step of greedy slots runs 20 nodes, one of which is
+the condition that skips all draws. Without conditions every step would draw: 8 windows for 128
+slots, with two searches of 31 rounds of 4 kernels each, are some 2,000 more nodes, or 3.4 ms at the
+1.7 µs that the estimate charges for each."""
 
 _ON_CPU = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",

@@ -38,22 +38,23 @@ class AnswerShape(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Unanswered:
-    """A lane's unanswered message.
+    """A lane's message that waits for its answer.
 
-    References go from messages to connections, and back only until the answer is there or the
-    connection has failed, so that all are freed, arrays and sockets too, without the garbage
+    A message refers to its connections. A connection refers back only until the answer has arrived
+    or the connection has failed, so that arrays and sockets are freed without the garbage
     collector.
 
     Attributes:
       number: number of the message, equal in all processes of the attention worker.
       packed: the message on the attention mesh; kept to be sent again.
-      answer_shape: landing of its answer.
-      connections: those to one ffn worker over which it was sent last; empty before.
-      missing: those of them over which no answer has arrived.
+      answer_shape: form in which the answer is put on the devices.
+      connections: all connections of the latest send, to the processes of one ffn worker; empty
+        before the first send.
+      missing: connections that have brought no answer yet.
       pieces: pieces of the answer that have arrived, by number.
       error: why the message could not be computed.
-      posts: how often it was sent.
-      refusals: how often an ffn worker said that it gets no answer.
+      posts: number of sends.
+      refusals: number of times that an ffn worker refused to answer.
     """
 
     number: int

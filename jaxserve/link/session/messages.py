@@ -20,7 +20,7 @@ class Echo(msgspec.Struct, frozen=True, tag="echo", array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """What the other end asked for with this number does not come."""
+    """Tells the other end that it does not get what it asked for with this number."""
 
     number: int
     text: str

@@ -167,15 +167,15 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, .
 
 
 def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
-    """Returns the pages that each DP group has for windows and states; 0: no sequence outgrows a
-    window.
+    """Returns the number of pages that each DP group reserves for windows and states; 0 if no
+    sequence can outgrow a window.
 
-    Every slot has one page of states, for as long as a sequence is there.
+    A slot with a sequence has one page of states.
 
-    A sequence that decodes holds the pages of its window and of the tokens and drafts of the two
-    steps in flight, which lie anywhere within pages. The chunks of a lane's two steps come on top,
-    each of which may reach into one page more: that is a slot's spare page, or one of those for an
-    end of a cached prefix. With this many pages a running sequence never lacks one.
+    A decoding sequence holds the pages of its window, and of the tokens and drafts of the two steps
+    in flight, which may begin in the middle of a page. A lane's two steps add their chunks, and
+    each chunk may reach into one more page: the slot's spare page, or a page kept for the end of a
+    cached prefix. With this number of pages a running sequence never lacks one.
     """
     window, limits, size = largest_window(config), deployment.scheduler, deployment.cache.page_size
     if config.recurrent:
