@@ -39,8 +39,7 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.results import FleetResult
-from jaxserve.planner.simulate import Constant, Progress
+from jaxserve.planner.simulate import Constant, FleetResult, Progress
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
 

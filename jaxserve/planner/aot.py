@@ -25,10 +25,15 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.planner.estimate import ProgramCounts
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import busiest_by_chance
-from jaxserve.planner.scheduled import Copy, copies, count_collectives, exchanged_bytes
+from jaxserve.planner.scheduled import (
+    Copy,
+    ProgramCounts,
+    copies,
+    count_collectives,
+    exchanged_bytes,
+)
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import colocated_executables

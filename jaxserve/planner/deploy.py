@@ -34,8 +34,8 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Pace, Plan, Searcher, why_not
+from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3

@@ -16,8 +16,8 @@ from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.memory import token_budget
 from jaxserve.planner.models import CostModel
-from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Found, Pace, Plan
+from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
 
 QUANTILES, POINTS = 5, 3

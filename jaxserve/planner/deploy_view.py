@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.layouts import MODES
-from jaxserve.planner.published import speed_range
-from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
+from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.view import Report, declared
 
 

@@ -1,11 +1,22 @@
-"""Measured stages: their file, and the calibration that follows from it.
+"""Measured stages: their file, the calibration that follows from it, and the times of stages in a
+timeline.
 
 A file is a JSON list of `Measurement`s, as `python -m pallas_kernels.bench --layer --json` writes
 it, or the file of `jaxserve preflight`, which has such a list; `plan calibrate` joins several.
+
+A timeline is read load by load. A load is the work of a step; steps whose contexts differ by less
+than a tenth are alike. Times are means over ordinary steps, those of the middle half of durations:
+such means add up to a step, as medians do not, and a pause counts as little in them.
 """
 
+import itertools
+import math
+import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +25,8 @@ import msgspec
 from jaxserve.config.formats import FormatName
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.observe.spans import Span
+from jaxserve.observe.timeline_view import Bar
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import (
     NOTHING,
@@ -29,6 +42,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers, load_model
 from jaxserve.planner.stage_times import Rooflines, even_rows
 from jaxserve.planner.stages import Calculator
+from jaxserve.roles.layout import StepLoad
 
 SIZES = ("dp", "tp", "ep", "ffn_tp")
 """Fields of a layout that a measurement shares."""
@@ -196,3 +210,199 @@ def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
     if said := estimated(found):
         print(f"note: {path}: {said}", file=sys.stderr)
     return calibration(found, configs)
+
+
+ALIKE = 1.1
+"""Contexts within this ratio are alike."""
+WAITING = 0.1
+"""Share of its time that a lane has to wait for the host for that to be measured."""
+
+WATCHED_SECONDS = 60.0
+"""Seconds to wait for steps of a running server."""
+
+_LaneStep = tuple[int, int]
+"""A step's lane and number."""
+_Alike = tuple[int, ...]
+"""Key shared by steps of similar load."""
+
+
+class Timed(NamedTuple):
+    """Duration of a stage in a trace."""
+
+    number: int
+    """Spans with a duration above 0, in all steps."""
+    seconds: float
+    """Mean over ordinary steps."""
+
+
+class Observed(NamedTuple):
+    """Steps of one load."""
+
+    load: StepLoad
+    stages: Mapping[tuple[MeasuredStage, int], Timed]
+    """Times by stage and group of equal layers (`CostModel.attention`, `CostModel.ffn`)."""
+    step: Timed | None
+    """From one step's end to the next one's on its lane; None: no two came one after the other."""
+
+
+class _Measured(msgspec.Struct):
+    """The part of a server's measured steps that is used here."""
+
+    timeline: list[Bar]
+    loads: list[tuple[int, int, StepLoad]]
+
+
+class _Watched(msgspec.Struct):
+    """The part of a server's `GET /pipeline` that is used here."""
+
+    measured: _Measured | None
+
+
+class _Trace(msgspec.Struct):
+    """The part of timeline.json that is used here."""
+
+    spans: list[Span]
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Reads the spans of a `--timeline` folder, or of its timeline.json.
+
+    Raises:
+      ConfigError: it has none.
+    """
+    file = path / "timeline.json" if path.is_dir() else path
+    spans = read_json(file, _Trace).spans
+    if not spans:
+        raise ConfigError(f"{file}: no spans")
+    return spans
+
+
+def watched_spans(url: str) -> list[Span]:
+    """Spans of the steps that a running server measures because it is asked: those of its own
+    domains, or of a router's first domain. It may take a while until it has any.
+
+    Args:
+      url: of the server, as http://host:8000.
+
+    Raises:
+      ConfigError: it does not answer, or measured no whole step within `WATCHED_SECONDS`.
+    """
+    until = time.monotonic() + WATCHED_SECONDS
+    while time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{url.rstrip('/')}/pipeline", timeout=10) as answer:
+                found = msgspec.json.decode(answer.read(), type=_Watched).measured
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            raise ConfigError(f"--url {url}: {error}") from None
+        if found is not None and found.loads:
+            loads = {(lane, step): load for lane, step, load in found.loads}
+            return [
+                Span(
+                    *(bar.stage, bar.lane, bar.layer, bar.step, bar.start * 1000, bar.end * 1000),
+                    *(0, 0, loads[bar.lane, bar.step]),
+                )
+                for bar in found.timeline
+                if bar.stage != "step" and (bar.lane, bar.step) in loads
+            ]
+        time.sleep(1)
+    raise ConfigError(f"--url {url}: no step was measured in {WATCHED_SECONDS:g} s; is it idle?")
+
+
+def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Observed]:
+    """The stages and steps of every load, those with most sequences last.
+
+    Args:
+      kinds: of every layer, the groups of its attention and its FFN.
+
+    Raises:
+      ConfigError: the trace has other layers than the model, or no stage to measure.
+    """
+    last = max(span.layer for span in spans)
+    if last != len(kinds):
+        raise ConfigError(f"the trace has {last} layers, the model {len(kinds)}")
+    loads: dict[_Alike, dict[_LaneStep, StepLoad]] = defaultdict(dict)
+    times: dict[_Alike, dict[tuple[MeasuredStage, int], list[tuple[_LaneStep, float]]]]
+    times = defaultdict(lambda: defaultdict(list))
+    ends: dict[int, dict[int, tuple[int, _Alike]]] = defaultdict(dict)
+    for span in spans:
+        if span.load is None or span.stage == "step" or not span.load.sequences:
+            continue
+        alike, of = _alike(span.load), (span.lane, span.step)
+        stage: MeasuredStage = span.stage
+        layers = 0
+        if span.layer == last:
+            stage = "leave"
+            ends[span.lane][span.step] = span.end_ns, alike
+        elif stage in ("attend", "ffn"):
+            layers = kinds[span.layer][stage == "ffn"]
+            if stage == "attend" and not span.layer:
+                stage = "enter"
+        loads[alike][of] = span.load
+        times[alike][stage, layers].append((of, max(0, span.end_ns - span.start_ns) / 1e9))
+    steps = _steps(ends)
+    late = _late(spans)
+    found = []
+    for alike in sorted(times, key=lambda alike: alike[2:]):
+        ordered = sorted(own := steps.get(alike, {}), key=own.__getitem__)
+        cut = len(ordered) // 4
+        ordinary = set(ordered[cut : len(ordered) - cut] or loads[alike])
+        step = _timed(own.items(), ordinary)
+        stages = {
+            key: timed
+            for key, values in sorted(times[alike].items())
+            if (timed := _timed(values, ordinary)) is not None
+        }
+        waited = statistics.median(late[of] for of in ordinary)
+        if step is not None and waited > WAITING * step.seconds:
+            # The host takes all of the time, which the lanes share.
+            lanes = {lane for lane, _ in ordinary}
+            stages["host", 0] = step._replace(seconds=step.seconds / len(lanes))
+        by_context = sorted(loads[alike].values(), key=lambda load: load.context)
+        found.append(Observed(by_context[len(by_context) // 2], stages, step))
+    if not any(one.stages for one in found):
+        raise ConfigError("the trace has no stage that can be measured")
+    return found
+
+
+def _alike(load: StepLoad) -> tuple[int, ...]:
+    context = round(math.log(max(1.0, load.context / load.sequences), ALIKE))
+    return load.bucket_tokens, load.bucket_pages, load.sequences, load.tokens, context
+
+
+def _steps(
+    ends: Mapping[int, Mapping[int, tuple[int, _Alike]]],
+) -> dict[_Alike, dict[_LaneStep, float]]:
+    """Seconds from the end of the lane's step before to a step's own, where both are alike."""
+    found: dict[_Alike, dict[_LaneStep, float]] = defaultdict(dict)
+    for lane, of_lane in ends.items():
+        for (_, before), (step, (end, alike)) in itertools.pairwise(sorted(of_lane.items())):
+            if before[1] == alike:
+                found[alike][lane, step] = (end - before[0]) / 1e9
+    return found
+
+
+def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:
+    """Seconds in which steps had their input, and devices and links were free, and the host had not
+    enqueued what came next."""
+    late: dict[_LaneStep, float] = defaultdict(float)
+    ready: dict[int, int] = {}
+    free: dict[str, int] = {}
+    for span in sorted(spans, key=lambda span: span.end_ns):
+        before = max(ready.get(span.lane, span.start_ns), free.get(span.stage, 0))
+        if span.start_ns == span.enqueued_ns:
+            late[span.lane, span.step] += max(0, span.start_ns - before) / 1e9
+        ready[span.lane] = free[span.stage] = span.end_ns
+    return late
+
+
+def _timed(values: Iterable[tuple[_LaneStep, float]], ordinary: set[_LaneStep]) -> Timed | None:
+    """Returns the mean over ordinary steps; None if nothing took any time.
+
+    The end of a span is noted late now and then, and the next one seems to take no time: the mean
+    counts both, so that stages add up.
+    """
+    seconds = list(values)
+    if longer := [value for _, value in seconds if value > 0]:
+        mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
+        return Timed(len(longer), mean)
+    return None

@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from pallas_kernels.hlo import INSTRUCTION, hbm_bytes
 from pallas_kernels.small_ops import COLLECTIVES
 
@@ -26,6 +28,19 @@ _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
 """Instructions that a fusion may also have if it only moves data."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
+
+
+class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Counts of one program on one device."""
+
+    layers: int
+    """Layers that run it in a step."""
+    instructions: int
+    bytes: int
+    """Bytes read and written, without the page pool."""
+    exchanged: dict[str, int] = {}
+    """Bytes of collectives by name and by the mesh axes, or the number of neighbours, that they go
+    over. A second collective of the same name starts with "2. "."""
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -20,6 +20,7 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
+from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.deployment_file import plan_file, write_plan
 from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
@@ -30,7 +31,6 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.published import speed_range
 from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
 from jaxserve.planner.view import Part, Report, Series, chart, declared, show
 

@@ -27,8 +27,7 @@ from jaxserve.model.ffn.traffic import (
     ranks_met,
 )
 from jaxserve.model.row_width import deployment_row_bytes
-from jaxserve.planner.fabric import rings, tpu_slice
-from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.hardware import load_hardware, rings, tpu_slice
 
 Place = tuple[int, ...]
 """Coordinates of a chip."""

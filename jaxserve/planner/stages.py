@@ -18,14 +18,14 @@ from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks
 from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
-from jaxserve.planner.fabric import (
+from jaxserve.planner.hardware import (
+    Hardware,
     alltoall_seconds,
     gather_bandwidth,
     gather_seconds,
     hops,
     middle_bandwidth,
 )
-from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import (
     BLOCK_ROWS,
     Attending,

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.estimate import Counts, measured_lines
-from jaxserve.planner.estimate_command import ESTIMATES
+from jaxserve.planner.estimate import ESTIMATES, Counts, measured_lines
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import run_module

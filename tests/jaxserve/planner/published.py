@@ -14,11 +14,11 @@ import numpy as np
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import topology_of
 from jaxserve.planner.assumptions import Formats
+from jaxserve.planner.comparison import Cell, Predicted, SpeedRange, Table, Tables
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
-from jaxserve.planner.published import Cell, Predicted, SpeedRange, Table, Tables
 from jaxserve.planner.search import NO_DRAFTS, Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import json_text

@@ -13,8 +13,7 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.planner.fabric import tpu_slice
-from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.hardware import load_hardware, tpu_slice
 
 pytestmark = [
     pytest.mark.tpu_aot,

@@ -7,7 +7,7 @@ from jaxserve.planner.demand import Demand, Level, Spares
 from jaxserve.planner.deploy import Hosts, Sizer, _fewest
 from jaxserve.planner.deploy_fleet import Asked, Chunks
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.results import FleetResult, Times
+from jaxserve.planner.simulate import FleetResult, Times
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H100, calculator, layout, searcher
 

@@ -3,7 +3,8 @@ import yaml
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.planner.hardware import MEASURES, known_hardware, load_hardware
+from jaxserve.planner import hardware
+from jaxserve.planner.hardware import MEASURES, hops, known_hardware, load_hardware, shape
 from tests import golden
 
 
@@ -48,3 +49,15 @@ def test_wrong_files_are_refused(tmp_path):
 )
 def test_hardware_by_what_jax_calls_it(kind, name):
     assert load_hardware(kind) == load_hardware(name)
+
+
+@golden.table("planner/slices.yaml")
+def test_slices(name, devices, chips, far):
+    chip = load_hardware(name)
+    assert shape(chip, devices) == tuple(chips)
+    assert hops(chip, devices) == far
+
+
+def test_bandwidths():
+    """`golden/planner/fabric.txt` says which links bound each of them."""
+    golden.check_values("planner/fabric.txt", lambda value: value, vars(hardware))

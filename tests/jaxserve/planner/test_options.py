@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.plan import main
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import (
@@ -80,3 +82,11 @@ def test_jitter_of_all_stages_and_of_one():
 def test_wrong_acceptance(text: str):
     with pytest.raises(ConfigError, match="--acceptance"):
         acceptance(text, 3)
+
+
+def test_each_is_told_with_its_option(capsys: pytest.CaptureFixture[str]):
+    def said(command: str) -> str:
+        assert main(command.split()) == 2
+        return capsys.readouterr().err.replace(str(CONFIGS), "CONFIGS")
+
+    golden.check_each("planner/wrong.txt", said)

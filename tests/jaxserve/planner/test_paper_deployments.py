@@ -16,8 +16,8 @@ from jaxserve.planner.deploy_fleet import Asked, Chunks, DecodeUnit
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
-from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Pace, Searcher
+from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import Compared, layout

@@ -21,9 +21,8 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import PAPER
-from jaxserve.planner.results import Result
 from jaxserve.planner.scenario import Roles, Stored, scenario
-from jaxserve.planner.simulate import Conditions, Simulation
+from jaxserve.planner.simulate import Conditions, Result, Simulation
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import json_text
 from tests import golden

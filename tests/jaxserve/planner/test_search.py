@@ -3,18 +3,23 @@ import pytest
 
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.noise import Skew
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.search import (
     Acceptance,
+    Balance,
     Plan,
     Searcher,
     front,
     layer_seconds,
     overlapped_seconds,
     passes,
+    why_not,
 )
+from jaxserve.planner.stage_times import Rooflines, even_rows
+from tests import golden
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
 
@@ -245,3 +250,50 @@ def test_the_search_takes_as_many_as_pay(share: float, drafts: set[int]):
     found = drafting(share, share, share).search(target)
     assert found.plans[0].layout.drafts in drafts
     assert {plan.layout.drafts for plan in found.points} == {0, 1, 2, 3}
+
+
+def test_by_hand():
+    """Until the FFN's 4 + 1 a group are attention's 10; where it has 4, (4 + n) (n + 1) / n is
+    least at the root of 4, or of 16 where an ffn device costs as much as four."""
+    made, wide = layout("afd", dp=2), layout("afd", dp=2, tp=2)
+    assert Balance(10.0, 6.0, 8.0).attention_devices(made, (1.0, 1.0)) == 6
+    assert Balance(4.0, 6.0, 8.0).attention_devices(made, (1.0, 1.0)) == 2
+    assert Balance(4.0, 6.0, 8.0).attention_devices(made, (1.0, 4.0)) == 4
+    assert Balance(1e3, 6.0, 8.0).attention_devices(wide, (1.0, 1.0)) == 2 * 996
+
+
+def test_the_rule_finds_what_simulations_find():
+    """Step-3 with 32 sequences of 8,000 tokens a group, beside 8 ffn devices."""
+    search, costs = searcher("step3", context=8000), {}
+    for dp in (8, 16, 24, 32, 48):
+        planned, own = layout("afd", dp=dp, ffn_tp=8, lanes=3), search.calculator
+        rows = even_rows(dp, 32 * dp, 32 * dp, 32 * dp * 8000, padded=32)
+        times = Rooflines(planned, own, own, (H800, H800)).step(rows)
+        costs[dp] = step_seconds(times, 3, dp) * planned.devices / dp
+    found = search.balance(planned, 32).attention_devices(planned, (1.0, 1.0))
+    assert costs[min(costs, key=lambda dp: abs(dp - found))] <= 1.05 * min(costs.values())
+
+
+def advice(model: str, hardware: str, context: int, tpot: float, devices: int, **formats) -> str:
+    search = searcher(model, hardware, context=context, **formats)
+    found = search.search(target := Target(tpot=tpot, max_devices=devices))
+    assert found.plans == []
+    return why_not(search, target, found)
+
+
+def test_what_would_meet_a_target():
+    """More devices, a smaller format, more time or a shorter context."""
+    texts = [
+        advice("kimi-k2", "h800", 8192, 0.05, 8),
+        advice("qwen3-30b-a3b", "l20", 4096, 0.05, 1, weights="bfloat16"),
+        advice("step3", "h800", 4096, 0.002, 32),
+        advice("qwen3-32b", "l4", 524288, 0.05, 4),
+    ]
+    golden.check("planner/advice.txt", "\n\n".join(texts) + "\n")
+
+
+def test_the_tpot_that_it_names_can_be_met():
+    text = advice("qwen3-30b-a3b", "h100", 4096, 0.003, 8)
+    named = float(text.rpartition("a TPOT of ")[2].partition(" ms")[0]) * 1e-3
+    target = Target(tpot=named + 1e-4, max_devices=8)
+    assert searcher("qwen3-30b-a3b", "h100").search(target).plans
