@@ -10,26 +10,19 @@ from jaxserve.server.grpc import GrpcServer
 from jaxserve.text.generator import TextGenerator
 from tests import golden
 from tests.jaxserve.text.fake_engine import FakeEngine
-from tests.jaxserve.text.letters import LETTERS, ids_of, raw_letters
+from tests.jaxserve.text.letters import ids_of, raw_letters
+from tests.jaxserve.text.test_generator import engine as engine
+from tests.jaxserve.text.test_generator import generator as generator
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine(ids_of("one two three"))
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def address(engine: FakeEngine) -> Iterator[str]:
+def address(generator: TextGenerator) -> Iterator[str]:
     """A server to ask."""
-    generator = TextGenerator(engine, LETTERS)
     server = GrpcServer(port=0)
     address = server.start()
     server.open(generator)
     yield address
     server.stop(0)
-    generator.close()
 
 
 @pytest.fixture

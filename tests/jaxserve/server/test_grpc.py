@@ -21,7 +21,7 @@ from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.generator import TextGenerator
 from tests import golden
-from tests.jaxserve.server.faces import SECONDS, Faces, rpc_error
+from tests.jaxserve.server.faces import SECONDS, Faces, first_delta, rpc_error
 from tests.jaxserve.server.http.test_answers import asked
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
@@ -31,34 +31,29 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.fixture
-def rig(faces: Faces) -> Faces:
-    return faces
-
-
 # ----------------------------------------------------------------------------- completions
 
 
-def test_answers(rig):
+def test_answers(faces):
     """`golden/server/grpc_answers.txt` lists calls."""
     calls = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}
 
     def said(request: str) -> str:
         name, fields = request.split(" ", 1)
-        rig.engine.params.clear()
-        rig.engine.cached_tokens = 2
+        faces.engine.params.clear()
+        faces.engine.cached_tokens = 2
         made = json_format.Parse(fields, calls[name]())
-        answer = getattr(rig.stub, name)(made, timeout=SECONDS)
+        answer = getattr(faces.stub, name)(made, timeout=SECONDS)
         text = json_format.MessageToJson(answer, indent=None, preserving_proto_field_name=True)
-        return "\n".join([text, *map(asked, rig.engine.prompts[-1:], rig.engine.params)])
+        return "\n".join([text, *map(asked, faces.engine.prompts[-1:], faces.engine.params)])
 
     golden.check_each("server/grpc_answers.txt", said)
     too_long = pb.TokenizeRequest(text="x" * 200)
-    assert rpc_error(rig.stub.Tokenize, too_long, timeout=SECONDS)[0] == "INVALID_ARGUMENT"
+    assert rpc_error(faces.stub.Tokenize, too_long, timeout=SECONDS)[0] == "INVALID_ARGUMENT"
 
 
-def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig):
-    events = list(rig.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
+def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(faces):
+    events = list(faces.stream(token_ids=pb.TokenIds(ids=[5, 6]), max_tokens=7, request_id="a"))
     assert events[0].prompt == pb.PromptInfo(request_id="a", prompt_tokens=2)
     assert not any(event.HasField("prompt") for event in events[1:])
     deltas = [event.delta for event in events]
@@ -68,109 +63,103 @@ def test_a_stream_starts_with_the_prompt_and_ends_with_the_reason(rig):
     assert events[-1].finish == pb.FinishInfo(
         reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage(prompt_tokens=2, completion_tokens=7)
     )
-    assert rig.engine.prompts == [[5, 6]]
+    assert faces.engine.prompts == [[5, 6]]
 
 
-def test_an_empty_completion(rig):
-    rig.engine.script = []
-    rig.engine.pace = 0.2  # so that the prompt's message has not waited for it
-    events = list(rig.stream(text="hi"))
+def test_an_empty_completion(faces):
+    faces.engine.script = []
+    faces.engine.pace = 0.2  # so that the prompt's message has not waited for it
+    events = list(faces.stream(text="hi"))
     parts = [[field.name for field, _ in event.ListFields()] for event in events]
     assert parts in ([["prompt"], ["finish"]], [["prompt", "finish"]])
     assert events[0].prompt.request_id != ""
 
 
-def test_what_is_there_at_once_is_one_message(rig, monkeypatch):
+def test_what_is_there_at_once_is_one_message(faces, monkeypatch):
     monkeypatch.setattr(inference, "ALONE_SECONDS", SECONDS)
-    rig.engine.chunk = 100
-    events = list(rig.stream(text="hi"))
+    faces.engine.chunk = 100
+    events = list(faces.stream(text="hi"))
     (parts,) = [[field.name for field, _ in event.ListFields()] for event in events]
     assert parts == ["prompt", "delta", "finish"]
     assert events[0].delta.text == "one two three"
 
 
-def test_the_prompt_is_told_before_a_late_first_token(rig):
-    rig.engine.allowed = 0
-    call = rig.stream(text="hi", request_id="a")
+def test_the_prompt_is_told_before_a_late_first_token(faces):
+    faces.engine.allowed = 0
+    call = faces.stream(text="hi", request_id="a")
     assert next(call).prompt == pb.PromptInfo(request_id="a", prompt_tokens=3)
-    rig.engine.allowed = None
+    faces.engine.allowed = None
     assert "".join(event.delta.text for event in call) == "one two three"
 
 
 # ----------------------------------------------------------- log-probabilities and grammars
 
 
-def test_log_probabilities_of_a_stream(rig):
+def test_log_probabilities_of_a_stream(faces):
     """They are those of the whole answer, which `golden/server/grpc_answers.txt` has."""
     fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
-    answer = rig.generate(**fields)
+    answer = faces.generate(**fields)
     assert (len(answer.logprobs), len(answer.prompt_logprobs)) == (3, 3)
-    deltas = [event.delta for event in rig.stream(**fields)]
+    deltas = [event.delta for event in faces.stream(**fields)]
     assert [one for delta in deltas for one in delta.logprobs] == list(answer.logprobs)
     prompt = [one for delta in deltas for one in delta.prompt_logprobs]
     assert prompt == list(answer.prompt_logprobs)
 
 
-def test_model_info(rig):
-    info = rig.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
-    known = {"jaxserve_version": "0.1.0", "eos_token_ids": [1], **rig.engine.model_info()}
+def test_model_info(faces):
+    info = faces.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=SECONDS)
+    known = {"jaxserve_version": "0.1.0", "eos_token_ids": [1], **faces.engine.model_info()}
     del known["layers"]
     assert {field.name: value for field, value in info.ListFields()} == known
 
 
-def test_abort(rig):
-    rig.engine.allowed = 3
-    call = rig.stream(text="hi", request_id="a")
-    first_delta(call)
-    rig.stub.Abort(pb.AbortRequest(request_id="a"), timeout=SECONDS)
+def test_abort(faces):
+    call = faces.begun(request_id="a")
+    faces.stub.Abort(pb.AbortRequest(request_id="a"), timeout=SECONDS)
     assert rpc_error(list, call) == ("CANCELLED", "the request was aborted")
-    assert rig.engine.wait_until_idle()
-    code, _ = rpc_error(rig.stub.Abort, pb.AbortRequest(request_id="a"), timeout=SECONDS)
+    assert faces.engine.wait_until_idle()
+    code, _ = rpc_error(faces.stub.Abort, pb.AbortRequest(request_id="a"), timeout=SECONDS)
     assert code == "NOT_FOUND"
 
 
 # --------------------------------------------------------------- clients that go, or are late
 
 
-def first_delta(call: grpc.Call) -> pb.GenerateStreamResponse:
-    return next(event for event in call if event.HasField("delta"))
-
-
 @pytest.mark.parametrize("how", ["cancels its stream", "cancels a unary call", "vanishes"])
-def test_a_client_that_leaves_returns_the_pages(rig, how):
-    rig.engine.allowed = 3
+def test_a_client_that_leaves_returns_the_pages(faces, how):
+    faces.engine.allowed = 3
     request = pb.GenerateRequest(text="hi", request_id="a")
-    with grpc.insecure_channel(rig.grpc_address) as channel:
+    with grpc.insecure_channel(faces.grpc_address) as channel:
         if how == "cancels a unary call":
             call = InferenceStub(channel).Generate.future(request, timeout=SECONDS)
-            until(lambda: rig.engine.running)
+            until(lambda: faces.engine.running)
         else:
             call = InferenceStub(channel).GenerateStream(request, timeout=SECONDS)
             first_delta(call)
         if how != "vanishes":
             call.cancel()
-            assert rig.engine.wait_until_idle()
-    assert rig.engine.wait_until_idle()
-    assert rig.engine.cancelled == ["a"]
-    rig.engine.allowed = None
-    assert rig.generate(text="hi").text == "one two three"  # nobody else noticed
+            assert faces.engine.wait_until_idle()
+    assert faces.engine.wait_until_idle()
+    assert faces.engine.cancelled == ["a"]
+    faces.engine.allowed = None
+    assert faces.generate(text="hi").text == "one two three"  # nobody else noticed
 
 
-def test_the_server_itself_says_deadline_exceeded(rig):
+def test_the_server_itself_says_deadline_exceeded(faces):
     """Where the engine gives up before the client's clock does."""
-    rig.engine.allowed = 3
-    submit = rig.generator.submit
+    faces.engine.allowed = 3
+    submit = faces.generator.submit
 
     def hurried(*args, deadline, **kwargs):  # type: ignore[no-untyped-def]
         return submit(*args, deadline=deadline - (SECONDS - 0.1), **kwargs)
 
-    rig.generator.submit = hurried  # type: ignore[method-assign]
-    assert rig.grpc_error() == ("DEADLINE_EXCEEDED", "the deadline has passed")
+    faces.generator.submit = hurried  # type: ignore[method-assign]
+    assert faces.grpc_error() == ("DEADLINE_EXCEEDED", "the deadline has passed")
 
 
 def test_a_reader_that_stalls_is_dropped():
     """Other requests go on, its pages come back, and its queue stays bounded."""
-    rig = Faces(tokenizer=Verbose("y" * 200_000), max_pending_tokens=20)
+    rig = Faces(tokenizer=Verbose("y" * 200_000), limits={"max_pending_tokens": 20})
     rig.engine.script = ids_of("x" * 90)
     rig.engine.pace = 0.001
 
@@ -198,7 +187,7 @@ def test_a_reader_that_stalls_is_dropped():
 # ---------------------------------------------------------------------------------- errors
 
 
-def test_a_bad_field_is_named(rig):
+def test_a_bad_field_is_named(faces):
     """`golden/server/grpc_fields.txt` lists requests."""
 
     def said(fields: str) -> str:
@@ -206,51 +195,49 @@ def test_a_bad_field_is_named(rig):
         fields = fields.replace('1025 * "x"', ", ".join(['"x"'] * 1025))
         request = json_format.Parse(fields, pb.GenerateRequest())
         with pytest.raises(grpc.RpcError) as caught:
-            rig.stub.Generate(request, timeout=SECONDS)
+            faces.stub.Generate(request, timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         named = error_details_pb2.BadRequest()
         assert rpc_status.from_call(caught.value).details[0].Unpack(named)
         assert caught.value.details().startswith(f"{named.field_violations[0].field}: ")
-        assert rig.engine.prompts == []
+        assert faces.engine.prompts == []
         return caught.value.details()
 
     golden.check_each("server/grpc_fields.txt", said)
 
 
-def test_refusals_are_counted_by_their_reason(rig):
-    rig.generate(text="hi")
-    rig.refused(text="hi", temperature=9)
-    rig.refused(text="")
-    rig.engine.refusal = OverloadedError("full", retry_after_s=1)
-    rig.refused(text="hi")
-    text = rig.metrics.text().decode()
+def test_refusals_are_counted_by_their_reason(faces):
+    faces.generate(text="hi")
+    faces.grpc_error(temperature=9)
+    faces.grpc_error(text="")
+    faces.engine.refusal = OverloadedError("full", retry_after_s=1)
+    faces.grpc_error()
+    text = faces.metrics.text().decode()
     for reason, count in (("invalid_value", 2), ("overloaded", 1)):
         sample = f'jaxserve:grpc_refusals_total{{model_name="fake",reason="{reason}"}} {count}.0'
         assert sample in text
 
 
-def test_a_failed_engine_is_unavailable_and_not_healthy(rig, caplog):
-    rig.engine.allowed = 3
-    call = rig.stream(text="hi", request_id="a1")
-    first_delta(call)
-    rig.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
+def test_a_failed_engine_is_unavailable_and_not_healthy(faces, caplog):
+    call = faces.begun(request_id="a1")
+    faces.engine.fail("process 1 (ffn, host node-17, pid 4321) is gone")
     assert rpc_error(list, call) == ("UNAVAILABLE", "the engine failed; request a1")
     assert "request a1: process 1 (ffn, host node-17, pid 4321) is gone" in caplog.text
-    assert rig.grpc_error(request_id="a2") == ("UNAVAILABLE", "the engine failed; request a2")
-    health = health_pb2_grpc.HealthStub(rig.channel)
+    assert faces.grpc_error(request_id="a2") == ("UNAVAILABLE", "the engine failed; request a2")
+    health = health_pb2_grpc.HealthStub(faces.channel)
     assert health.Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
 
 
-def test_two_thousand_streams_at_once(rig):
+def test_two_thousand_streams_at_once(faces):
     """gRPC's own default cancels some of more than 1,000 RPCs that wait to be taken up."""
-    rig.engine.script = ids_of("a")
+    faces.engine.script = ids_of("a")
 
     async def text(stub: InferenceStub) -> str:
         call = stub.GenerateStream(pb.GenerateRequest(text="hi"))
         return "".join([event.delta.text async for event in call])
 
     async def many() -> list[str]:
-        async with grpc.aio.insecure_channel(rig.grpc_address) as channel:
+        async with grpc.aio.insecure_channel(faces.grpc_address) as channel:
             stub = InferenceStub(channel)
             return await asyncio.gather(*(text(stub) for _ in range(2000)))
 
@@ -290,21 +277,19 @@ def test_health_over_a_life():
     engine.close()
 
 
-def test_what_does_not_finish_in_time_is_cut_as_unavailable(rig):
-    rig.engine.allowed = 3
-    call = rig.stream(text="hi")
-    first_delta(call)
-    rig.refuse()
-    assert rig.engine.drain(0.1) is False
-    rig.engine.close()
+def test_what_does_not_finish_in_time_is_cut_as_unavailable(faces):
+    call = faces.begun()
+    faces.refuse()
+    assert faces.engine.drain(0.1) is False
+    faces.engine.close()
     code, details = rpc_error(list, call)
     assert code == "UNAVAILABLE"
     assert "shut down before the request was complete" in details
 
 
-def test_reflection_is_enough_for_a_client_without_stubs(rig):
+def test_reflection_is_enough_for_a_client_without_stubs(faces):
     """Asks for the services, builds the messages and calls, like grpcurl."""
-    database = ProtoReflectionDescriptorDatabase(rig.channel)
+    database = ProtoReflectionDescriptorDatabase(faces.channel)
     assert {"grpc.health.v1.Health", "jaxserve.v1.Inference"} < set(database.get_services())
     pool = descriptor_pool.DescriptorPool(database)
     service = pool.FindServiceByName("jaxserve.v1.Inference")
@@ -313,7 +298,7 @@ def test_reflection_is_enough_for_a_client_without_stubs(rig):
     method = service.FindMethodByName("Generate")
     request = message_factory.GetMessageClass(method.input_type)(text="hi", max_tokens=3)
     answer = message_factory.GetMessageClass(method.output_type)
-    call = rig.channel.unary_unary(
+    call = faces.channel.unary_unary(
         "/jaxserve.v1.Inference/Generate",
         request_serializer=type(request).SerializeToString,
         response_deserializer=answer.FromString,
@@ -322,8 +307,8 @@ def test_reflection_is_enough_for_a_client_without_stubs(rig):
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Abort", "GetModelInfo"])
-def test_a_body_that_is_no_message(rig, method, caplog):
-    call: Any = rig.channel.unary_unary(f"/jaxserve.v1.Inference/{method}")
+def test_a_body_that_is_no_message(faces, method, caplog):
+    call: Any = faces.channel.unary_unary(f"/jaxserve.v1.Inference/{method}")
     code, details = rpc_error(call, b"\xff" * 20, timeout=SECONDS)
     assert (code, details) == ("INVALID_ARGUMENT", "request: the body is no message of this RPC")
     assert not caplog.records

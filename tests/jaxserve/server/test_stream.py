@@ -21,22 +21,27 @@ def runs(test: Callable[[], Coroutine[object, object, None]]) -> Callable[[], No
     return lambda: asyncio.run(asyncio.wait_for(test(), 20))
 
 
-@runs
-async def test_the_first_token_goes_at_once_then_whatever_gathered() -> None:
-    buffer = StreamBuffer(tokens=4, seconds=10)
+async def begun(**limits: float) -> StreamBuffer:
+    """A buffer whose first token was taken, which goes at once."""
+    buffer = StreamBuffer(**limits)
     buffer.put(token(0))
     assert (await buffer.take()).token_ids == [0]
-    for number in (1, 2, 3, 4, 5):
-        buffer.put(token(number))
-    portion = await buffer.take()
-    assert (portion.token_ids, portion.text) == ([1, 2, 3, 4, 5], "bcdef")
+    return buffer
+
+
+@runs
+async def test_whatever_gathered_while_the_loop_was_busy_goes_together() -> None:
+    for limits in ({"tokens": 4, "seconds": 10}, {}):
+        buffer = await begun(**limits)
+        for number in (1, 2, 3, 4, 5):
+            buffer.put(token(number))
+        portion = await buffer.take()
+        assert (portion.token_ids, portion.text) == ([1, 2, 3, 4, 5], "bcdef")
 
 
 @runs
 async def test_a_portion_goes_when_the_interval_is_over() -> None:
-    buffer = StreamBuffer(tokens=100, seconds=0.1)
-    buffer.put(token(0))
-    await buffer.take()
+    buffer = await begun(tokens=100, seconds=0.1)
     start = time.monotonic()
     buffer.put(token(1))
     buffer.put(token(2))
@@ -47,9 +52,7 @@ async def test_a_portion_goes_when_the_interval_is_over() -> None:
 @runs
 async def test_a_slow_stream_is_not_delayed() -> None:
     """The interval counts from the last message: a token that comes later goes at once."""
-    buffer = StreamBuffer(tokens=100, seconds=30)
-    buffer.put(token(0))
-    await buffer.take()
+    buffer = await begun(tokens=100, seconds=30)
     buffer._next_portion -= 30  # the interval is over
     buffer.put(token(1))
     assert (await buffer.take()).token_ids == [1]
@@ -57,9 +60,7 @@ async def test_a_slow_stream_is_not_delayed() -> None:
 
 @runs
 async def test_the_end_waits_for_nothing() -> None:
-    buffer = StreamBuffer(tokens=100, seconds=30)
-    buffer.put(token(0))
-    await buffer.take()
+    buffer = await begun(tokens=100, seconds=30)
     buffer.put(token(1))
     buffer.put(token(2, finish=True))
     last = await buffer.take()
@@ -102,13 +103,3 @@ def test_putting_after_the_loop_is_gone_is_harmless() -> None:
 def test_few_streams_have_every_token_at_once() -> None:
     assert [pause(streams, 2000) for streams in (1, 16, 64)] == [1 / 8000, 0.002, 0.008]
     assert pause(2064, 2000) == 1.008
-
-
-@runs
-async def test_tokens_that_came_while_the_loop_was_busy_go_together() -> None:
-    buffer = StreamBuffer()
-    buffer.put(token(0))
-    assert (await buffer.take()).token_ids == [0]
-    for number in (1, 2, 3):
-        buffer.put(token(number))
-    assert (await buffer.take()).token_ids == [1, 2, 3]

@@ -46,12 +46,13 @@ class HttpRig:
         tokenizer: Tokenizer = LETTERS,
         template: str | None = TEMPLATE,
         max_length: int = 100,
+        front: Callable[[FakeEngine], Any] = lambda engine: engine,
         **server: Any,
     ):
         self.engine = FakeEngine(ids_of(script), max_length=max_length)
         self.metrics = Metrics("fake")
         self.metrics.watch(self.engine)
-        self.generator = TextGenerator(self.engine, tokenizer, self.metrics.started)
+        self.generator = TextGenerator(front(self.engine), tokenizer, self.metrics.started)
         self.server = HttpServer(port=0, **server)
         self.address = self.server.start()
         self.template = None if template is None else ChatTemplate({"default": template})
