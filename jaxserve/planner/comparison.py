@@ -337,7 +337,10 @@ def verify(options: argparse.Namespace) -> int:
     for row, one in zip(rows, found, strict=True):
         row["within"] = one.within
     prices = made.roles.attention.price, made.roles.ffn.price
-    told = [*summary(found), balance(made, seen[-1]).text(made.layout, prices)]
+    roles = balance(made, seen[-1])
+    told = summary(found)
+    if roles.ffn:  # an ffn worker's own stages are not in the trace of its attention workers
+        told = [*told, roles.text(made.layout, prices)]
     show(
         options,
         Report("Predicted against measured", declared("verify", found=rows, summary=told), tree),

@@ -248,6 +248,7 @@ class Observed(NamedTuple):
 class _Measured(msgspec.Struct):
     """The part of a server's measured steps that is used here."""
 
+    at: float
     timeline: list[Bar]
     loads: list[tuple[int, int, StepLoad]]
 
@@ -279,7 +280,8 @@ def read_spans(path: Path) -> list[Span]:
 
 def watched_spans(url: str) -> list[Span]:
     """Spans of the steps that a running server measures because it is asked: those of its own
-    domains, or of a router's first domain. It may take a while until it has any.
+    domains, or of a router's first domain. It may take a while until it has any. Steps that it had
+    measured before, perhaps long ago and under another load, do not count.
 
     Args:
       url: of the server, as http://host:8000.
@@ -288,13 +290,15 @@ def watched_spans(url: str) -> list[Span]:
       ConfigError: it does not answer, or measured no whole step within `WATCHED_SECONDS`.
     """
     until = time.monotonic() + WATCHED_SECONDS
+    answered: list[float | None] = []
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(f"{url.rstrip('/')}/pipeline", timeout=10) as answer:
                 found = msgspec.json.decode(answer.read(), type=_Watched).measured
         except (OSError, ValueError, msgspec.DecodeError) as error:
             raise ConfigError(f"--url {url}: {error}") from None
-        if found is not None and found.loads:
+        answered.append(found.at if found else None)
+        if found and found.loads and found.at != answered[0]:
             loads = {(lane, step): load for lane, step, load in found.loads}
             return [
                 Span(

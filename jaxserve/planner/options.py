@@ -159,7 +159,7 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
     command = TABLE["commands"][name]
     shared = {each: TABLE["shared"][each] for each in (*command.get("shared", ()), "json", "html")}
     for option, told in {**shared, **command.get("options", {})}.items():
-        keywords = dict(told)
+        keywords = {**told, "help": told["help"].replace("%", "%%")}
         if "read" in keywords:
             keywords["type"] = READERS[keywords.pop("read")]
         if "range" in keywords:

@@ -204,10 +204,18 @@ def test_what_was_held_out_is_counted_by_itself():
 def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monkeypatch):
     """An alarm for all that is off by more than a quarter, with what was measured there for steps
     alone, whose lanes do not overlap, and the attention devices that its times ask for."""
-    view = PipelineView(measured_at=1.0, window_seconds=1.0, timeline=read_spans(trace))
-    body = msgspec.json.encode({"measured": _measured(view)})
-    answers = {"http://here/pipeline": body, "http://else/pipeline": b"[]"}
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: BytesIO(answers[url]))
+    times = [1.0, 1.0, 2.0] * 2  # what was measured before it asks is left out
+
+    def answer(url: str, timeout: float) -> BytesIO:
+        if url == "http://else/pipeline":
+            return BytesIO(b"[]")
+        view = PipelineView(
+            measured_at=times.pop(0), window_seconds=1.0, timeline=read_spans(trace)
+        )
+        return BytesIO(msgspec.json.encode({"measured": _measured(view)}))
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     asked = [word for word in qwen(trace) if word not in ("--timeline", str(trace))]
     assert main(["verify", *asked, "--url", "http://here/"]) == 1
     said = capsys.readouterr()
@@ -217,6 +225,7 @@ def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monk
     assert main(["calibrate", *qwen(trace), "--write", measured[1]]) == 0
     assert main(["verify", *asked, "--url", "http://here", *measured]) == 1
     assert capsys.readouterr().err == "ALARM: step takes 74640 µs, planned 46690\n"
+    assert not times
     assert main(["verify", *asked, "--url", "http://else"]) == 2
     assert "--url http://else: Expected `object`" in capsys.readouterr().err
 

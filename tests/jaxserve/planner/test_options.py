@@ -12,7 +12,9 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import (
     PAPER,
+    TABLE,
     acceptance,
+    add_command,
     assumptions,
     jitter,
     number,
@@ -52,6 +54,13 @@ def test_any_text_is_a_quantity_or_an_error(text):
     for read in (seconds, tokens, price, spread, stall, lambda item: assumptions([item])):
         with contextlib.suppress(ConfigError, argparse.ArgumentTypeError):
             assert read(text)
+
+
+@pytest.mark.parametrize("command", TABLE["commands"])
+def test_each_command_prints_its_options(command):
+    parser = argparse.ArgumentParser()
+    add_command(parser, command)
+    assert all(f"--{option}" in parser.format_help() for option in ("json", "html", "configs"))
 
 
 def test_assumptions():
