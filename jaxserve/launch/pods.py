@@ -59,8 +59,10 @@ def labels(options: Options, work: Workload) -> dict[str, str]:
 
 def arguments(deployment: Deployment, work: Workload, options: Options) -> list[str]:
     """Arguments of a container that all processes of a worker share."""
-    listen = [f"--listen=$(POD_IP):{work.port}"] if work.port else []
-    made = serve_arguments(deployment, work, listen)
+    which = [f"--listen=$(POD_IP):{work.port}"] if work.port else []
+    if work.kind == "ffn":  # its number says which experts are its own (`ffn.instances`)
+        which.append("--worker=$(WORKER)")
+    made = serve_arguments(deployment, work, which)
     return made if files_of(deployment, options) else [*made, "--insecure-bind"]
 
 
@@ -189,8 +191,11 @@ def _environment(work: Workload, options: Options) -> list[Tree]:
     if work.kind != "whole" or work.processes > 1:
         made.append({"name": "JAXSERVE_CLUSTER_TOKEN", "valueFrom": secret})
     if work.port:
-        field = {"fieldRef": {"fieldPath": "status.podIP"}}
-        made.append({"name": "POD_IP", "valueFrom": field})
+        fields = {"POD_IP": "status.podIP"}
+        if work.kind == "ffn":
+            fields["WORKER"] = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
+        for name, path in fields.items():
+            made.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     variables: dict[str, str] = {}
     if work.hardware is not None and not work.tpu:
         # NCCL says what fails, and looks for network cards of InfiniBand or RoCE where a pod has

@@ -103,8 +103,9 @@ def test_attention_workers_find_their_ffn_worker(tmp_path) -> None:
     read = deployment_in(made["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
     assert read.link.addresses == ["jaxserve-ffn-0.jaxserve-ffn:9000"]
     ffn = made["LeaderWorkerSet", "jaxserve-ffn"]["spec"]["leaderWorkerTemplate"]
-    options, process = process_of(container_of(ffn["workerTemplate"]), POD_IP="10.0.0.9")
-    assert (process.role, options.listen) == ("ffn", "10.0.0.9:9000")
+    given = {"POD_IP": "10.0.0.9", "WORKER": "1"}
+    options, process = process_of(container_of(ffn["workerTemplate"]), **given)
+    assert (process.role, options.listen, process.worker) == ("ffn", "10.0.0.9:9000", 1)
     domain = made["LeaderWorkerSet", "jaxserve-domain"]["spec"]
     assert domain["replicas"] == 2
     container = container_of(domain["leaderWorkerTemplate"]["workerTemplate"])
@@ -121,7 +122,7 @@ def test_every_process_of_an_ffn_worker_listens_for_rows(tmp_path) -> None:
     follower = container_of(ffn["leaderWorkerTemplate"]["workerTemplate"])
     assert {"name": "worker", "containerPort": 9000} in follower["ports"]
     cluster = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "f-0.f"}
-    options, process = process_of(follower, POD_IP="10.0.0.9", **cluster)
+    options, process = process_of(follower, POD_IP="10.0.0.9", WORKER="1", **cluster)
     assert (options.listen, process.control_address) == ("10.0.0.9:9000", "f-0.f:9002")
     assert (process.role, process.process_id, process.processes) == ("ffn", 1, 2)
 
