@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pallas_kernels import aot, llo
 
-OPS = ("attention", "grouped_matmul", "sparse_attention")
+OPS = ("attention", "gated_delta", "grouped_matmul", "sparse_attention")
 """The ops that have a `cases.py`."""
 
 COMPILE_SECONDS = 600

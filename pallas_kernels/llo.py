@@ -5,7 +5,7 @@ Called by `bundles.py`. Knows the text of `*final_bundles.txt` and nothing of ke
 A core issues at most one bundle per cycle, so the number of bundles of an iteration is a lower
 bound of its cycles. Of the paths through a loop's branches the shortest that does a full
 iteration's work counts: it starts the expected number of copies and has as many matrix products as
-the longest branch-free stretch.
+the longest branch-free stretch. In a program without products every bundle stands for one.
 """
 
 import re
@@ -80,6 +80,8 @@ def shortest_round(bundles: list[Bundle], copies: int, delay: int) -> Round:
       ValueError: no loop has such a path.
     """
     start_of = {region: at for at, bundle in enumerate(bundles) for region in bundle.regions}
+    if not any(bundle.matmuls for bundle in bundles):
+        bundles = [bundle._replace(matmuls=1) for bundle in bundles]
     loops = []
     for at, bundle in enumerate(bundles):
         back = None if bundle.target is None else start_of.get(bundle.target)

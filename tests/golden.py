@@ -51,10 +51,15 @@ def check_each(name: str, said: Callable[[str], str]) -> None:
     check(name, "\n".join(entries))
 
 
-def table(name: str) -> pytest.MarkDecorator:
-    """Gives a test the rows of `tests/golden/NAME`, whose first row names its parameters."""
+def table(name: str, mark: str = "") -> pytest.MarkDecorator:
+    """Gives a test the rows of `tests/golden/NAME`, whose first row names its parameters. With a
+    mark, the last column says which rows have it."""
     parameters, *rows = yaml.safe_load((FOLDER / name).read_text())
-    return pytest.mark.parametrize(parameters, rows)
+    if not mark:
+        return pytest.mark.parametrize(parameters, rows)
+    marks = [], [getattr(pytest.mark, mark)]
+    marked = [pytest.param(*row[:-1], marks=marks[row[-1]]) for row in rows]
+    return pytest.mark.parametrize(parameters[:-1], marked)
 
 
 def check_refused(

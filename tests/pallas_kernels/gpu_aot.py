@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pallas_kernels import gpu_resources
+from pallas_kernels import aot, gpu_resources
 
 NEEDS_CUDA = pytest.mark.skipif(gpu_resources.plugin() is None, reason="needs JAX's CUDA wheels")
 SECONDS = 7200
@@ -27,6 +27,15 @@ def lines_of(module, *arguments, env=None, limit=SECONDS):
     )
     assert done.returncode == 0, f"after {done.stdout[-1000:]}: {done.stderr[-3000:]}"
     return done.stdout.splitlines()
+
+
+def compiled_cases(op, generation, *names, limit=5000):
+    """What `pallas_kernels.aot` prints of an op's cases for a TPU, by name; libtpu has its own
+    settings, in a process of its own."""
+    pytest.importorskip("libtpu")
+    command = "pallas_kernels.aot", op, generation, *names
+    lines = lines_of(*command, env=aot.environment(), limit=limit)
+    return {one["case"]: one for one in (json.loads(line) for line in lines if line[:1] == "{")}
 
 
 def printed_by(module, *arguments, **variables):

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import attention, grouped_matmul, norm_quantize, quantize, sparse_attention
 from pallas_kernels.attention import work_items
+from pallas_kernels.gated_delta import api as delta
 from pallas_kernels.grouped_matmul import routed
 from pallas_kernels.quantize import QuantArray, scales_shape
 from tests import golden
@@ -31,7 +32,7 @@ WHERE = {"page_table": ints(1, 2), "sequence_of_token": ints(3), "position": int
 TOKENS = {"sequence_of_token": ints(3), "position": ints(3)}
 FP8 = jnp.float8_e4m3fn
 MODULES = attention, work_items, grouped_matmul, routed, norm_quantize, quantize, sparse_attention
-OPS = {name: value for module in MODULES for name, value in vars(module).items()}
+OPS = {name: value for module in (*MODULES, delta) for name, value in vars(module).items()}
 GOOD = dict(
     line.split("(", 1) for line in golden.text("pallas_kernels/good_calls.txt").splitlines()
 )

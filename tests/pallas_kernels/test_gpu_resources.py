@@ -6,20 +6,13 @@ import os
 
 import pytest
 
-from pallas_kernels.attention import cases as attention
+from pallas_kernels import gpu_resources
 from pallas_kernels.grouped_matmul import cases as grouped_matmul
-from pallas_kernels.norm_quantize import cases as norm_quantize
-from pallas_kernels.rotate_and_write import cases as rotate_and_write
 from tests.pallas_kernels import gpu_aot
 
 pytestmark = gpu_aot.COMPILED
 
-CASES = {
-    "attention": attention.gpu_cases,
-    "grouped_matmul": grouped_matmul.gpu_cases,
-    "norm_quantize": norm_quantize.gpu_cases,
-    "rotate_and_write": rotate_and_write.gpu_cases,
-}
+CASES = [(op, case.name) for op in gpu_resources.OPS for case in gpu_resources.cases(op)]
 AROUND = [case.name for case in grouped_matmul.around()]
 SHARED_MEMORY = 232_448
 
@@ -50,14 +43,12 @@ def names_and_registers(op, case):
         return {"grouped_kernel"}, 255 if case.endswith(many) else 168
     if op == "rotate_and_write":
         return {"norm_and_write" if case.startswith("deepseek") else "rotate_and_write"}, 255
-    if op == "norm_quantize":
-        return {"rms_norm_quantize"}, 255
+    if op in ("gated_delta", "norm_quantize"):
+        return {"rms_norm_quantize", "delta_step"}, 255
     return {"paged_attention", "paged_attention_combine"}, 255
 
 
-@pytest.mark.parametrize(
-    ("op", "case"), [(op, case.name) for op, cases in CASES.items() for case in cases()]
-)
+@pytest.mark.parametrize(("op", "case"), CASES)
 def test_registers_and_shared_memory(op, case):
     """Nothing is in slow memory or more than there is.
 

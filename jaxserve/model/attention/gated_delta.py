@@ -13,9 +13,8 @@ holds for its key by its value, and reads S with its query:
 Queries, keys and values first pass a causal convolution over the last tokens, whose inputs are kept
 beside S. A sequence has one page for both (`kv_cache.layer_entries`); its first token begins with
 zeros, whatever the page held before. Sequences with one token in a step take the recurrence
-together. Chunks of prompts take the chunked form (arXiv 2406.06484 §3), part after part.
-
-Plain XLA.
+together, by a kernel on TPUs and Hopper (`delta_step`). Chunks of prompts take the chunked form
+(arXiv 2406.06484 §3), part after part, in plain XLA.
 """
 
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from jaxserve.config.model import DeltaNet, LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
+from pallas_kernels.gated_delta import delta_step
 
 PART = 64
 """Tokens of a prompt that the chunked form takes at a time."""
@@ -39,8 +39,8 @@ NORM_EPSILON = 1e-6
 class Rows(NamedTuple):
     """Inputs of the recurrence, FP32; the first axis counts tokens."""
 
-    query: Float[Array, "tokens heads key_dim"]
-    key: Float[Array, "tokens heads key_dim"]
+    query: Float[Array, "tokens key_heads key_dim"]
+    key: Float[Array, "tokens key_heads key_dim"]
     value: Float[Array, "tokens heads value_dim"]
     decay: Float[Array, "tokens heads"]
     """Logarithms of the factors of the state."""
@@ -49,12 +49,12 @@ class Rows(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The module.
+    """Attention of a Gated DeltaNet layer.
 
     Attributes:
       mix: [key_heads·columns, d_model]; a key head's rows are its query, its key, and the values
         and output gates of its value heads.
-      rates: [key_heads·2·values, d_model]; of each key head β and the step of its value heads.
+      rates: [key_heads·2·values, d_model]; for each key head, β and the step of its value heads.
       query_taps, key_taps, value_taps: [columns, convolution], the newest token last.
       decay, step_bias: FP32 [value_heads]; g = −exp(decay)·softplus(step + step_bias).
       norm: [value_dim].
@@ -79,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
 
     @staticmethod
     def walk(*_: Any) -> tuple[()]:
-        """Nothing: a state is no row of pages."""
+        """Returns no arrays for the attention kernels to walk over: a state is no row of pages."""
         return ()
 
     def __call__(
@@ -94,11 +94,13 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("convolution"):
             convolved, inputs = self._convolve(own, inputs, steps)
         rows = self._rows(x, convolved)
-        heads = states.shape[1] * (self.sizes.q_heads // self.sizes.kv_heads)
-        read = jnp.zeros((tokens, heads, self.sizes.value_dim), jnp.float32)
+        read = jnp.zeros(rows.value.shape, jnp.float32)
         with jax.named_scope("delta_rule"):
-            states, read = _one_token_each(states, read, rows, steps)
-            states, read = _parts(states, read, rows, steps)
+            # The same bytes in another shape: XLA copies no pool.
+            heads = states.reshape(len(states), read.shape[1], self.sizes.head_dim, -1)
+            heads, read = _one_token_each(heads, read, rows, steps)
+            heads, read = _parts(heads, read, rows, steps)
+            states = heads.reshape(states.shape)
         gate = gate.reshape(read.shape).astype(jnp.float32)
         normed = rms_norm(read.astype(x.dtype), self.norm[...], self.epsilon)
         gated = (normed.astype(jnp.float32) * jax.nn.silu(gate)).astype(x.dtype)
@@ -136,7 +138,7 @@ class GatedDeltaNet(nnx.Module):
         sizes, (tokens, heads, _) = self.sizes, convolved.shape
         group, dim = sizes.q_heads // sizes.kv_heads, sizes.head_dim
         query, key, value = jnp.split(convolved.astype(jnp.float32), [dim, 2 * dim], axis=2)
-        query, key = (jnp.repeat(_unit(each), group, axis=1) for each in (query, key))
+        query, key = _unit(query), _unit(key)
         rate, step = jnp.split(linear(x, self.rates).reshape(tokens, heads, -1), 2, axis=2)
         rate, step = (
             each.astype(jnp.float32).reshape(tokens, heads * group) for each in (rate, step)
@@ -213,29 +215,21 @@ def _product(subscripts: str, *operands: Array) -> Array:
 def _one_token_each(
     states: Array, read: Array, rows: Rows, steps: _Steps
 ) -> tuple[Array, Float[Array, "tokens heads value_dim"]]:
-    """The recurrence for tokens that are the only ones of their sequence."""
+    """Runs the recurrence for tokens that are the only ones of their sequence."""
     token, page = steps.alone
     one = jax.tree.map(lambda each: each[token], rows)
-    shape = (*one.key.shape, one.value.shape[-1])
-    held = states[jnp.minimum(page, len(states) - 1), :, 0].reshape(shape)
-    first = (steps.position[token] == 0)[:, None, None, None]
-    held = jnp.where(first, 0, held) * jnp.exp(one.decay)[..., None, None]
-    change = one.rate[..., None] * (one.value - _product("nhk,nhkv->nhv", one.key, held))
-    held += one.key[..., None] * change[..., None, :]
-    kept = held.reshape(len(token), states.shape[1], -1)
+    # A sequence's first token begins with zeros.
+    decay = jnp.where((steps.position[token] == 0)[:, None], -jnp.inf, one.decay)
+    states, found = delta_step(states, page, one.query, one.key, one.value, decay, one.rate)
     there = jnp.where(page < len(states), token, len(read))
-    return (
-        states.at[page, :, 0].set(kept, mode="drop"),
-        read.at[there].set(_product("nhk,nhkv->nhv", one.query, held), mode="drop"),
-    )
+    return states, read.at[there].set(found, mode="drop")
 
 
 def _parts(
     states: Array, read: Array, rows: Rows, steps: _Steps
 ) -> tuple[Array, Float[Array, "tokens heads value_dim"]]:
     """The chunked form for all other tokens, one part of a sequence after the other."""
-    tokens = len(read)
-    shape = (*rows.key.shape[1:], rows.value.shape[-1])
+    tokens, group = len(read), read.shape[1] // rows.key.shape[1]
 
     def run(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         states, read = carry
@@ -246,9 +240,11 @@ def _parts(
         there = (at < tokens) & (steps.slot[own] == steps.slot[start])
         there &= steps.position[own] == position + jnp.arange(PART)
         part = jax.tree.map(lambda each: each[own], rows)
-        held = jnp.where(position == 0, 0, states[page, :, 0].reshape(shape))
-        held, found = delta_part(held, part, there)
-        states = states.at[page, :, 0].set(held.reshape(states.shape[1], -1))
+        part = part._replace(
+            query=jnp.repeat(part.query, group, axis=1), key=jnp.repeat(part.key, group, axis=1)
+        )
+        held, found = delta_part(jnp.where(position == 0, 0, states[page]), part, there)
+        states = states.at[page].set(held)
         return states, read.at[jnp.where(there, own, tokens)].set(found, mode="drop")
 
     return jax.lax.fori_loop(0, steps.number, run, (states, read))

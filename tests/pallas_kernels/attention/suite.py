@@ -282,10 +282,8 @@ class PagedAttentionSuite:
     def test_eight_bits(self, cache):
         chunks = [(9 * self.page_size + 3, 1), (self.page_size, 4)]
         self.check(self.case(Sizes(kv_heads=2, cache=cache), chunks))
-
-    def test_latent_in_eight_bits(self):
-        sizes = Sizes(shared=True, head_dim=24, cache="fp8")
-        self.check(self.case(sizes, [(9 * self.page_size, 1), PADDING]))
+        latent = Sizes(shared=True, head_dim=24, cache=cache)
+        self.check(self.case(latent, [(9 * self.page_size, 1), PADDING]))
 
     def test_bfloat16(self):
         sizes = Sizes(cache="bfloat16")

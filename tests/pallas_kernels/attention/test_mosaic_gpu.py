@@ -108,52 +108,13 @@ class TestMosaicGpu(PagedAttentionSuite):
         self.check(self.case(Sizes(window=70), [(129 + 64, 1), (127, 1)]))
 
 
-RELEASE = """\
-    if not self.converts:
-        plgpu.barrier_arrive(smem.released.at[slot])
-"""
-PV = "    mixed = self._mix(mixed, weights.astype(self.dtype), slot)\n"
-COMMIT = "plgpu.commit_smem()"
-MEET = "self._meet()"
-LOADED = 'self._wait_until_loaded(slot, "v")'
-LOAD = "    layout = plgpu.Layout.WGMMA_UPCAST_4X\n"
-ACC = "        return acc[...]\n"
-NEXT_KEYS = '        self.walk.start(cursor, self.leads, ("k", "k_scales"))\n'
-START = '    self.walk.start(cursor, self.leads, (name, name + "_scales"))\n'
-
-
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("method", "old", "new", "sizes", "said"),
-    [
-        # These four no other test notices.
-        ("_attend_step", PV + RELEASE, RELEASE + PV, PLAIN, "a copy into it while wgmma may"),
-        ("_mix", COMMIT, "pass", WIDE, "wgmma without a fence"),
-        ("_convert", COMMIT, "pass", EIGHT_BITS, "wgmma without a fence"),
-        ("_attend_unit", MEET + "  # All", "pass  # All", WIDE, "known"),
-        # Two ranges, or one buffer.
-        ("_scores", "and not one_buffer", "", EIGHT_BITS_WIDE, "a store while wgmma may"),
-        ("_of_step", "self.walker + zero(slot), :", "zero(slot), :", EIGHT_BITS_WIDE, "another"),
-        ("_attend_unit", "[self.buffer * plan.terms + term]", "[term]", EIGHT_BITS, "before a cop"),
-        ("_scores_of_fp8", ACC, NEXT_KEYS + ACC, FP8_WIDE, "a copy into it while wgmma may"),
-        # The interpreter notices some of these, too.
-        *nightly(
-            ("_attend_step", "self._wait_until_loaded(slot)", "pass", PLAIN, "while wgmma may"),
-            ("_attend_unit", "plgpu.barrier_wait(q_loaded)", "pass", PLAIN, "wgmma before a copy"),
-            ("_wait_until_released", "plgpu.barrier_wait(", "id(", WIDE, "wgmma before a copy"),
-            ("_mix", MEET, "pass", WIDE, "before a store of another"),
-            ("_clear_unseen", COMMIT, "pass", PLAIN, "wgmma without a fence"),
-            ("_attend_step", RELEASE, "", PLAIN, "wait for ever"),
-            ("_convert", LOAD, START + LOAD, EIGHT_BITS, "a load before a copy"),
-            ("_convert_values", LOADED, "pass", EIGHT_BITS, "a load be"),
-        ),
-    ],
-)
+@golden.table("pallas_kernels/attention_orders.yaml", "nightly")
 def test_an_order_that_is_taken_for_granted(method, old, new, sizes, said, monkeypatch):
     monkeypatch.setattr(_Warpgroup, method, mutated(getattr(_Warpgroup, method), (old, new)))
     suite = TestMosaicGpu()
     suite.page_size = 64
-    case = suite.case(sizes, [(260, 1), (70, 1)])
+    case = suite.case(globals()[sizes], [(260, 1), (70, 1)])
     with pytest.raises(Unordered, match=said):
         suite.compiled(case)(*case.arguments)
 
@@ -169,11 +130,7 @@ def test_who_does_what():
     golden.check_values("pallas_kernels/attention_hopper.txt", call, globals())
 
 
-@pytest.mark.parametrize(
-    ("device_kind", "blocks"),
-    [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114),
-     ("NVIDIA H20", 78), ("NVIDIA GH200 480GB", 132), ("NVIDIA H800", 132)],
-)  # fmt: skip
+@golden.table("pallas_kernels/hopper_blocks.yaml")
 def test_one_block_a_multiprocessor(device_kind, blocks):
     """Collectives have some for themselves, where there are any."""
     target = Target("mosaic_gpu", device_kind)

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.attention import reference, write_rows, write_tpu
+from pallas_kernels.attention.write_tpu_kernel import is_written_by_tiles
 from pallas_kernels.target import Target, use_target
+from tests import golden
 
 PAGE, POOL, TOKENS, SEQUENCES, COLUMNS = 4, 9, 16, 3, 3
 
@@ -81,16 +83,14 @@ def test_the_call_takes_it_for_a_tpu():
         latent, scales = write_rows(pages, rows, *where)
     assert np.argwhere(np.asarray(latent)[..., 0]).tolist() == [[1, 0, 2]]
     assert np.argwhere(np.asarray(scales)).tolist() == [[1, 0, 2]]
-    assert write_tpu.is_swapped(pages[0])
-    assert not write_tpu.is_swapped(pages[1])
-    assert not write_tpu.is_swapped(jnp.zeros((1, 1, 1, 256)))
 
 
-def test_scales_that_are_written_in_tiles():
-    assert write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 128)))
-    assert write_tpu.is_scattered_in_tiles(jnp.zeros((3, 4, 256)))
-    # XLA keeps these as a scatter does.
-    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 2, 256)))
-    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 4, 128)))
-    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 64)))
-    assert not write_tpu.is_scattered_in_tiles(jnp.zeros((3, 1, 256, 128)))
+def test_which_way_pages_are_written():
+    """Page by page, and scales in tiles where XLA would not keep them as a scatter does; the kernel
+    writes pages of 8 bits."""
+    ways = write_tpu.is_swapped, write_tpu.is_scattered_in_tiles, is_written_by_tiles
+
+    def call(*sizes, dtype="float32"):
+        return [way.__name__ for way in ways if way(jnp.zeros(sizes, dtype))]
+
+    golden.check_values("pallas_kernels/write_ways.txt", call, globals())

@@ -60,17 +60,3 @@ def test_it_is_the_reference(runs, order, count):
 
 def test_int8():
     assert write(batch([(0, 3, 2)]), jnp.int8) == 2
-
-
-def test_which_pages_the_kernel_takes():
-    takes = write_tpu_kernel.is_written_by_tiles
-    assert takes(jnp.zeros((2, 1, 32, 256), jnp.int8))
-    assert takes(jnp.zeros((2, 4, 64, 384), jnp.uint8))
-    for shape, dtype in (
-        ((2, 1, 32, 128), jnp.int8),
-        ((2, 1, 32, 192), jnp.int8),
-        ((2, 1, 16, 256), jnp.int8),
-        ((2, 1, 256), jnp.uint8),
-        ((2, 1, 32, 256), jnp.bfloat16),
-    ):
-        assert not takes(jnp.zeros(shape, dtype))

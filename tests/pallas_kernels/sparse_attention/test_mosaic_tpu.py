@@ -1,14 +1,12 @@
 """The choice of positions by the TPU kernels, interpreted, with their races looked for; attention
 to copies of the chosen rows; and both compiled."""
 
-import json
 import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import aot
 from pallas_kernels.quantize import as_bits, quantize_rows
 from pallas_kernels.sparse_attention import (
     attend_chosen,
@@ -19,7 +17,7 @@ from pallas_kernels.sparse_attention import (
 )
 from pallas_kernels.sparse_attention.cases import cases
 from pallas_kernels.target import Target, use_target
-from tests.pallas_kernels.gpu_aot import lines_of
+from tests.pallas_kernels.gpu_aot import compiled_cases
 from tests.pallas_kernels.tpu_races import no_race  # noqa: F401
 
 TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
@@ -121,12 +119,9 @@ def test_attention_to_copied_rows(cache, monkeypatch):
 @pytest.mark.parametrize("case", ["v7x choose fp8", "v7x attend fp8", "v6e", "v7x"])
 def test_steps_of_deepseek_compile(case):
     """No pool is copied: an index has 268 MB in 8 bits, and latents 1.3 GB."""
-    pytest.importorskip("libtpu")
     generation, _, name = case.partition(" ")
-    arguments = "sparse_attention", generation, *([name] if name else [])
-    lines = lines_of("pallas_kernels.aot", *arguments, env=aot.environment(), limit=5000)
-    results = [json.loads(line) for line in lines if line.startswith("{")]
-    found = {one["case"]: one["temporary_bytes"] for one in results}
+    results = compiled_cases("sparse_attention", generation, *filter(None, [name]))
+    found = {name: one["temporary_bytes"] for name, one in results.items()}
     assert set(found) == ({name} if name else {case.name for case in cases(generation)})
     for step, size in found.items():
         assert size < (160 if "choose" in step else 1000) * 2**20
