@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from jaxserve.config.formats import FormatName
-from jaxserve.link.dispatch.copy import fast_shards
+from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.config.formats import FormatName
 from jaxserve.errors import ConfigError
-from jaxserve.link.dispatch.copy import fast_shards
+from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all

@@ -18,10 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config.topology import Transport
-from jaxserve.link.dispatch.copy import Assemble, Copy, fast_copy, fast_first, fast_shards
+from jaxserve.link.dispatch.copy import Copy, fast_copy, fast_first
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
 from jaxserve.link.dispatch.mesh_transport import MeshTransport
 from jaxserve.link.dispatch.put import fast_put
+from jaxserve.link.dispatch.shards import Assemble, fast_shards
 
 TRANSPORT = Transport(automatic="devices", falls_back_to="ppermute")
 

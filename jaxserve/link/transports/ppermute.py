@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config.topology import Transport
-from jaxserve.link.dispatch.copy import fast_shards
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.mesh_transport import Direction, MeshTransport
 from jaxserve.link.dispatch.route import Route
+from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import cached_sharding
 
 TRANSPORT = Transport(collective=True, automatic="TPU hosts")

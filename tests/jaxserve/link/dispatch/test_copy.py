@@ -1,4 +1,4 @@
-"""The private copy proves itself, or the public one is taken."""
+"""The private functions prove themselves, or the public ones are taken."""
 
 import jax
 import numpy as np
@@ -7,15 +7,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxserve.link.dispatch import copy as copy_module
 from jaxserve.link.dispatch import put as put_module
-from jaxserve.link.dispatch.copy import (
-    fast_copy,
-    fast_first,
-    fast_shards,
-    public_assemble,
-    public_copy,
-    public_shards,
-)
+from jaxserve.link.dispatch import shards as shards_module
+from jaxserve.link.dispatch.copy import fast_copy, fast_first, public_copy
 from jaxserve.link.dispatch.put import fast_put, public_put
+from jaxserve.link.dispatch.shards import fast_shards, public_assemble, public_shards
 
 # Each `fast_…` is tried without its memory of an earlier answer.
 select_copy, select_shards, select_put, select_first = (
@@ -40,8 +35,8 @@ def test_a_function_that_is_missing_or_has_changed(name, select, public, error, 
     def changed(*arguments):
         raise error("not as it was")
 
-    module = put_module if select is select_put else copy_module
-    monkeypatch.setattr(module, name, changed)
+    modules = {select_copy: copy_module, select_shards: shards_module, select_put: put_module}
+    monkeypatch.setattr(modules[select], name, changed)
     assert select() == public
 
 
@@ -89,7 +84,7 @@ class TestFastCopy:
         assert select_copy() is public_copy
 
 
-PRIVATE_SHARDS = copy_module._private_shards, copy_module._private_assemble
+PRIVATE_SHARDS = shards_module._private_shards, shards_module._private_assemble
 
 
 @pytest.mark.parametrize("pair", [PRIVATE_SHARDS, (public_shards, public_assemble)])
