@@ -35,6 +35,8 @@ from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
 
 if TYPE_CHECKING:
+    from jaxserve.engine.dp_group import DPGroup
+    from jaxserve.engine.lane_slots import LaneSlots
     from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
@@ -312,13 +314,15 @@ class TierFetches(Fetches):
     """Fetches of one domain from other workers and from a tier.
 
     Args:
-      fetches: of the same domain, with none under way; no longer used.
+      groups, lanes: see `Fetches`.
       tier: asked for the pages of sequences without a source.
       domain: number of the domain.
     """
 
-    def __init__(self, fetches: Fetches, tier: PageTier, domain: int):
-        super().__init__(fetches._groups, fetches._lanes)
+    def __init__(
+        self, groups: "Items[DPGroup]", lanes: "Items[LaneSlots]", tier: PageTier, domain: int
+    ):
+        super().__init__(groups, lanes)
         self._tier, self._domain = tier, domain
 
     def begin(self, sequence: Sequence) -> None:

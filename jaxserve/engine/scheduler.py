@@ -66,8 +66,9 @@ class Scheduler:
         )
         self.capacity = sizes.groups * lanes * sizes.slots
         """Most sequences that get steps at a time."""
-        self._lanes = [LaneSlots(lane, sizes) for lane in range(lanes)]
-        self.groups = [DPGroup(index, self._lanes, sizes) for index in range(sizes.groups)]
+        self.lanes = [LaneSlots(lane, sizes) for lane in range(lanes)]
+        """Slots of sequences that get steps, one table a lane."""
+        self.groups = [DPGroup(index, self.lanes, sizes) for index in range(sizes.groups)]
         self.draft_policy = (
             DraftPolicy(drafts, automatic=sizes.automatic_drafts, lanes=lanes) if drafts else None
         )
@@ -81,7 +82,7 @@ class Scheduler:
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = sizes.side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed
-        self.fetches = Fetches(self.groups, self._lanes)
+        self.fetches = Fetches(self.groups, self.lanes)
         """Fetches of sequences whose first pages a prefill worker holds."""
         self.queue = AdmissionQueue(self.groups, page_size, self.fetches)
         """Requests that wait for pages and a slot."""
@@ -153,11 +154,11 @@ class Scheduler:
         """
         if len(self._in_flight[lane]) >= MAX_STEPS_IN_FLIGHT:
             return None
-        slots = self._lanes[lane]
+        slots = self.lanes[lane]
         waiting = grammar_wait(slots) if self._grammars else "none"
         if waiting == "lane":
             return None
-        lanes = self._lanes, self._in_flight, self._completed_at
+        lanes = self.lanes, self._in_flight, self._completed_at
         if self._side_by_side and self._grammars and others_are_late(lane, *lanes):
             return None
 
@@ -198,7 +199,7 @@ class Scheduler:
         Raises:
           ValueError: the step is not the oldest of its lane.
         """
-        steps, slots = self._in_flight[plan.lane], self._lanes[plan.lane]
+        steps, slots = self._in_flight[plan.lane], self.lanes[plan.lane]
         if not steps or steps[0].number != plan.number:
             expected = steps[0].number if steps else "none"
             raise ValueError(f"lane {plan.lane}: step {plan.number} completed, expected {expected}")
@@ -249,7 +250,7 @@ class Scheduler:
         Raises:
           ValueError: the step is not the newest of its lane.
         """
-        steps, slots = self._in_flight[plan.lane], self._lanes[plan.lane]
+        steps, slots = self._in_flight[plan.lane], self.lanes[plan.lane]
         if not steps or steps[-1].number != plan.number:
             newest = steps[-1].number if steps else "none"
             raise ValueError(f"lane {plan.lane}: step {plan.number} was lost, the newest: {newest}")
@@ -267,7 +268,7 @@ class Scheduler:
     def begin_anew(self) -> None:
         """Starts over after the loss of the KV cache, with no step in flight: all running sequences
         are computed again, prompt and generated tokens, and the prefix caches are empty."""
-        for slots in self._lanes:
+        for slots in self.lanes:
             for sequence in slots.sequences[slots.running]:
                 self._preempt(sequence)
         self.reset_prefix_caches()
@@ -344,9 +345,9 @@ class Scheduler:
             return False
         changed[0].check_integrity()
         if len(changed) == 1:
-            check_lanes(self._lanes, self._in_flight)
+            check_lanes(self.lanes, self._in_flight)
             self.fetches.check_integrity()
-            check_queue(self._lanes, self.queue.waiting, self._live.values())
+            check_queue(self.lanes, self.queue.waiting, self._live.values())
         return True
 
     def _sequence(self, request: Request, due_at: float | None = None) -> Sequence:
@@ -407,6 +408,6 @@ class Scheduler:
         """Frees the slot of a sequence that gets no further step and has none in flight."""
         if sequence.home is None or sequence.status == "running":
             return
-        slots = self._lanes[sequence.home.lane]
+        slots = self.lanes[sequence.home.lane]
         if not slots.in_flight[sequence.place.row]:
             self.groups[sequence.home.group].release(sequence)

@@ -48,8 +48,10 @@ def open_host_tier(engine: Engine) -> PageTier:
     accesses = [page_access(each, **options) for each in arrays]
     made: list[PageTier] = []
 
+    def ended() -> bool:
+        return engine.status in ("closed", "failed")
+
     def attach(loop: Loop, post: Post) -> HandOffs:
-        ended = lambda: engine.status in ("closed", "failed")  # noqa: E731
         made.append(PageTier(accesses, limit, loop, post, ended))
         return engine.hand_offs  # links stay as they are
 
@@ -57,7 +59,8 @@ def open_host_tier(engine: Engine) -> PageTier:
     (tier,) = made
     engine.host_pages = tier.counters
     for domain, scheduler in enumerate(engine.schedulers):
-        scheduler.fetches = scheduler.queue.fetches = TierFetches(scheduler.fetches, tier, domain)
+        fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
+        scheduler.fetches = scheduler.queue.fetches = fetches
         for group in scheduler.groups:
             group.cache = TieredCache(group.pool, size, tier, domain, group.index)
     return tier

@@ -46,7 +46,7 @@ def step(loop: Loop, lanes=(0,)) -> FetchPages | DropFetch | ImportPages | Idle 
             loop.enqueued(next(iter(loop._begun)))
             return step(loop, lanes)
         case Await(awaited):
-            shape = (len(loop.schedulers[0].groups), loop.schedulers[0]._lanes[0].slots)
+            shape = (len(loop.schedulers[0].groups), loop.schedulers[0].lanes[0].slots)
             result = StepResult(np.full(shape, 7, np.int32), {}, {})
             return [*loop.complete(awaited.lane, awaited.plan, result)]
         case action:

@@ -220,7 +220,7 @@ def test_groups_are_checked_one_by_one_and_once_a_change():
     with pytest.raises(RuntimeError, match="group 1 counts"):
         scheduler.check_next_group()
     scheduler.groups[1].promised -= 1
-    scheduler._lanes[0].in_flight[0] += 1
+    scheduler.lanes[0].in_flight[0] += 1
     with pytest.raises(RuntimeError, match="request 'a' is counted in the wrong number of steps"):
         scheduler.check_next_group()
 
@@ -234,7 +234,7 @@ def test_integrity_names_the_request_and_what_is_wrong():
     scheduler.plan(0)
     scheduler.check_integrity()
     (sequence,) = scheduler.groups[0].residents()
-    (lane,) = scheduler._lanes
+    (lane,) = scheduler.lanes
     for harm, message in (
         (lane.in_flight, "is counted in the wrong number of steps"),
         (lane.pending, "has the wrong number of tokens pending"),
