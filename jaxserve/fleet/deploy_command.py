@@ -312,8 +312,10 @@ def _write(
     requests, best = sizer.requests, planned.best
     slots = write_fleet(file, asked, best, requests)
     if slots < best.fleet.slots:
-        best = sizer.with_slots(best, slots)
-        write_fleet(file, asked, best, requests)
+        again = sizer.again(best, slots)
+        if again is None:
+            raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
+        write_fleet(file, asked, best := again, requests)
     return msgspec.structs.replace(planned, best=best)
 
 

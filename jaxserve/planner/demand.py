@@ -5,7 +5,6 @@ Lengths are quantiles of their distribution instead of draws, so that a plan is 
 and changes no more than what it is for.
 """
 
-import math
 from statistics import NormalDist
 
 import msgspec
@@ -169,17 +168,9 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
         is Poisson's."""
         if not self.between or not used:
             return self.count if used else 0
-        away = used * self.repair / (self.between + self.repair)
-        if away > 500:  # where e^-away has no digits left, Poisson's numbers are normal
-            failed = math.ceil(away + NormalDist().inv_cdf(self.share) * away**0.5)
-            return max(self.count, min(used, failed))
-        chance = total = math.exp(-away)
-        failed = 0
-        while total < self.share and failed < used:
-            failed += 1
-            chance *= away / failed
-            total += chance
-        return max(self.count, failed)
+        away, failed = used * self.repair / (self.between + self.repair), np.arange(used)
+        logs = np.cumsum(np.log(away / np.maximum(failed, 1)) * (failed > 0)) - away
+        return max(self.count, int(np.searchsorted(np.cumsum(np.exp(logs)), self.share)))
 
     @property
     def text(self) -> str:

@@ -100,7 +100,9 @@ class Sizer:
         ]
         if not candidates:
             raise ConfigError(why_not(self.searcher, asked.target, found))
-        workers = sorted(self._workers(), key=self._least_prefill)
+        workers = sorted(
+            self._workers(), key=lambda w: (w.dollars * self._least_workers(w), w.alone)
+        )
         if not workers:
             most = asked.prefill_devices or f"up to {asked.target.max_devices}"
             raise ConfigError(
@@ -117,11 +119,12 @@ class Sizer:
         if slow := len(workers) - len(fast):
             told = f"a prompt by itself takes more than {asked.ttft.seconds:g} s"
             self._reasons[f"prefill: {slow} other kinds"] = told
-        units = sorted(self._units(candidates), key=self._least_decode)
-        decode = self._cheapest("decode", ((u, self._fewest_units(u, fast[0])) for u in units))
+        units = sorted(self._units(candidates), key=lambda u: u.dollars * self._least_units(u))
+        decode = self._cheapest("decode", ((u, self._fewest_units(u, fast[0], 1)) for u in units))
         if decode is None:
             raise ConfigError(self._unmet())
-        fleet = self._cheapest("prefill", ((w, self._fewest_workers(w, decode)) for w in fast))
+        fewest = (decode._replace(worker=w, workers=self._least_workers(w)) for w in fast)
+        fleet = self._cheapest("prefill", zip(fast, map(self._linked, fewest), strict=True))
         best = None if fleet is None else self._whole(fleet)
         for unit in () if asked.prefill_devices else units:
             computes = unit.layout.topology.has("colocated") and not unit.layout.drafts
@@ -226,14 +229,12 @@ class Sizer:
         capacity = lanes * taken / (output * pace.seconds(max(1, round(taken))))
         return DecodeUnit(plan, slots, hardware, pace, capacity)
 
-    def _least_decode(self, unit: DecodeUnit) -> float:
-        """USD an hour of the fewest units that could do."""
-        return unit.dollars * _ceil(self.demand.rate / unit.capacity)
+    def _least_units(self, unit: DecodeUnit) -> int:
+        return _ceil(self.demand.rate / unit.capacity)
 
-    def _fewest_units(self, unit: DecodeUnit, worker: PrefillWorker) -> Fleet:
-        """The fewest units that could do, beside a worker."""
-        units = _ceil(self.demand.rate / unit.capacity)
-        return self._with_units(Fleet(worker, 1, unit, units, 1.0), units)
+    def _fewest_units(self, unit: DecodeUnit, worker: PrefillWorker, workers: int) -> Fleet:
+        """The fewest units that could do, beside these workers."""
+        return self._with_units(Fleet(worker, workers, unit, 1, 1.0), self._least_units(unit))
 
     def _sized(self, part: Part, least: Fleet, most: int) -> Fleet | None:
         """The fleet with the fewest decode units, or prefill workers, that meets the target of this
@@ -293,15 +294,6 @@ class Sizer:
         least = _ceil(self.demand.rate * seconds / MOST_BUSY)
         fleet = fleet._replace(workers=max(fleet.workers, least))
         return fleet if least <= fleet.units else self._with_units(fleet, least)
-
-    def _least_prefill(self, worker: PrefillWorker) -> tuple[float, float]:
-        """USD an hour of the fewest workers that could do, and their TTFT."""
-        return worker.dollars * self._least_workers(worker), worker.alone
-
-    def _fewest_workers(self, worker: PrefillWorker, fleet: Fleet) -> Fleet:
-        """The fleet with the fewest workers of this kind that could do."""
-        workers = self._least_workers(worker)
-        return self._linked(fleet._replace(worker=worker, workers=workers))
 
     def _whole(self, fleet: Fleet) -> Deployment | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both
@@ -380,8 +372,7 @@ class Sizer:
         chunks = self._chunks(old.layout, (old.hardware,) * 2, old.chunk)
         worker = old._replace(capacity=old.layout.dp / chunks.busy(self.requests))
         workers = self._least_workers(worker) if made.fleet.workers else 0
-        fleet = Fleet(worker, workers, unit, 1, 1.0)
-        fleet = self._with_units(fleet, _ceil(self.demand.rate / unit.capacity))
+        fleet = self._fewest_units(unit, worker, workers)
         fleet = self._linked(fleet) if workers else fleet
         same = (fleet.workers, fleet.units) == (made.fleet.workers, made.fleet.units)
         if self.demand == made.demand and not most and same and self._meets(made.prediction):
@@ -394,17 +385,6 @@ class Sizer:
 
     def asking(self, asked: Asked) -> "Sizer":
         return Sizer(self.searcher, self._hosts, asked, self._simulate)
-
-    def with_slots(self, made: Deployment, slots: int) -> Deployment:
-        """Returns as many of the same workers and units as it takes where a unit has no more slots.
-
-        Raises:
-          ConfigError: no number of them meets the targets.
-        """
-        again = self.again(made, slots)
-        if again is None:
-            raise ConfigError(f"with {slots} sequences a DP group and lane the targets are missed")
-        return again
 
 
 Simulate = Callable[[Sizer, Part, Fleet], FleetResult]

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxserve.observe.spans import STAGES
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layouts import Layout, Target
@@ -387,21 +388,12 @@ class Scaled:
         self._a_step, self._factor = tokens // steps, factor * steps
 
     def step(self, rows: Rows) -> StepTimes:
-        step, factor = (
-            self._times.step(
-                rows._replace(
-                    tokens=rows.tokens * self._a_step,
-                    padded=rows.padded * self._a_step,
-                    length=rows.length * self._tokens,
-                    reach=rows.reach * self._tokens,
-                )
-            ),
-            self._factor,
+        fine = rows._replace(
+            tokens=rows.tokens * self._a_step,
+            padded=rows.padded * self._a_step,
+            length=rows.length * self._tokens,
+            reach=rows.reach * self._tokens,
         )
-        return step._replace(
-            attend=[factor * layer for layer in step.attend],
-            dispatch=[factor * layer for layer in step.dispatch],
-            ffn=[factor * layer for layer in step.ffn],
-            combine=[factor * layer for layer in step.combine],
-            leave=factor * step.leave,
-        )
+        step, factor = self._times.step(fine), self._factor
+        stages = ([factor * layer for layer in getattr(step, stage)] for stage in STAGES)
+        return StepTimes(*stages, leave=factor * step.leave, host=step.host)

@@ -100,11 +100,6 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return latent.kv_latent + latent.rope_dim if latent else self.spec.head_dim  # type: ignore[union-attr]
 
     @property
-    def value_dim(self) -> int:
-        """Width of a head's output."""
-        return self.latent.v_dim if self.latent else self.spec.head_dim  # type: ignore[union-attr]
-
-    @property
     def head_width(self) -> int:
         """Numbers computed for one head and token (`roles/activations.py`)."""
         spec = self.spec

@@ -30,7 +30,7 @@ from jaxserve.planner.measurements import read_calibration
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.noise import Jitter, read_skew
 from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
-from jaxserve.planner.search import NO_DRAFTS, Acceptance, Searcher
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.roles.layout import Bucket
 
@@ -240,7 +240,7 @@ def assumptions(items: Sequence[str]) -> Assumptions:
     return found
 
 
-def acceptance(text: str, most: int) -> Acceptance:
+def acceptance(text: str, most: int) -> tuple[float, ...]:
     """Reads `0.9`, the same for every draft, or `0.9,0.7`, one each, of up to `most` drafts.
 
     Raises:
@@ -254,7 +254,7 @@ def acceptance(text: str, most: int) -> Acceptance:
     shares *= most if len(shares) == 1 else 1
     if len(shares) < most:
         raise ConfigError(f"--acceptance {text!r}: {len(shares)} shares for {most} drafts")
-    return Acceptance(shares)
+    return shares
 
 
 def read_hardware(
@@ -335,7 +335,7 @@ def read_searcher(
             f"--drafts {options.drafts}: {options.model} has no multi-token-prediction module"
         )
     calculator = Calculator(model, context, formats, assumptions(options.assume), measured)
-    accepted = acceptance(options.acceptance, options.drafts) if options.drafts else NO_DRAFTS
+    accepted = acceptance(options.acceptance, options.drafts) if options.drafts else ()
     skew = read_skew(options.skew) if options.skew is not None else None
     return Searcher(calculator, attention, ffn, accepted, skew)
 

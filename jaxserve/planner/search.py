@@ -11,12 +11,14 @@ times: once over all of the step's tokens, then over one token a sequence (xDeep
 
 import functools
 import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.observe.spans import STAGES
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import MONTH, Hardware
@@ -68,24 +70,13 @@ class Balance(NamedTuple):
         )
 
 
-STAGES = ("attend", "dispatch", "ffn", "combine")
+def tokens_a_step(acceptance: Sequence[float], drafts: int) -> float:
+    """Returns the mean tokens that a sequence gains in a step.
 
-
-class Acceptance(msgspec.Struct, frozen=True):
-    """Acceptance rates of the drafts of a step.
-
-    Attributes:
-      shares: rate of the first draft, of the second if the first was accepted, and so on.
+    Args:
+      acceptance: rate of the first draft, of the second if the first was accepted, and so on.
     """
-
-    shares: tuple[float, ...]
-
-    def tokens(self, drafts: int) -> float:
-        """Mean tokens that a sequence gains in a step with `drafts` drafts."""
-        return 1 + sum(itertools.accumulate(self.shares[:drafts], lambda a, b: a * b))
-
-
-NO_DRAFTS = Acceptance(())
+    return 1 + sum(itertools.accumulate(acceptance[:drafts], operator.mul))
 
 
 class Pass(NamedTuple):
@@ -95,12 +86,6 @@ class Pass(NamedTuple):
     """Sequences per DP group."""
     rows: int
     """Tokens per sequence."""
-
-
-def passes(batch: int, drafts: int) -> Iterator[Pass]:
-    """Yields the module's passes of a step with `drafts` drafts."""
-    for draft in range(drafts):
-        yield Pass(batch, 1 if draft else 1 + drafts)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +152,7 @@ class Searcher:
     Args:
       calculator: the model, its context and formats.
       attention, ffn: hardware by name that each role may use; colocated modes use those in both.
-      acceptance: of drafts, as many as a target's `most_drafts`.
+      acceptance: rates of drafts, as many as a target's `most_drafts`.
       skew: of the experts' popularity, which are placed as the engine places them; None:
         `Assumptions.imbalance`.
     """
@@ -177,7 +162,7 @@ class Searcher:
         calculator: Calculator,
         attention: Mapping[str, Hardware],
         ffn: Mapping[str, Hardware],
-        acceptance: Acceptance = NO_DRAFTS,
+        acceptance: tuple[float, ...] = (),
         skew: Skew | None = None,
     ):
         self.skew = skew
@@ -256,8 +241,8 @@ class Searcher:
             first, others = calculator.attend(*asked, "enter"), calculator.attend(*asked)
             step += layout.lanes * (first.seconds - others.seconds)
         step += self._drafts_seconds(layout, batch)
-        tokens_a_step = self.acceptance.tokens(layout.drafts)
-        tpot = step / tokens_a_step
+        gained = tokens_a_step(self.acceptance, layout.drafts)
+        tpot = step / gained
         rate = layout.dp * layout.lanes * batch / tpot
         attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
         return Plan(
@@ -269,14 +254,16 @@ class Searcher:
             dollars=layout.dollars(*self.memory.on(layout)) / 3600 / rate * 1e6,
             attention_bytes=attention_bytes,
             ffn_bytes=ffn_bytes,
-            tokens_a_step=tokens_a_step,
+            tokens_a_step=gained,
         )
 
     def _drafts_seconds(self, layout: Layout, batch: int) -> float:
-        """Seconds of a step's passes of the module, all lanes."""
+        """Seconds of a step's passes of the module, all lanes. The first pass takes all tokens of a
+        step, the others a token a sequence."""
         calculator, a = self.calculator, self.attention[layout.attention]
         seconds = 0.0
-        for one in passes(batch, layout.drafts):
+        for draft in range(layout.drafts):
+            one = Pass(batch, 1 if draft else 1 + layout.drafts)
             times = self._layer(layout, *calculator.model.modules[0], one)
             seconds += self._lanes_seconds(layout, times)
             of_lane = calculator.entrance(a, one.batch * one.rows)

@@ -9,7 +9,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
-from jaxserve.planner.search import NO_DRAFTS, Acceptance, Searcher
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import Rows, StepTimes
 from jaxserve.planner.stages import Calculator
 
@@ -49,7 +49,7 @@ def searcher(
     *,
     context: int = 4096,
     assumed: Assumptions | None = None,
-    acceptance: Acceptance = NO_DRAFTS,
+    acceptance: tuple[float, ...] = (),
     **formats: object,
 ) -> Searcher:
     """A search over layouts of this hardware, or of several kinds divided by spaces."""

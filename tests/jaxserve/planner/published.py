@@ -19,7 +19,7 @@ from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
-from jaxserve.planner.search import NO_DRAFTS, Searcher
+from jaxserve.planner.search import Searcher
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import json_text
 
@@ -178,7 +178,7 @@ def predict(one: SimpleNamespace) -> float:
     if one.quantity == LAYER:
         group = max(model.attention, key=lambda each: each.layers)
         return calculator.attend(group, hardware, one.batch, one.tp).seconds * 1e6
-    accepted = acceptance(one.acceptance, one.drafts) if one.drafts else NO_DRAFTS
+    accepted = acceptance(one.acceptance, one.drafts) if one.drafts else ()
     named = {one.hardware: hardware}
     names = ("mode", "dp", "tp", "lanes", "drafts", "shared_ranks")
     sizes = {name: getattr(one, name) for name in names}

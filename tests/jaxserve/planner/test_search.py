@@ -8,14 +8,13 @@ from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.noise import Skew
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.search import (
-    Acceptance,
     Balance,
     Plan,
     Searcher,
     front,
     layer_seconds,
     overlapped_seconds,
-    passes,
+    tokens_a_step,
     why_not,
 )
 from jaxserve.planner.stage_times import Rooflines, even_rows
@@ -192,7 +191,7 @@ def test_what_sets_the_pace():
 
 
 def drafting(*shares: float) -> Searcher:
-    return searcher("deepseek-v3", context=8192, acceptance=Acceptance(shares))
+    return searcher("deepseek-v3", context=8192, acceptance=shares)
 
 
 def with_drafts(drafts: int) -> Layout:
@@ -200,13 +199,8 @@ def with_drafts(drafts: int) -> Layout:
 
 
 def test_a_draft_counts_only_where_those_before_it_were_accepted():
-    shares = Acceptance((0.9, 0.5, 0.5))
-    assert [shares.tokens(drafts) for drafts in range(4)] == pytest.approx([1, 1.9, 2.35, 2.575])
-
-
-def test_the_first_pass_takes_all_tokens_of_a_step():
-    assert list(passes(8, 3)) == [(8, 4), (8, 1), (8, 1)]
-    assert not list(passes(8, 0))
+    gained = [tokens_a_step((0.9, 0.5, 0.5), drafts) for drafts in range(4)]
+    assert gained == pytest.approx([1, 1.9, 2.35, 2.575])
 
 
 def test_a_module_takes_the_memory_of_a_layer():
