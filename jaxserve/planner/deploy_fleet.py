@@ -395,5 +395,5 @@ class Scaled:
             reach=rows.reach * self._tokens,
         )
         step, factor = self._times.step(fine), self._factor
-        stages = ([factor * layer for layer in getattr(step, stage)] for stage in STAGES)
-        return StepTimes(*stages, leave=factor * step.leave, host=step.host)
+        stages: Tree = {name: [factor * one for one in getattr(step, name)] for name in STAGES}
+        return step._replace(**stages, leave=factor * step.leave)

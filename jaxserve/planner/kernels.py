@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.models import AttentionLayers
 
 BLOCK_TOKENS, FIRST_TOKENS = 128, 32
@@ -45,8 +44,18 @@ class Attending(NamedTuple):
     """Pairs of a query's token with a token that it attends to, times `tile_padding`."""
     expanded: Expanded | None = None
     """The part on expanded keys and values; its pairs times `row_padding`."""
-    scored: tuple[Any, Any] = (0, 0)
+    scored: tuple[Any, ...] = (0, 0)
     """Keys that an indexer reads, and pairs that it scores."""
+
+    def of(self, count: int) -> "Attending":
+        """Returns the work of `count` such groups, of one DP group, as numbers."""
+
+        def number(each: np.ndarray) -> float:
+            return count * float(each[0])
+
+        expanded = self.expanded and Expanded(*map(number, self.expanded))
+        tokens, read, pairs = map(number, self[:3])
+        return Attending(tokens, read, pairs, expanded, tuple(map(number, self.scored)))
 
 
 def prompt_chunks(
@@ -72,23 +81,23 @@ def prompt_chunks(
     return read, pairs - inside, Expanded(inside, own, own)
 
 
-def tile_padding(group: AttentionLayers, hardware: Hardware, tp: int, rows: Any) -> Any:
+def tile_padding(group: AttentionLayers, tile: int, tp: int, rows: Any) -> Any:
     """Ratio of the rows that an attention kernel multiplies to its actual rows: a KV head's query
     heads times a sequence's tokens, padded to the products' smallest tile.
 
     Args:
+      tile: rows of that tile (`Hardware.tile_rows`).
       rows: tokens of a sequence in the step, a number or an array.
     """
     spec = group.spec
     heads = spec.q_heads / tp / max(1.0, spec.kv_heads / tp)
-    return row_padding(hardware, (float(hardware.tile_rows) if group.has_state else heads) * rows)
+    return row_padding(tile, (tile if group.has_state else heads) * rows)
 
 
-def row_padding(hardware: Hardware, rows: Any) -> Any:
+def row_padding(tile: int, rows: Any) -> Any:
     """Ratio of padded rows to `rows`, a number or an array. On expanded keys, of which every query
     head has its own, rows are tokens."""
-    ceil = np.ceil if isinstance(rows, np.ndarray) else math.ceil
-    return ceil(rows / hardware.tile_rows) * hardware.tile_rows / rows
+    return np.ceil(rows / tile) * tile / rows
 
 
 def busiest_by_chance(ranks: int, rows: float) -> float:

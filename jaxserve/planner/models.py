@@ -128,11 +128,6 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return 1 / self.spec.every if self.spec.every else 0.0
         return 0.0 if self.has_state else 1.0
 
-    def attended(self, context: int) -> int:
-        """Cached rows that a token attends to, after an indexer's choice."""
-        seen, scored = self.seen(context), self.scored(context)
-        return seen - scored + min(scored, self.indexer.top_k) if self.indexer else seen
-
     def row_bytes(self, formats: Formats, tp: int) -> float:
         """Bytes of a cached token that attention reads on a device, an indexer's key left out, or
         bytes of the whole state."""

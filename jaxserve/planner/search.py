@@ -27,6 +27,7 @@ from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
 from jaxserve.planner.noise import Skew, mean_busiest
+from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
 
 
@@ -237,8 +238,8 @@ class Searcher:
                     most, stages = share, times
         step += layout.lanes * calculator.head(a, batch * whole.rows, layout.tp)
         if calculator.measured is not NOTHING:  # a step's first attend is a stage of its own
-            asked = model.attention[0], a, batch, layout.tp, whole.rows
-            first, others = calculator.attend(*asked, "enter"), calculator.attend(*asked)
+            asked = calculator, model.attention[0], a, layout.tp, *whole
+            first, others = attend(*asked, "enter"), attend(*asked)
             step += layout.lanes * (first.seconds - others.seconds)
         step += self._drafts_seconds(layout, batch)
         gained = tokens_a_step(self.acceptance, layout.drafts)
@@ -294,12 +295,12 @@ class Searcher:
     def balance(self, layout: Layout, batch: int) -> Balance:
         """Returns how long both roles of a layout take for a lane's step."""
         model, tokens = self.calculator.model, Pass(batch, 1 + layout.drafts)
-        attend = self.calculator.head(
+        on_attention = self.calculator.head(
             self.attention[layout.attention], batch * tokens.rows, layout.tp
         )
         for group in model.attention:
             stages = self._layer(layout, group, model.ffn[0], tokens)
-            attend += group.layers * stages["attend"].seconds
+            on_attention += group.layers * stages["attend"].seconds
 
         def ffn(made: Layout) -> float:
             layers = (
@@ -308,7 +309,9 @@ class Searcher:
             )
             return sum(count * stages["ffn"].seconds for count, stages in layers)
 
-        return Balance(attend, ffn(layout), ffn(msgspec.structs.replace(layout, dp=2 * layout.dp)))
+        return Balance(
+            on_attention, ffn(layout), ffn(msgspec.structs.replace(layout, dp=2 * layout.dp))
+        )
 
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
@@ -322,10 +325,10 @@ class Searcher:
     ) -> dict[str, StageTime]:
         calculator, rows = self.calculator, tokens.batch * tokens.rows
         on = a, _ = self.memory.on(layout)
-        attend = calculator.attend(attention, a, tokens.batch, layout.tp, tokens.rows)
+        first = attend(calculator, attention, a, layout.tp, *tokens)
         busiest = self._busiest(layout)
         moved = calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
-        return dict(zip(STAGES, (attend, *moved), strict=True))
+        return dict(zip(STAGES, (first, *moved), strict=True))
 
 
 class Pace:

@@ -5,6 +5,7 @@ hardware, corrected by what was measured or counted from compiled programs. Time
 which `noise.py` adds.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -25,9 +26,9 @@ from jaxserve.planner.kernels import (
     tile_padding,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel
+from jaxserve.planner.models import AttentionLayers, CostModel
 from jaxserve.planner.noise import ExpertLoads, Skew
-from jaxserve.planner.stages import Calculator
+from jaxserve.planner.stages import Calculator, StageTime
 
 
 class Rows(NamedTuple):
@@ -75,6 +76,76 @@ def even_rows(
     attended = np.full(count, pairs / count) if pairs else None
     made = Rows(groups, np.arange(count) % groups, tokens_each, length, 0, pairs=attended)
     return made._replace(**bucket)  # type: ignore[arg-type]
+
+
+def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, whole: bool) -> Attending:
+    """Returns the work of a layer's attention.
+
+    Args:
+      tile: as in `tile_padding`.
+      rows: with a `reach`, hardware has no kernels, and attends to whole blocks.
+      whole: as in `prompt_chunks`.
+    """
+    window = group.spec.window
+    if rows.reach and not group.has_state:
+        longest = float(rows.length.max(initial=1))
+        block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
+        # Blocks of the page tables up to the end of the longest sequence.
+        reach = min(rows.reach, window or math.ceil(longest / block) * block)
+        tokens = np.full(rows.groups, float(rows.padded))
+        return Attending(tokens, tokens * reach, tokens * reach)
+    read, pairs, expanded = rows.length, rows.pairs, None
+    if pairs is None:
+        pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
+    if group.has_state:
+        read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
+    elif window:
+        read = np.minimum(rows.length, window + rows.tokens - 1)
+        pairs = np.minimum(pairs, rows.tokens * window)
+    scored, sparse = (rows.sums(rows.length), rows.sums(pairs)), False
+    if isinstance(group.spec, Compressed) and group.spec.every:
+        others = rows.length // group.spec.every
+        scored = rows.sums(others), rows.sums(rows.tokens * others)
+        others = np.minimum(others, group.indexer.top_k) if group.indexer else others
+        read, pairs = read + others, pairs + rows.tokens * others
+    elif group.indexer:
+        sparse = bool((rows.length > group.indexer.top_k).any())
+        pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
+        read = pairs if sparse else read  # every token's rows are copied by themselves
+    if group.latent and (rows.tokens > 1).any() and not sparse:
+        read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
+        more = more._replace(pairs=more.pairs * row_padding(tile, rows.tokens))
+        expanded = Expanded(*(rows.sums(each) for each in more))
+    pairs = pairs * tile_padding(group, tile, tp, rows.tokens)
+    return Attending(rows.sums(rows.tokens), rows.sums(read), rows.sums(pairs), expanded, scored)
+
+
+def attend(
+    made: Calculator,
+    group: AttentionLayers,
+    on: Hardware,
+    tp: int,
+    batch: int,
+    tokens: int = 1,
+    stage: Literal["attend", "enter"] = "attend",
+) -> StageTime:
+    """A layer's attention of `batch` sequences of a DP group, all of the calculator's context.
+
+    Args:
+      tokens: of a sequence in the step, drafts included; its cache is read once.
+      stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
+    """
+    one = _of_one(group, on.tile_rows, tp, tokens, made.context, made.assumed.expanded)
+    return StageTime(*made.attended(group, on, tp, one.of(batch), stage))
+
+
+@functools.lru_cache(1024)
+def _of_one(
+    group: AttentionLayers, tile: int, tp: int, tokens: int, context: int, whole: bool
+) -> Attending:
+    """A layer's attention of one sequence."""
+    one = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([context]), tokens)
+    return attending(group, tile, tp, one, whole=whole)
 
 
 class StepTimes(NamedTuple):
@@ -128,15 +199,18 @@ class Rooflines:
             raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
 
     def step(self, rows: Rows) -> StepTimes:
-        tokens = rows.sums(rows.tokens)
+        made, on, tp = self._attention, self._on_attention, self._layout.tp
+        first, groups = self._kinds[0][0], made.model.attention
+        seen, asked = rows if on.pads else rows._replace(reach=0), (on.tile_rows, tp)
+        loads = [attending(group, *asked, seen, whole=made.assumed.expanded) for group in groups]
         attend = [
-            self._attend(index, rows, tokens)
-            for index in range(len(self._attention.model.attention))
+            np.asarray(made.attended(group, on, tp, load)[0])
+            for group, load in zip(groups, loads, strict=True)
         ]
-        first = self._kinds[0][0]
         enter = attend[first]
-        if self._attention.measured is not NOTHING:
-            enter = self._attend(first, rows, tokens, "enter")
+        if made.measured is not NOTHING:
+            enter = np.asarray(made.attended(groups[first], on, tp, loads[first], "enter")[0])
+        tokens = rows.sums(rows.tokens)
         total, fullest = round(tokens.sum()), round(tokens.max())
         # Layers of a kind take as long as each other, but for their busiest rank.
         known: dict[tuple[int, float | None], list[float]] = {}
@@ -157,55 +231,6 @@ class Rooflines:
         leave = self._attention.head(self._on_attention, sampled, self._layout.tp)
         host = self._attention.step_host(self._on_attention)
         return StepTimes(layers, dispatch, ffn, combine, leave, host)
-
-    def _attend(
-        self,
-        index: int,
-        rows: Rows,
-        tokens: np.ndarray,
-        stage: Literal["attend", "enter"] = "attend",
-    ) -> np.ndarray:
-        """Seconds of a group of attention layers, an entry a DP group.
-
-        Args:
-          tokens: of every DP group.
-        """
-        group, on, tp = self._attention.model.attention[index], self._on_attention, self._layout.tp
-        window = group.spec.window
-        if on.pads and rows.reach and not group.has_state:
-            longest = float(rows.length.max(initial=1))
-            block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
-            # Blocks of the page tables up to the end of the longest sequence.
-            reach = min(rows.reach, window or math.ceil(longest / block) * block)
-            tokens = np.full(rows.groups, float(rows.padded))
-            load = Attending(tokens, tokens * reach, tokens * reach)
-            return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
-        read, pairs, expanded = rows.length, rows.pairs, None
-        if pairs is None:
-            pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
-        if group.has_state:
-            read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
-        elif window:
-            read = np.minimum(rows.length, window + rows.tokens - 1)
-            pairs = np.minimum(pairs, rows.tokens * window)
-        scored, sparse = (rows.sums(rows.length), rows.sums(pairs)), False
-        if isinstance(group.spec, Compressed) and group.spec.every:
-            others = rows.length // group.spec.every
-            scored = rows.sums(others), rows.sums(rows.tokens * others)
-            others = np.minimum(others, group.indexer.top_k) if group.indexer else others
-            read, pairs = read + others, pairs + rows.tokens * others
-        elif group.indexer:
-            sparse = bool((rows.length > group.indexer.top_k).any())
-            pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
-            read = pairs if sparse else read  # every token's rows are copied by themselves
-        if group.latent and (rows.tokens > 1).any() and not sparse:
-            whole = self._attention.assumed.expanded
-            read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
-            more = more._replace(pairs=more.pairs * row_padding(on, rows.tokens))
-            expanded = Expanded(*(rows.sums(each) for each in more))
-        pairs = pairs * tile_padding(group, on, tp, rows.tokens)
-        load = Attending(tokens, rows.sums(read), rows.sums(pairs), expanded, scored)
-        return np.asarray(self._attention.attended(group, on, tp, load, stage)[0])
 
     def _exchanged(
         self, f: int, busiest: float | None, tokens: int, fullest: int, rows: Rows

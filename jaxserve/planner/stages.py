@@ -31,7 +31,6 @@ from jaxserve.planner.kernels import (
     Attending,
     blocks_met,
     busiest_by_chance,
-    tile_padding,
 )
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
@@ -88,31 +87,6 @@ class Calculator(NamedTuple):
                 parts["memory" if reading >= computing else "compute"] += max(reading, computing)
         bound = "" if several else max(parts, key=parts.__getitem__)
         return sum(parts.values()), bound
-
-    def attend(
-        self,
-        group: AttentionLayers,
-        hardware: Hardware,
-        batch: int,
-        tp: int,
-        rows: int = 1,
-        stage: Literal["attend", "enter"] = "attend",
-    ) -> StageTime:
-        """A layer's attention: `batch` sequences of a DP group over `tp` devices.
-
-        Args:
-          rows: tokens of a sequence in the step, drafts included; its cache is read once.
-          stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
-        """
-        scored, attended, tokens = (
-            group.scored(self.context),
-            group.attended(self.context),
-            batch * rows,
-        )
-        read = batch * (2 if group.has_state else attended)  # states are also written
-        pairs = tokens * attended * tile_padding(group, hardware, tp, rows)
-        load = Attending(tokens, read, pairs, scored=(batch * scored, tokens * scored))
-        return StageTime(*self.attended(group, hardware, tp, load, stage))
 
     def attended(
         self,

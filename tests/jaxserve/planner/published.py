@@ -20,6 +20,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
+from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import json_text
 
@@ -52,7 +53,13 @@ def cached_numbers(group: AttentionLayers, context: int) -> int:
         return group.state_numbers
     index = group.indexer.head_dim * group.scored(context) if group.indexer else 0
     arrays = (2 - group.one_row) * group.spec.kv_heads
-    return arrays * group.key_dim * group.attended(context) + index
+    return arrays * group.key_dim * attended(group, context) + index
+
+
+def attended(group: AttentionLayers, context: int) -> int:
+    """Cached rows that a token attends to, after an indexer's choice."""
+    seen, scored = group.seen(context), group.scored(context)
+    return seen - scored + min(scored, group.indexer.top_k) if group.indexer else seen
 
 
 def attention_flops(group: AttentionLayers, context: int) -> float:
@@ -60,7 +67,7 @@ def attention_flops(group: AttentionLayers, context: int) -> float:
     576, for both; the true cost of the absorbed form is 5.6 % less."""
     if group.has_state:
         return group.core_flops
-    core = 4.0 * group.spec.q_heads * group.key_dim * group.attended(context)
+    core = 4.0 * group.spec.q_heads * group.key_dim * attended(group, context)
     return core + group.index_flops * group.scored(context)
 
 
@@ -177,7 +184,7 @@ def predict(one: SimpleNamespace) -> float:
     calculator = Calculator(model, one.context, formats, assumptions(one.assume))
     if one.quantity == LAYER:
         group = max(model.attention, key=lambda each: each.layers)
-        return calculator.attend(group, hardware, one.batch, one.tp).seconds * 1e6
+        return attend(calculator, group, hardware, one.tp, one.batch).seconds * 1e6
     accepted = acceptance(one.acceptance, one.drafts) if one.drafts else ()
     named = {one.hardware: hardware}
     names = ("mode", "dp", "tp", "lanes", "drafts", "shared_ranks")

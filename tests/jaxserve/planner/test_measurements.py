@@ -16,6 +16,7 @@ from jaxserve.planner.measurements import (
     read_measurements,
     read_spans,
 )
+from jaxserve.planner.stage_times import attend
 from jaxserve.roles.layout import StepLoad
 from tests.jaxserve.planner.making import calculator
 
@@ -36,14 +37,14 @@ def test_the_form_that_a_bench_writes(tmp_path):
     hardware = load_hardware("h200")
     assert key[:3] == ("attend", hardware.name, "step3")
     step3 = calculator(context=8192)
-    assert seconds == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
+    assert seconds == attend(step3, step3.model.attention[0], hardware, 1, 64).seconds
     # The cache may have another format: Step-3 as its paper times it.
     (other,) = read_measurements(write(tmp_path / "b.json", {**ATTEND, "cache": "bfloat16"}))
     key, _, slower = expected(other)
     assert found.key != other.key
     assert key.format == "fp8, cache bfloat16, products bfloat16"
     step3 = calculator(context=8192, cache="bfloat16")
-    assert slower == step3.attend(step3.model.attention[0], hardware, 64, 1).seconds
+    assert slower == attend(step3, step3.model.attention[0], hardware, 1, 64).seconds
     assert slower - seconds > 64 * 8192 * 512 / hardware.bandwidth
 
 
@@ -67,10 +68,10 @@ def test_a_calibrated_prediction_is_the_measurement(tmp_path):
     for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
         plain = calculator(context=point.context, dispatch="bfloat16")
         model, corrected = plain.model, plain._replace(measured=found)
-        seconds = corrected.attend(model.attention[0], hardware, 64, 1).seconds
+        seconds = attend(corrected, model.attention[0], hardware, 1, 64).seconds
         assert seconds == pytest.approx(measured)
-        other = corrected.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
-        assert other == plain.attend(model.attention[0], load_hardware("h20"), 64, 1).seconds
+        other = attend(corrected, model.attention[0], load_hardware("h20"), 1, 64).seconds
+        assert other == attend(plain, model.attention[0], load_hardware("h20"), 1, 64).seconds
 
 
 def test_what_is_wrong_is_named(tmp_path):
@@ -137,10 +138,10 @@ def span(stage, layer, step, start, end, load, lane=0, enqueued=0):
 def test_means_of_steps_that_are_alike():
     """A step begins where the lane's last one ended, so the first of all has no duration."""
     spans = []
-    for step, (at, load, attend) in enumerate(
+    for step, (at, load, seconds) in enumerate(
         [(0, SMALL, 99), (250, SMALL, 12), (300, SMALL, 90), (600, LARGE, 40), (700, LARGE, 40)]
     ):
-        spans += stages(step, at, load, attend)
+        spans += stages(step, at, load, seconds)
     small, large = observe(spans, [(0, 0), (0, 1)])
     assert (small.load, large.load) == (SMALL, LARGE)
     assert small.stages[("enter", 0)] == (3, pytest.approx(51e-6))  # the first embeds, too

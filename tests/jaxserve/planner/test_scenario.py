@@ -16,6 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
+from jaxserve.planner.stage_times import attend
 
 
 def deployment(folder, products) -> Deployment:
@@ -84,7 +85,7 @@ def test_float_matrices_are_counted_as_they_are_held(folder, hardware, stored, c
         linear = size * 94_371_840 / (0.9 * 19.4e9) + 50e-6
         group = made.attention.model.attention[0]
         pairs = 2048 * 4 * 64 * 128 / (0.7 * 0.096e12)  # the longer: its products
-        took = made.attention.attend(group, made.roles.attention, 1, 1)
+        took = attend(made.attention, group, made.roles.attention, 1, 1)
         assert took.seconds == pytest.approx(linear + pairs)
 
 

@@ -11,7 +11,7 @@ from jaxserve.planner.kernels import Attending
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import load_model
 from jaxserve.planner.noise import ExpertLoads, Skew
-from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes, attend
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
@@ -54,7 +54,7 @@ def test_hybrids_too(model):
     made = calculator(model, 32768)
     times = rooflines(msgspec.structs.replace(LAYOUT, ep=1), made).step(decode(16, 8, 32768))
     expected = {
-        made.attend(group, H800, 8, 1).seconds: group.layers for group in made.model.attention
+        attend(made, group, H800, 1, 8).seconds: group.layers for group in made.model.attention
     }
     found = [float(seconds[0]) for seconds in times.attend]
     for seconds, layers in expected.items():

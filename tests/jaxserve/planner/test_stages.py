@@ -10,6 +10,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import blocks_met, busiest_by_chance, tile_padding
 from jaxserve.planner.models import FFNLayers, load_model
+from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
 from tests import golden
@@ -30,7 +31,7 @@ def calculator(name: str = "step3", context: int = 8192, assumed: Assumptions = 
 class TestAttend:
     def test_an_ideal_layer_of_step_3_on_h800(self):
         step3 = calculator(compute="fp8")
-        stage = step3.attend(step3.model.attention[0], H800, 64, 1)
+        stage = attend(step3, step3.model.attention[0], H800, 1, 64)
         cache = 64 * 8192 * (512 + 2 * 4)  # two scales a token
         weights = 2048 * 16384 + 16384 * 7168 + 7168 * (2048 + 512)
         assert stage.seconds == pytest.approx((cache + weights) / 3.35e12)
@@ -40,7 +41,7 @@ class TestAttend:
         step3 = calculator()
         group = step3.model.attention[0]
         assert step3.sequence_bytes(8) == step3.sequence_bytes(1) == 61 * 8192 * 520
-        assert step3.attend(group, H800, 1, 8).seconds < step3.attend(group, H800, 1, 1).seconds
+        assert attend(step3, group, H800, 8, 1).seconds < attend(step3, group, H800, 1, 1).seconds
 
     def test_grouped_heads_are_cut(self):
         qwen = calculator("qwen3-235b-a22b", cache="bfloat16")
@@ -55,11 +56,11 @@ class TestAttend:
         """16 query heads a KV head over 4 GPUs, and 64 rows of wgmma: 4 times the FLOPs."""
         qwen, h20 = calculator("qwen3-235b-a22b", cache="bfloat16"), load_hardware("h20")
         group = qwen.model.attention[0]
-        assert tile_padding(group, h20, 4, 1) == 4
-        assert tile_padding(group, h20, 4, 4) == 1  # a sequence's drafts fill the tile
-        assert list(tile_padding(group, h20, 4, np.array([1, 3, 512]))) == [4, 4 / 3, 1]
-        assert tile_padding(group, load_hardware("v6e"), 4, 1) == 1
-        stage = qwen.attend(group, h20, 256, 4)
+        assert tile_padding(group, h20.tile_rows, 4, 1) == 4
+        assert tile_padding(group, 64, 4, 4) == 1  # a sequence's drafts fill the tile
+        assert list(tile_padding(group, 64, 4, np.array([1, 3, 512]))) == [4, 4 / 3, 1]
+        assert tile_padding(group, load_hardware("v6e").tile_rows, 4, 1) == 1
+        stage = attend(qwen, group, h20, 4, 256)
         core = 4 * 4 * 256 * 8192 * 16 * 128 / 148e12
         linear = 2 * 256 * 4096 * (2 * 8192 + 2 * 512) / 4 / 148e12
         moving = 2 * 3 / 4 * 256 * 4096 * 2 / 450e9
@@ -80,8 +81,9 @@ class TestAttend:
         assert not model.modules[0][0].int8_products
         made = Calculator(model, 8192, Formats(weights="int8", cache="int8"), IDEAL)
         hardware = load_hardware(name)
-        slow, fast = (made.attend(each, hardware, 512, 1, 4).seconds for each in (plain, int8))
-        pairs = 512 * 4 * 8192 * tile_padding(plain, hardware, 1, 4)
+        slow, fast = (attend(made, each, hardware, 1, 512, 4).seconds for each in (plain, int8))
+        # Ten pairs within the four tokens run on expanded keys.
+        pairs = 512 * (4 * 8190.5 - 10) * tile_padding(plain, hardware.tile_rows, 1, 4)
         products = pairs * plain.core_flops / hardware.flops("bfloat16")
         assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
 
@@ -235,7 +237,7 @@ class TestHybrids:
         assert minimax.sequence_bytes(1) == cache + states
         assert calculator("minimax-m1", cache="bfloat16").sequence_bytes(1) == cache + states
         group = minimax.model.attention[1]
-        stage = minimax.attend(group, H800, 4096, 1)
+        stage = attend(minimax, group, H800, 1, 4096)
         states = 4096 * 2 * 64 * 128 * 128 * 4 / 3.35e12
         linear = 2 * 4096 * 5 * 6144 * 8192 / 9.89e14
         assert stage.seconds == pytest.approx(states + linear)
