@@ -14,19 +14,6 @@ from tests import golden
 SEARCH = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "8"]
 
 
-def test_tables(capsys, tmp_path):
-    """As text, for programs, and as a page."""
-    assert main(["tables"]) == 0
-    text = capsys.readouterr().out
-    assert "225 of 228 printed numbers agree to the printed digits\n" in text
-    path = tmp_path / "tables.html"
-    assert main(["tables", "--json", "--html", str(path)]) == 0
-    tree = json.loads(capsys.readouterr().out)
-    assert [table["name"] for table in tree][:2] == ["Table 2", "Table 3"]
-    assert tree[0]["rows"]["Step-3"]["cache bytes"]["value"] == 61 * 512 * 8192
-    assert path.read_text(encoding="utf-8").count("<table>") == 7
-
-
 @pytest.mark.parametrize(
     "more", [["tables"], ["tables", "--world"], [*SEARCH, "--hardware", "h20", "--tpot", "100ms"]]
 )

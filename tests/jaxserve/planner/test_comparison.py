@@ -233,7 +233,7 @@ def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monk
 STALE = "python -m tests.jaxserve.planner.published writes it anew; review the difference"
 
 
-def test_all_printed_numbers_but_three_agree(capsys):
+def test_all_printed_numbers_but_three_agree(capsys, tmp_path):
     """2 / 3600 / 1.98e15 = 2.806e-19: that one does not follow from the paper's own numbers."""
     found = published.tables()
     assert found == read_json(WORLD / "tables.json", Tables), STALE
@@ -245,7 +245,9 @@ def test_all_printed_numbers_but_three_agree(capsys):
     ]
     assert main(["tables"]) == 0
     golden.check("planner/tables.txt", capsys.readouterr().out)
-    assert main(["tables", "--json"]) == 0
+    page = tmp_path / "tables.html"
+    assert main(["tables", "--json", "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").count("<table>") == 7
     tree = {table["name"]: table["rows"] for table in json.loads(capsys.readouterr().out)}
     assert tree["Table 4"]["A800"]["FP8 FLOP/s"] == {
         "value": None,

@@ -65,21 +65,21 @@ def test_levels():
                 read(text)
 
 
-def test_as_asked():
-    assert Spares(count=2).hosts(100) == 2
-    assert Spares(count=2).hosts(0) == 0
+@pytest.mark.parametrize(
+    ("spares", "used", "hosts"),
+    [
+        (Spares(count=2), 100, 2),
+        (Spares(count=2), 0, 0),
+        # 100/101 of 100 servers are away on the mean, and of 7,000 a tenth: Poisson's numbers.
+        (Spares(between=1000, repair=10), 100, 5),
+        (Spares(count=6, between=1000, repair=10), 100, 6),
+        (Spares(between=9.0, repair=1.0), 7000, 783),
+    ],
+)
+def test_spare_servers(spares, used, hosts):
+    assert spares.hosts(used) == hosts
     assert Spares().text == "none asked for"
-
-
-def test_by_failures():
-    """100 servers, each away for 10 of 1,010 hours: Poisson's number with mean 100/101."""
-    away = 100 / 101
-    enough = [math.exp(-away) * away**n / math.factorial(n) for n in range(6)]
-    assert sum(enough[:5]) < 0.999 <= sum(enough[:6])
-    assert Spares(between=1000, repair=10).hosts(100) == 5
-    assert Spares(count=6, between=1000, repair=10).hosts(100) == 6
-
-
-def test_very_many():
-    """700 away on the mean: a Poisson number is above 783 in less than 1 of 1,000 cases."""
-    assert Spares(between=9.0, repair=1.0).hosts(7000) == 783
+    if spares.between and not spares.count:
+        away = used * spares.repair / (spares.between + spares.repair)
+        logs = [n * math.log(away) - away - math.lgamma(n + 1) for n in range(hosts + 1)]
+        assert sum(map(math.exp, logs[:-1])) < 0.999 <= sum(map(math.exp, logs))

@@ -123,14 +123,6 @@ class TestSearch:
         assert {plan.layout.mode for plan in found.plans} == {"afd"}
         assert all(plan.layout.topology.crosses_runtimes for plan in found.plans)
 
-    def test_nothing_fits(self):
-        found = searcher().search(Target(tpot=0.05, max_devices=2))
-        assert (found.plans, found.points, found.fastest) == ([], [], None)
-        assert found.short is not None
-        _, role, needed, there = found.short
-        assert role in ("attention", "ffn")
-        assert needed > there
-
 
 def test_ranks_divide_the_experts_or_leave_few_slots_empty():
     """EP 288 of xDeepServe: 256 experts, and slots to spare. 192 would leave half of them empty."""
