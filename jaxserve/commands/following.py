@@ -2,9 +2,6 @@
 
 import argparse
 import logging
-import os
-import signal
-from types import FrameType
 
 from jaxserve.commands.priority import take_serving_priority
 from jaxserve.commands.worker_part import WorkerPart, follow_pages
@@ -14,6 +11,7 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.assembly import Options, open_follower
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
+from jaxserve.fleet.signals import on_signals
 from jaxserve.observe.recorder import Recorder
 from jaxserve.server.choice import Probes
 
@@ -32,20 +30,14 @@ def follow(
     process, and ends. The second signal ends this process at once.
     """
     follower: Follower | None = None
-    signals: list[int] = []
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if signals:
-            os._exit(128 + number)
-        signals.append(number)
-        if follower is None:
-            raise SystemExit(128 + number)
-        name = signal.Signals(number).name
-        logger.info("%s: asking the leader to drain the deployment", name)
-        follower.request_drain(name)
+    def drain(name: str) -> bool:
+        if follower is not None:
+            logger.info("%s: asking the leader to drain the deployment", name)
+            follower.request_drain(name)
+        return follower is not None
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    on_signals(drain)
     recorder = Recorder(process=process.process_id) if options.timeline else None
     with (
         Probes(deployment, options.insecure_bind) as probes,

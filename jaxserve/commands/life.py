@@ -9,12 +9,12 @@ import resource
 import signal
 import time
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 from jaxserve.commands.priority import take_serving_priority
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
+from jaxserve.fleet.signals import on_signals
 from jaxserve.logs import announce
 from jaxserve.server.faces import Port
 from jaxserve.server.http.server import HttpServer
@@ -46,7 +46,7 @@ class Life:
         self._failure: EngineFailedError | None = None
         self._stopped = False
         """True once the port is stopped."""
-        self._signalled = False
+        self._signals: list[int] = []
         self._drain_reason = ""
         """Why this deployment finishes its requests and ends: a signal, here or to a follower."""
         self._ready = False
@@ -55,8 +55,7 @@ class Life:
         """The whole life; returns the exit code."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        self._signals = on_signals(self._drain_for)
         try:
             addresses = self._port.start()
             if self._admin is not None:
@@ -109,13 +108,11 @@ class Life:
         if self._failure is None:
             engine.close()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled:
-            os._exit(128 + number)
-        self._signalled = True
-        if not self._ready:
-            raise SystemExit(128 + number)
-        self._drain_reason = self._drain_reason or signal.Signals(number).name
+    def _drain_for(self, reason: str) -> bool:
+        """Has the deployment drain, if it is ready."""
+        if self._ready:
+            self._drain_reason = self._drain_reason or reason
+        return self._ready
 
     def _on_failure(self, failure: EngineFailedError) -> None:
         self._failure = failure

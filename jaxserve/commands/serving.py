@@ -84,7 +84,7 @@ class Serving(Life):
             self._write_timeline(leader)
             if self._weights is not None:
                 self._weights.close()
-            if self._successor and not self._signalled:
+            if self._successor and not self._signals:
                 os.execv(sys.executable, self._successor)
 
     def _become(self, domain: bool, why: str) -> None:

@@ -6,13 +6,10 @@ not answered, to its successor or to a standby.
 
 import functools
 import gc
-import os
 import pkgutil
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import jax
@@ -28,6 +25,7 @@ from jaxserve.fleet import expert_answers
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
+from jaxserve.fleet.signals import on_signals
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
@@ -80,20 +78,14 @@ def answer_messages(
       joined: initialises JAX together with all processes of the worker. A signal to one process
         ends the whole worker.
     """
-    signals: list[int] = []
     server = None
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if signals:
-            os._exit(128 + number)
-        signals.append(number)
-        if server is None:
-            raise SystemExit(128 + number)
-        if group is not None:
-            group.leave(signal.Signals(number).name)
+    def leave(name: str) -> bool:
+        if server is not None and group is not None:
+            group.leave(name)
+        return server is not None
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    signals = on_signals(leave)
     with joined(process, deployment) as group:
         own = process.worker * process.processes + process.process_id
         if not address_given and own >= len(deployment.link.addresses):

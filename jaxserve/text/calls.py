@@ -130,29 +130,24 @@ _QWEN_TAGS = Tags(
     # Some models forget the end tag.
     re.compile(r"\n?(?:</parameter>|(?=<parameter=[^>\n]+>)|(?=</function>))"),
 )
-_STEP_TAGS = Tags(
-    re.compile(r'<steptml:invoke name="(?P<name>[^"]+)">'),
-    re.compile(r'<steptml:parameter name="(?P<key>[^"]+)">\n?|</steptml:invoke>'),
-    re.compile(r"</steptml:parameter>"),
-)
 _GLM_TAGS = Tags(
     re.compile(r"\A\s*(?P<name>[^\s<]+)(?=\n|<arg_key>)"),
     re.compile(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>\n?"),
     re.compile(r"</arg_value>"),
 )
-_MINIMAX_TAGS = Tags(
-    re.compile(r'<invoke name="(?P<name>[^"]+)">'),
-    re.compile(r'<parameter name="(?P<key>[^"]+)">\n?|</invoke>'),
-    re.compile(r"</parameter>"),
-)
-_DSML_TAGS = Tags(
-    re.compile(r'<｜DSML｜invoke name="(?P<name>[^"]+)">'),
-    re.compile(
-        r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?>'
-        r"|</｜DSML｜invoke>"
-    ),
-    re.compile(r"</｜DSML｜parameter>"),
-)
+
+
+def _invoke_tags(prefix: str, begun: str = r">\n?") -> Tags:
+    """Elements `invoke` and `parameter` with a prefix, whose names are attributes.
+
+    Args:
+      begun: pattern of the rest of a parameter's beginning, behind its name.
+    """
+    return Tags(
+        re.compile(rf'<{prefix}invoke name="(?P<name>[^"]+)">'),
+        re.compile(rf'<{prefix}parameter name="(?P<key>[^"]+)"{begun}|</{prefix}invoke>'),
+        re.compile(rf"</{prefix}parameter>"),
+    )
 
 
 JSON = CallFormat(
@@ -200,7 +195,7 @@ KIMI = CallFormat(
 STEPTML = CallFormat(
     "<｜tool_calls_begin｜>",
     "<｜tool_calls_end｜>",
-    functools.partial(XmlReader, _STEP_TAGS),
+    functools.partial(XmlReader, _invoke_tags("steptml:")),
     ("<｜tool_calls_begin｜>",),
     (
         '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n',
@@ -226,11 +221,12 @@ GLM = CallFormat(
 MINIMAX = CallFormat(
     "<minimax:tool_call>",
     "</minimax:tool_call>",
-    functools.partial(XmlReader, _MINIMAX_TAGS),
+    functools.partial(XmlReader, _invoke_tags("")),
     ("<minimax:tool_call>",),
     ('\n<invoke name="{name}">\n', "</invoke>\n"),
     ('<parameter name="{key}">', "</parameter>\n"),
 )
+_DSML_TAGS = _invoke_tags("｜DSML｜", r'(?: string="(?P<string>true|false)")?>')
 DEEPSEEK_V32, DEEPSEEK_V4 = (
     CallFormat(
         f"<｜DSML｜{block}>",

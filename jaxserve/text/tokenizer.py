@@ -39,31 +39,18 @@ class Tokenizer:
       knows_text: False where the checkpoint has no tokenizer, only token ids.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        bos_token_id: int | None = None,
-        eos_token_ids: Iterable[int] = (),
-        pad_token_id: int | None = None,
-        add_bos: bool | None = None,
-    ):
-        """Combines a vocabulary with the special ids that the checkpoint names.
-
-        Args:
-          vocabulary: from tokenizer.json or tiktoken.model.
-          bos_token_id, eos_token_ids, pad_token_id: as the checkpoint says.
-          add_bos: whether prompts start with bos. None: as the vocabulary's file says.
-        """
+    def __init__(self, vocabulary: Vocabulary, special: SpecialTokens):
+        """Combines a vocabulary, from tokenizer.json or tiktoken.model, with the special ids that
+        the checkpoint names. Where these do not say whether prompts start with bos, the
+        vocabulary's file does."""
         self._vocabulary = vocabulary
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.pad_token_id = pad_token_id
+        self.bos_token_id, self.eos_token_ids = special.bos, special.eos
+        self.pad_token_id = special.pad
         self.vocab_size = vocabulary.size
         self.special_ids = vocabulary.special_ids
         self.longest_token = vocabulary.longest_token
         self.knows_text = type(vocabulary) is not Vocabulary
-        self._prefix = vocabulary.prefix(bos_token_id, add_bos)
+        self._prefix = vocabulary.prefix(special.bos, special.add_bos)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -85,13 +72,7 @@ class Tokenizer:
             )
         if problems or vocabulary is None:
             raise CheckpointError(f"tokenizer of {folder}: " + "; ".join(problems))
-        return cls(
-            vocabulary,
-            bos_token_id=special.bos,
-            eos_token_ids=special.eos,
-            pad_token_id=special.pad,
-            add_bos=special.add_bos,
-        )
+        return cls(vocabulary, special)
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Tokenises a prompt, with one bos in front if the checkpoint asks for it.

@@ -107,21 +107,18 @@ def summed(
 def ragged_all_to_all(
     operand: Array,
     output: Array,
-    input_offsets: Int32[Array, " devices"],
-    send_sizes: Int32[Array, " devices"],
-    output_offsets: Int32[Array, " devices"],
-    recv_sizes: Int32[Array, " devices"],
-    *,
+    *plan: Int32[Array, " devices"],
     axes: tuple[str, ...],
     rows: int,
 ) -> Array:
     """Runs `jax.lax.ragged_all_to_all`, or on CPUs, which lack it, an all-to-all of padded pieces.
 
     Args:
+      plan: offsets and sizes as in `padded_all_to_all`.
       rows: most rows that one device sends to another.
     """
     return jax.lax.platform_dependent(
-        *(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
+        *(operand, output, *plan),
         cpu=functools.partial(padded_all_to_all, axes=axes, rows=rows),
         default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axes),
     )
@@ -142,7 +139,7 @@ def exchanged_rows(
 
     Args:
       length: rows of the result.
-      plan: offsets and sizes as in `ragged_all_to_all`.
+      plan: offsets and sizes as in `padded_all_to_all`.
     """
 
     def of_zeros(operand: Array, *plan: Array) -> Array:

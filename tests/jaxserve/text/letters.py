@@ -6,6 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.config.special_tokens import SpecialTokens
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import TokenizersVocabulary
 
@@ -31,7 +32,8 @@ def write_letters(folder: Path) -> Path:
 
 
 LETTERS = Tokenizer(
-    TokenizersVocabulary(raw_letters()), bos_token_id=BOS, eos_token_ids=[EOS], add_bos=True
+    TokenizersVocabulary(raw_letters()),
+    SpecialTokens(bos=BOS, eos=frozenset({EOS}), add_bos=True),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.config.special_tokens import SpecialTokens
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.structured_outputs import form
 from jaxserve.text import structured
@@ -74,7 +75,9 @@ def test_a_token_that_may_not_come() -> None:
 @pytest.mark.parametrize("end", [EOS, 5])
 def test_any_end_id_ends(end: int) -> None:
     """Models name several; which one they write depends on their training."""
-    tokenizer = Tokenizer(TokenizersVocabulary(raw_letters()), eos_token_ids=[5, EOS])
+    tokenizer = Tokenizer(
+        TokenizersVocabulary(raw_letters()), SpecialTokens(eos=frozenset({5, EOS}))
+    )
     grammar = follow(GrammarCompiler(tokenizer, 300).grammar(structured.regex("a+")), "a")
     assert grammar.mask()[0] >> end & 1
     assert not grammar.finished

@@ -6,6 +6,7 @@ import tokenizers
 from hypothesis import given, strategies
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from jaxserve.config.special_tokens import SpecialTokens
 from jaxserve.errors import CheckpointError
 from jaxserve.text.tiktoken_files import TiktokenVocabulary
 from jaxserve.text.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
@@ -60,9 +61,10 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL = Tokenizer(TokenizersVocabulary(byte_level()), bos_token_id=0, eos_token_ids=[1])
-BYTE_FALLBACK = Tokenizer(TokenizersVocabulary(byte_fallback()), bos_token_id=0, eos_token_ids=[1])
-RANKED = Tokenizer(TiktokenVocabulary(ranks.RANKS, ranks.ADDED), bos_token_id=ranks.BASE)
+ENDS = SpecialTokens(bos=0, eos=frozenset({1}))
+BYTE_LEVEL = Tokenizer(TokenizersVocabulary(byte_level()), ENDS)
+BYTE_FALLBACK = Tokenizer(TokenizersVocabulary(byte_fallback()), ENDS)
+RANKED = Tokenizer(TiktokenVocabulary(ranks.RANKS, ranks.ADDED), SpecialTokens(bos=ranks.BASE))
 
 
 def write_folder(folder: Path, tokenizer, **configs: object) -> Path:
@@ -110,7 +112,7 @@ def test_no_bos_where_the_configuration_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["<s>a fox", "a fox"])
 def test_a_chat_prompt_gets_no_second_bos_and_none_that_its_template_left_out(text: str) -> None:
-    adding = Tokenizer(TokenizersVocabulary(byte_level()), bos_token_id=0, add_bos=True)
+    adding = Tokenizer(TokenizersVocabulary(byte_level()), SpecialTokens(bos=0, add_bos=True))
     assert adding.encode(text, add_bos=False).count(0) == text.count("<s>")
     assert adding.encode(text).count(0) == 1
 
@@ -264,7 +266,7 @@ class _CountingTokenizer(Tokenizer):
 @pytest.mark.parametrize("token", ["a", "b\x80", "</s>"])
 def test_the_cost_is_linear(token: str) -> None:
     """Even for bytes that never become a character, every id is decoded a few times only."""
-    tokenizer = _CountingTokenizer(TokenizersVocabulary(byte_level()))
+    tokenizer = _CountingTokenizer(TokenizersVocabulary(byte_level()), ENDS)
     alphabet = byte_to_token()
     ids = {"a": [alphabet[97]], "b\x80": [alphabet[0x80]], "</s>": [1]}[token] * 4000
     detokenizer = IncrementalDetokenizer(tokenizer)
