@@ -232,11 +232,6 @@ def lines(counts: Counts) -> list[str]:
     return list(part.lines)
 
 
-def one_line(counts: Counts) -> str:
-    """Returns the figure of a deployment that is not shown in full."""
-    return f"{_title(counts)}: {figure(counts).text}; more with --config {counts.config}"
-
-
 def _title(counts: Counts) -> str:
     return f"ESTIMATE of {counts.config} on {counts.topology} at {counts.context}"
 
@@ -298,7 +293,8 @@ PROGRAMS = ("enter", "attend", "leave", "ffn")
 
 def run(options: argparse.Namespace) -> None:
     """Counts if asked to, shows, and writes."""
-    path = counts_of(options.config)
+    file = options.config
+    path = COMMITTED if file is None else ESTIMATES / f"{file.stem}-h200.json"
     if options.count:
         counted = count(options, read_deployment(options))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,17 +312,15 @@ def run(options: argparse.Namespace) -> None:
     if options.config is None:
         paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         others = (read_json(each, Counts) for each in paths)
-        parts.append(Part(lines=[one_line(each) for each in others]))
+        brief = [
+            f"{_title(one)}: {figure(one).text}; more with --config {one.config}" for one in others
+        ]
+        parts.append(Part(lines=brief))
     if options.write is not None:
         options.write.write_text(json_text(own) + "\n", encoding="utf-8")
         parts.append(Part(lines=[f"{options.write}: stages, labelled as estimates"]))
     title, tree = f"{counts.config}, estimated", {"counts": counts, "stages": own}
     show(options, Report(title, parts, tree))
-
-
-def counts_of(config: Path | None) -> Path:
-    """Returns the path of a deployment file's counts; without a file, of Step-3's."""
-    return COMMITTED if config is None else ESTIMATES / f"{config.stem}-h200.json"
 
 
 def count(options: argparse.Namespace, deployment: Deployment) -> Counts:

@@ -169,10 +169,6 @@ def times(enter: float = 3.0, host: float = 0.0) -> StepTimes:
     return StepTimes(attend, [0.5] * 3, [2.0, 1.0, 1.0], [0.25] * 3, 4.0, host)
 
 
-def test_a_step_of_one_lane_is_the_sum_of_its_stages():
-    assert step_seconds(times(), 1, 1) == pytest.approx(3 + 2 * 1 + 3 * 0.75 + 4 + 4)
-
-
 def test_lanes_hide_each_other_s_stages_and_the_first_attend_is_charged_to_each():
     one = step_seconds(times(), 1, 1)
     three = step_seconds(times(), 3, 1)
@@ -181,13 +177,13 @@ def test_lanes_hide_each_other_s_stages_and_the_first_attend_is_charged_to_each(
     assert step_seconds(times(enter=4.0), 3, 1) == pytest.approx(three + 3)
 
 
-@pytest.mark.parametrize(("host", "seconds"), [(0.0, 15.25), (10.0, 15.25), (20.0, 20.0)])
-def test_the_host_enqueues_a_step_while_devices_run_the_one_before(host, seconds):
-    assert step_seconds(times(host=host), 1, 1) == pytest.approx(seconds)
-
-
-def test_the_lanes_share_the_host():
-    assert step_seconds(times(host=20.0), 2, 1) == pytest.approx(40.0)
+@pytest.mark.parametrize(
+    ("host", "lanes", "seconds"),
+    [(0.0, 1, 3 + 2 * 1 + 3 * 0.75 + 4 + 4), (10.0, 1, 15.25), (20.0, 1, 20.0), (20.0, 2, 40.0)],
+)
+def test_the_host_enqueues_a_step_while_devices_run_the_one_before(host, lanes, seconds):
+    """A step of one lane is the sum of its stages; the lanes share the host."""
+    assert step_seconds(times(host=host), lanes, 1) == pytest.approx(seconds)
 
 
 def test_what_was_held_out_is_counted_by_itself():
