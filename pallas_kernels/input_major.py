@@ -14,6 +14,7 @@ input's weights side by side, read in one place, in turn with it: 0.028, 0.041, 
 (medians of 25; jax 0.12.0.1, 2026-11-23).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,11 @@ class InputMajor:
         return jnp.dtype(self.values.dtype)
 
 
+_cut = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+"""`dynamic_slice` without the three operations for each index that give negative ones a meaning."""
+
+
+@jax.jit  # traced once for each shape, rather than at each call in each program
 def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Array, "rows d_out"]:
     """Returns rows · weightsᵀ for one matrix, in FP32. d_in has `STREAMS` equal parts: the first
     inputs of all parts are added in the parts' order, then the second inputs, and so on; the rest
@@ -101,8 +107,8 @@ def product(rows: Float[Array, "rows d_in"], weights: InputMajor) -> Float32[Arr
 
     def sums(tile: Array | int, column: Array | int, row: Array | int) -> Array:
         def add(total: Array, place: Array | int) -> Array:
-            some = jax.lax.dynamic_slice(stack, (entry, tile, place, column), (1, 1, 1, size))
-            own = jax.lax.dynamic_slice(rows, (row, place), (block, 1))
+            some = _cut(stack, (entry, tile, place, column), (1, 1, 1, size))
+            own = _cut(rows, (row, place), (block, 1))
             return total + own * some[0, 0].astype(jnp.float32)
 
         def add_one_each(place: Array, total: Array) -> Array:
