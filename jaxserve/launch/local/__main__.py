@@ -19,7 +19,8 @@ all.
 starts a process each for router, prefill workers and domains, as many as the deployment says, and
 with `link.transport: pull` an ffn worker and `--standbys` further ones. The router's end is the end
 of all. A process that dies stays dead, unless `--restart` is given: then it is started again, the
-router included, and a worker of several processes as a whole.
+router included, and a worker of several processes as a whole. A worker takes a spare (`spare.py`),
+a process that has imported everything already; another one is then prepared.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[lis
         ffn = [number for number, member in enumerate(members) if member.runtime]
         # One of several processes may end because another did.
         hopeless = (2,) if deployment.ffn.processes > 1 else (1, 2)
-        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=hopeless)
+        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=hopeless, spares=True)
         return with_peers(members) if options.peers else members, rules
     if options.fleet:
         deployment = deployment_for(forwarded)
@@ -76,7 +77,7 @@ def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[lis
         if options.peers:
             members = [members[0], *with_peers(members[1:])]
         return members, Rules(
-            range(len(members)) if options.restart else (), options.restart_seconds
+            range(len(members)) if options.restart else (), options.restart_seconds, spares=True
         )
     members = runtime_of(options.processes, Member("", [], 0))
     return members, Rules(grace=options.grace, followers=FOLLOWER_SECONDS)

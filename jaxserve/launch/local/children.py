@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from jaxserve.commands.children import started
+from jaxserve.launch.local.spare import Spares
 
 STOP_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL for a process that should have ended already."""
@@ -19,38 +20,54 @@ STOP_SECONDS = 5.0
 
 def start(
     command: Sequence[str],
+    arguments: Sequence[str],
     environment: Mapping[str, str],
     process: int,
     pin: bool,
     log: Path | None = None,
     nicer: int = 0,
+    spares: Spares | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a process that ends with this launcher.
 
     Args:
+      command: common command line, before the process's own arguments.
       process: number of the process; `pin` binds it to the allowed core of that number.
       log: file to which output is appended; None: output is printed here, line by line, with the
         process's number.
       nicer: what is added to the niceness.
+      spares: one of them becomes the process if any is left.
     """
+    cores = sorted(os.sched_getaffinity(0)) if pin else []
+    core = cores[process % len(cores)] if cores else None
     with contextlib.ExitStack() as stack:
-        file = None if log is None else stack.enter_context(log.open("ab"))
-        cores = sorted(os.sched_getaffinity(0)) if pin else []
-        child = started(
-            command,
+        if log is None:
+            printed = (_printed(process, target) for target in (sys.stdout, sys.stderr))
+            out, err = (stack.enter_context(each) for each in printed)
+        else:
+            out = err = stack.enter_context(log.open("ab"))
+        taken = None
+        if spares is not None:
+            outputs = [out.fileno(), err.fileno()]
+            taken = spares.take(arguments, environment, outputs, core, nicer)
+        return taken or started(
+            [*command, *arguments],
             signal.SIGTERM,
-            core=cores[process % len(cores)] if cores else None,
+            core=core,
             nicer=nicer,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=file or subprocess.PIPE,
-            stderr=file or subprocess.PIPE,
+            stdout=out,
+            stderr=err,
         )
-    for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-        if source is not None:
-            copying = (process, source, target.buffer)
-            threading.Thread(target=_copy, args=copying, daemon=True).start()
-    return child
+
+
+def _printed(process: int, target: TextIO) -> IO[bytes]:
+    """Returns a pipe whose lines are printed with the number of the process that writes them."""
+    source, pipe = os.pipe()
+    copying = (process, os.fdopen(source, "rb"), target.buffer)
+    threading.Thread(target=_copy, args=copying, daemon=True).start()
+    return os.fdopen(pipe, "wb")
 
 
 _printing = threading.Lock()

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,14 @@ from typing import NamedTuple
 from jaxserve.commands import priority
 from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
 from jaxserve.launch.local.members import Member
+from jaxserve.launch.local.spare import Spares
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
 """Seconds for the other processes of a runtime to report, after one of them has died."""
 LOOK_SECONDS = 0.02
+CALM_SECONDS = 2.0
+"""Seconds after the start of a process, before spares are prepared."""
 RETRY_SECONDS = 1.0
 """Seconds before another try if a process could not be created."""
 START_NICENESS = 5
@@ -45,6 +48,7 @@ class Rules(NamedTuple):
       grace: seconds that the first process has to end after another one that is not started again;
         infinite: it need not.
       followers: seconds that the others have to end after the first.
+      spares: whether spares become the processes that are started again, except the first.
     """
 
     restarted: Collection[int] = ()
@@ -52,6 +56,7 @@ class Rules(NamedTuple):
     hopeless: Collection[int] = (2,)
     grace: float = math.inf
     followers: float = 0.0
+    spares: bool = False
 
 
 class Supervisor:
@@ -80,6 +85,10 @@ class Supervisor:
             **os.environ,
             "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16),
         }
+        sizes = Counter(members[n].runtime for n in rules.restarted if n)
+        count = max(sizes.values(), default=0) if rules.spares else 0
+        self._spares = Spares(command, self._environment, count, may_become_less_nice())
+        self._calm = 0.0  # when spares are prepared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()  # for good
         self._due: dict[int, float] = {}  # runtime → when it is started again
@@ -109,10 +118,12 @@ class Supervisor:
                 if not self._told:
                     self._start_due()
                     self._hurry()
+                    self._prepare()
                 time.sleep(LOOK_SECONDS)
             code = self._children[0].poll()
             return 1 if code is None else 128 - code if code < 0 else code
         finally:
+            self._spares.close()
             end([child for _, child in sorted(self._children.items())])
             time.sleep(STOP_SECONDS / 50)  # for the last lines
 
@@ -140,14 +151,27 @@ class Supervisor:
             nicer = START_NICENESS
             self._starting[number] = time.monotonic() + PATIENCE_SECONDS
         log = None if self._logs is None else self._logs / f"{number}.log"
-        command = [*self._command, *member.arguments]
-        child = start(command, environment, number, self._pin, log, nicer)
+        spares = self._spares if again and number else None
+        own = member.arguments, environment, number
+        child = start(self._command, *own, self._pin, log, nicer, spares)
         self._children[number] = child
+        self._calm = time.monotonic() + CALM_SECONDS
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
         if member.pages:
             place += ", pages on {} for {}".format(*member.pages)
         if member.name:
             say(f"process {number}: {member.name}, pid {child.pid}{place}")
+
+    def _prepare(self) -> None:
+        """Replaces spares that were taken or have ended."""
+        if self._due or time.monotonic() < self._calm:
+            return
+        try:
+            for spare in self._spares.fill():
+                say(f"a spare, pid {spare.pid}, ended with {describe(spare.returncode)}")
+        except (OSError, subprocess.SubprocessError) as error:  # no process can be made
+            say(f"no spare: {error}")
+            self._calm = time.monotonic() + RETRY_SECONDS
 
     def _serves(self, number: int) -> bool:
         """Whether a process is ready, as far as its priority shows."""

@@ -29,17 +29,11 @@ def test_a_process_is_read():
         assert 0.0 <= found.age < 3600.0
 
 
-def test_processes_that_have_ended_are_left_out():
-    there = Process(0, "router", "router", os.getpid())
-    gone = Process(1, "domain", "domain 0", 2**22 + 1)
-    (found,) = Census(lambda: [there, gone]).now()
-    assert (found.pid, found.role, len(found.samples)) == (os.getpid(), "router", 1)
-
-
-def test_samples_of_a_process_are_one_life():
+def test_samples_of_a_process_are_one_life_and_ended_processes_are_left_out():
     me = Process(0, "router", "router", os.getpid())
     other = Process(1, "domain", "domain 0", os.getppid())
-    found = iter([[me], [me, other]])
+    gone = Process(2, "domain", "domain 1", 2**22 + 1)
+    found = iter([[me], [me, other, gone]])
     census = Census(lambda: next(found))
     census.take()
     census.take()

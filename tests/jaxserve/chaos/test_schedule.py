@@ -16,12 +16,8 @@ def role(fault):
     return only
 
 
-def test_the_seed_decides():
-    assert first(40) == first(40)
-    assert first(40) != first(40, seed=2)
-
-
-def test_each_pair_once_a_round():
+def test_the_seed_decides_and_each_pair_comes_once_a_round():
+    assert first(40) == first(40) != first(40, seed=2)
     pairs = [(fault.kind, role(fault)) for fault in first(16)]
     expected = [(kind, each) for kind in ("kill", "stop") for each in VICTIMS]
     expected += [("drop", "prefill"), ("drop", "domain")]
@@ -64,6 +60,7 @@ def test_links_that_carry_pages_are_disturbed_and_nothing_else():
         *(("kill", "domain"), ("kill", "prefill"), ("kill", "router")),
     ]
     assert all(0.1 <= fault.size <= 0.9 for fault in faults if fault.kind == "corrupt")
+    assert first(3, kinds=("drop",), linked=()) == []
 
 
 def test_workers_alone_have_a_planned_end():
@@ -71,7 +68,3 @@ def test_workers_alone_have_a_planned_end():
     faults = list(itertools.islice(draw(1, ("end",), victims, ()), 12))
     assert {role(fault) for fault in faults} == {"prefill", "domain", "ffn"}
     assert {(fault.seconds, fault.how) for fault in faults} == {(0.0, "")}
-
-
-def test_nothing_to_disturb():
-    assert first(3, kinds=("drop",), linked=()) == []

@@ -114,10 +114,10 @@ def launched(
         yield run
         pids = [int(pid) for pid in re.findall(r"^\[\d+\] pid (\d+)", run.output, re.MULTILINE)]
         run.end(5.0)
-        assert not [pid for pid in pids if _alive(pid, 5.0)], run.output
+        assert not [pid for pid in pids if alive(pid, 5.0)], run.output
 
 
-def _alive(pid: int, timeout: float) -> bool:
+def alive(pid: int, timeout: float) -> bool:
     """Whether a process is still there after `timeout`."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

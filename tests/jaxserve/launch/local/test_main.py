@@ -52,14 +52,6 @@ def test_leader_that_does_not_end_is_ended_after_the_grace() -> None:
 
 
 @pytest.mark.nightly
-def test_nobody_outlives_a_killed_launcher() -> None:
-    with launched() as run:
-        run.wait_for(r"^\[0\] boundary 49 ")
-        run.process.kill()
-        assert run.end() == -signal.SIGKILL
-
-
-@pytest.mark.nightly
 def test_three_signals_end_everything_at_once() -> None:
     with launched() as run:
         run.wait_for(r"^\[0\] boundary 49 ")
