@@ -46,7 +46,7 @@ class Verbose(Tokenizer):
     """A tokenizer whose every token is a long text."""
 
     def __init__(self, text: str):
-        super().__init__(TokenizersVocabulary(raw_letters()))
+        super().__init__(TokenizersVocabulary(raw_letters()), SpecialTokens())
         self._text = text
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:

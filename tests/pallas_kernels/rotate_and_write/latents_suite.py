@@ -3,30 +3,17 @@
 Tokens, pages and places are those of `suite.py`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels.rotate_and_write import norm_and_write
-from pallas_kernels.target import use_target
 from tests import golden
 from tests.pallas_kernels.norm_quantize.suite import norm_numpy
 from tests.pallas_kernels.quantize.definition import LARGEST
-from tests.pallas_kernels.rotate_and_write.suite import (
-    PAGE_SIZE,
-    PLACES,
-    POOL,
-    POSITIONS,
-    SEQUENCES,
-    TABLE,
-    meant,
-    near,
-    turned,
-)
+from tests.pallas_kernels.rotate_and_write import suite
 
 LATENT, ROPE = 128, 64
 
@@ -43,12 +30,12 @@ class Case(NamedTuple):
 
 def make_case(cache, *, q_latent=256, interleaved=True, split=False, dtype=jnp.bfloat16):
     """Eight tokens, whose keys are larger than their latents."""
-    rng, tokens = np.random.default_rng(q_latent + split), len(SEQUENCES)
+    rng, tokens = np.random.default_rng(q_latent + split), len(suite.SEQUENCES)
 
     def random(*shape):
         return rng.normal(size=shape).astype(dtype)
 
-    places, widths = (POOL, 1, PAGE_SIZE), [LATENT, ROPE] if split else [LATENT + ROPE]
+    places, widths = (suite.POOL, 1, suite.PAGE_SIZE), [LATENT, ROPE] if split else [LATENT + ROPE]
     pages = [random(*places, width) for width in widths]
     if cache in LARGEST:
         kept = np.uint8 if cache == "fp8" else np.int8
@@ -60,12 +47,12 @@ def make_case(cache, *, q_latent=256, interleaved=True, split=False, dtype=jnp.b
     angles = rng.normal(size=(tokens, ROPE // 2)) * 9
     key = down[:, -ROPE:]
     pairs = (key[:, ::2], key[:, 1::2]) if interleaved else np.split(key, 2, axis=-1)
-    key = turned(*pairs, angles, dtype)
+    key = suite.turned(*pairs, angles, dtype)
     latent = norm_numpy(down[:, q_latent:-ROPE], norms["latent_norm"], 1e-6)
     query = down[:, :q_latent]
     query = norm_numpy(query, norms["query_norm"], 1e-6) if q_latent else query
     turn = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
+    where = map(jnp.asarray, (suite.TABLE, suite.SEQUENCES, suite.POSITIONS))
     arguments = (tuple(map(jnp.asarray, pages)), jnp.asarray(down), *turn, *where)
     options = {name: jnp.asarray(norm) for name, norm in norms.items()}
     options |= {"epsilon": 1e-6, "interleaved": interleaved}
@@ -79,11 +66,11 @@ def check(case, found, cache):
     np.testing.assert_allclose(query, case.query.astype(np.float32), rtol=2**-6, atol=2e-2)
     written = [np.array(array) for array in found.pages]
     split = len(written) == 3
-    for token, (page, row) in PLACES.items():
+    for token, (page, row) in suite.PLACES.items():
         kept = written[0][page, 0, row]
         if cache in LARGEST:
             own = case.row[token, : len(kept)]
-            kept = meant(kept, written[-1][page, 0, row], own, cache)
+            kept = suite.meant(kept, written[-1][page, 0, row], own, cache)
             written[-1][page, 0, row] = case.pages[-1][page, 0, row]
         if split:
             assert written[1].dtype == ml_dtypes.bfloat16
@@ -91,7 +78,7 @@ def check(case, found, cache):
             written[1][page, 0, row] = case.pages[1][page, 0, row]
         step = np.abs(case.row[token]).max() / 127 if cache == "int8" else 3e-2
         kept = kept.astype(np.float32)
-        np.testing.assert_allclose(kept, case.row[token], rtol=near(cache), atol=step)
+        np.testing.assert_allclose(kept, case.row[token], rtol=suite.near(cache), atol=step)
         if found.row is not None:
             np.testing.assert_allclose(np.asarray(found.row[token], np.float32), kept, rtol=2**-8)
         written[0][page, 0, row] = case.pages[0][page, 0, row]
@@ -99,15 +86,10 @@ def check(case, found, cache):
         np.testing.assert_array_equal(array, before)
 
 
-class NormAndWriteSuite:
+class NormAndWriteSuite(suite.Suite):
     """Eight tokens of few columns, since interpreting is slow."""
 
-    target = None
-
-    def run(self, case, **options):
-        function = functools.partial(norm_and_write, **case.options, **options)
-        with use_target(self.target):
-            return jax.jit(function)(*case.arguments)
+    operation = staticmethod(norm_and_write)
 
     @golden.table("pallas_kernels/latents_written.yaml")
     def test_against_numpy(self, cache, sizes, stored):

@@ -4,6 +4,7 @@ Pages hold something wherever nothing is written, which stays there.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -113,15 +114,22 @@ def check(case, queries, written, cache):
         np.testing.assert_array_equal(array, before)
 
 
-class RotateAndWriteSuite:
-    """Eight tokens of few heads, since interpreting is slow."""
+class Suite:
+    """Runs cases of an operation on a target."""
 
     target = None
+    operation: Callable[..., Any]
 
-    def run(self, case):
-        function = functools.partial(rotate_and_write, **case.options)
+    def run(self, case, **options):
+        function = functools.partial(self.operation, **case.options, **options)
         with use_target(self.target):
             return jax.jit(function)(*case.arguments)
+
+
+class RotateAndWriteSuite(Suite):
+    """Eight tokens of few heads, since interpreting is slow."""
+
+    operation = staticmethod(rotate_and_write)
 
     @pytest.mark.parametrize(
         ("cache", "sizes"),

@@ -39,6 +39,13 @@ def sdk(rig: HttpRig) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
+def roomy() -> Iterator[HttpRig]:
+    """One for all tests of a file, with room for tools in the prompt."""
+    with contextlib.closing(HttpRig(max_length=3000)) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
 def shared() -> Iterator[HttpRig]:
     """One for tests that leave nothing behind."""
     with contextlib.closing(HttpRig()) as rig:

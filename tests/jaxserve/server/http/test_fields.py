@@ -14,17 +14,11 @@ from tests.jaxserve.server.http.rig import RIGHT, TEMPLATE, HttpRig
 from tests.jaxserve.text.letters import ids_of
 
 
-@pytest.fixture(scope="module")
-def rig() -> Any:
-    """With room for tools; a test sets the script that it wants."""
-    rig = HttpRig(max_length=2000)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture(autouse=True)
-def _script(rig: HttpRig) -> None:
-    rig.engine.script = ids_of("one two three")
+@pytest.fixture
+def rig(roomy: HttpRig) -> HttpRig:
+    """A test sets the script that it wants."""
+    roomy.engine.script = ids_of("one two three")
+    return roomy
 
 
 def text(rig: HttpRig, **fields: Any) -> str:

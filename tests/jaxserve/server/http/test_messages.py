@@ -31,30 +31,22 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def wide() -> Iterator[HttpRig]:
-    """With room for tools in the prompt."""
-    rig = HttpRig(max_length=3000)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture(scope="module")
-def client(wide: HttpRig) -> Iterator[anthropic.Anthropic]:
+def client(roomy: HttpRig) -> Iterator[anthropic.Anthropic]:
     import anthropic
 
     with anthropic.Anthropic(
-        base_url=wide.url, api_key="none", timeout=SECONDS, max_retries=0
+        base_url=roomy.url, api_key="none", timeout=SECONDS, max_retries=0
     ) as client:
         yield client
 
 
 @pytest.fixture
-def sdk(client: anthropic.Anthropic, wide: HttpRig) -> Iterator[anthropic.Anthropic]:
+def sdk(client: anthropic.Anthropic, roomy: HttpRig) -> Iterator[anthropic.Anthropic]:
     """The client, before an engine that writes what it wrote at first."""
-    wide.engine.prompts.clear()
-    wide.engine.script, wide.engine.cached_tokens = ids_of("one two three"), 0
+    roomy.engine.prompts.clear()
+    roomy.engine.script, roomy.engine.cached_tokens = ids_of("one two three"), 0
     yield client
-    wide.engine.refusal = None
+    roomy.engine.refusal = None
 
 
 def create(sdk: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
@@ -76,25 +68,25 @@ def text_of(message: anthropic.types.Message) -> str:
     return block.text
 
 
-def prompt_of(wide: HttpRig) -> str:
-    return LETTERS.decode(wide.engine.prompts[-1])
+def prompt_of(roomy: HttpRig) -> str:
+    return LETTERS.decode(roomy.engine.prompts[-1])
 
 
 class TestText:
-    def test_a_message(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        wide.engine.cached_tokens = 2
+    def test_a_message(self, sdk: anthropic.Anthropic, roomy: HttpRig) -> None:
+        roomy.engine.cached_tokens = 2
         message = create(sdk, system="Be brief.", metadata={"user_id": "me"})
         (block,) = message.content
         assert block.type == "text"
         assert (block.text, message.role, message.model) == ("one two three", "assistant", "fake")
         assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
-        assert prompt_of(wide) == "[system]Be brief.[user]hi[assistant]"
+        assert prompt_of(roomy) == "[system]Be brief.[user]hi[assistant]"
         usage = message.usage
         assert (usage.input_tokens, usage.cache_read_input_tokens) == (34, 2)
         assert usage.output_tokens == 13
 
-    def test_a_stream(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
-        wide.engine.cached_tokens = 2
+    def test_a_stream(self, sdk: anthropic.Anthropic, roomy: HttpRig) -> None:
+        roomy.engine.cached_tokens = 2
         with sdk.messages.create(model="fake", max_tokens=7, messages=HI, stream=True) as stream:
             kinds = [event.type for event in stream]
         assert kinds[:2] == ["message_start", "content_block_start"]
@@ -110,11 +102,11 @@ class TestText:
 
 
 class TestTools:
-    def test_three_turns(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+    def test_three_turns(self, sdk: anthropic.Anthropic, roomy: HttpRig) -> None:
         """The SDK sends back the content that it received, once streamed and once whole."""
         messages: list[Any] = list(HI)
         for turn in range(2):
-            wide.engine.script = ids_of(f"Wait.{CALL}" if turn else CALL)
+            roomy.engine.script = ids_of(f"Wait.{CALL}" if turn else CALL)
             given: Any = {"messages": messages, "tools": [TOOL]}
             message = create(sdk, **given) if turn else streamed(sdk, **given)[1]
             assert message.stop_reason == "tool_use"
@@ -125,31 +117,31 @@ class TestTools:
             result = {"type": "tool_result", "tool_use_id": call.id, "content": f"{turn} °C"}
             messages.append({"role": "user", "content": [result]})
         messages[-1]["content"].append({"type": "text", "text": "So?"})
-        wide.engine.script = ids_of("Cold.")
+        roomy.engine.script = ids_of("Cold.")
         message = create(sdk, messages=messages, tools=[TOOL])
         assert text_of(message) == "Cold."
-        assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(wide)
-        assert '"name": "weather"' in prompt_of(wide)
+        assert "[assistant][tool]0 °C[assistant]Wait.[tool]1 °C[user]So?" in prompt_of(roomy)
+        assert '"name": "weather"' in prompt_of(roomy)
 
-    def test_runner(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+    def test_runner(self, sdk: anthropic.Anthropic, roomy: HttpRig) -> None:
         """The SDK asks the server to keep the conversation; refused, it sends all of it."""
         import anthropic
 
-        wide.engine.script = ids_of(CALL)
+        roomy.engine.script = ids_of(CALL)
         tool = anthropic.beta_tool(lambda city: f"0 °C in {city}", **TOOL)
         given: Any = {"model": "fake", "max_tokens": 99, "messages": HI, "tools": [tool]}
         runner = sdk.beta.messages.tool_runner(**given, max_iterations=3)
         assert [message.stop_reason for message in runner] == ["tool_use"] * 3
-        assert "[assistant][tool]0 °C in x[assistant][tool]0 °C in x" in prompt_of(wide)
+        assert "[assistant][tool]0 °C in x[assistant][tool]0 °C in x" in prompt_of(roomy)
 
 
 class TestErrors:
-    def test_name_the_field(self, wide: HttpRig) -> None:
+    def test_name_the_field(self, roomy: HttpRig) -> None:
         """`golden/server/messages.txt` lists wrong fields."""
 
         def said(mistake: str) -> str:
             body = {"model": "fake", "max_tokens": 5, "messages": HI, **json.loads(mistake)}
-            response = wide.client.post("/v1/messages", json=body)
+            response = roomy.client.post("/v1/messages", json=body)
             answer = response.json()
             assert (response.status_code, answer["type"]) == (400, "error")
             assert answer["error"]["type"] == "invalid_request_error"
@@ -158,14 +150,14 @@ class TestErrors:
 
         golden.check_each("server/messages.txt", said)
 
-    def test_of_the_sdk(self, sdk: anthropic.Anthropic, wide: HttpRig) -> None:
+    def test_of_the_sdk(self, sdk: anthropic.Anthropic, roomy: HttpRig) -> None:
         import anthropic
 
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: is missing"):
             sdk.post("/v1/messages", body={"model": "fake", "messages": HI}, cast_to=httpx.Response)
         with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
             create(sdk, model="other")
-        wide.engine.refusal = OverloadedError("8 requests wait already")
+        roomy.engine.refusal = OverloadedError("8 requests wait already")
         with pytest.raises(anthropic.RateLimitError, match="8 requests wait already"):
             create(sdk)
 

@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
-from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events, until_first_event
+from tests.jaxserve.server.http.rig import SECONDS, HttpRig, events
 from tests.jaxserve.text.fake_engine import FakeEngine
 from tests.jaxserve.text.letters import LETTERS, Verbose, ids_of
 from tests.jaxserve.waiting import until
@@ -102,9 +102,7 @@ def test_two_requests_of_one_name_do_not_meet(rig):
 
 def test_too_many_requests_are_refused_before_they_are_read(rig, monkeypatch):
     monkeypatch.setattr(rig.server._service, "max_active", 1)
-    rig.engine.allowed = 1
-    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
-        _lines = until_first_event(call)  # who drops it closes the connection
+    with rig.streaming():
         response = httpx.post(f"{rig.url}/v1/completions", content=b"no JSON", timeout=SECONDS)
         assert response.status_code == 429
         assert rig.client.get("/health").status_code == 200
@@ -115,8 +113,8 @@ def test_too_many_requests_are_refused_before_they_are_read(rig, monkeypatch):
 
 def test_draining_finishes_what_runs_and_refuses_the_rest(rig):
     rig.engine.pace = 0.03
-    with rig.client.stream("POST", "/v1/completions", json=STREAM) as call:
-        lines = until_first_event(call)
+    with rig.streaming() as lines:
+        rig.engine.allowed = None
         rig.server.refuse()
         late = httpx.post(f"{rig.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
         assert late.status_code == 503
