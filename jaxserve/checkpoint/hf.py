@@ -300,7 +300,9 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
     tables = {n for sources in blocks if (s := sources.get("router.table")) for n in s.names}
     matrices |= names.unloaded.keys()
     known = {**names.optional, **expected}
-    blocked = {name for name in matrices & tensors.keys() if _is_blocked(tensors[name])}
+    stored = [(name, tensors[name]) for name in matrices & tensors.keys()]
+    # FP8 matrices have block scales in a tensor of their own.
+    blocked = {name for name, own in stored if own.kind == FP8 and len(own.shape) > 1}
     grids = {name + SCALES: _grid_shape(tensors[name].shape) for name in blocked}
     expected |= grids
     known |= grids
@@ -325,11 +327,6 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
         ):
             wrong.append(f"{name} is {tensor.kind}, not one of {', '.join(READABLE)}")
     return problems + sorted(wrong)
-
-
-def _is_blocked(tensor: Tensor | PackedTensor | ExpertStack) -> bool:
-    """Whether this is an FP8 matrix with block scales in a separate tensor."""
-    return tensor.kind == FP8 and len(tensor.shape) > 1
 
 
 def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

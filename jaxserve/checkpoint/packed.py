@@ -107,11 +107,6 @@ class PackedTensor(NamedTuple):
         """The 8-bit values; only for the layout `scaled`."""
         return self.parts["weight"]
 
-    @property
-    def one_scale(self) -> bool:
-        """Whether the whole matrix has a single scale; only for the layout `scaled`."""
-        return self.parts["weight_scale"].shape in ((), (1,))
-
 
 def join_parts(
     tensors: Mapping[str, Tensor], matrices: Mapping[str, Shape], packing: Packing
@@ -366,10 +361,10 @@ def _zeros(reader: _PackedReader, rows: slice, columns: slice) -> np.ndarray:
 def _channel_scales(reader: _PackedReader, rows: slice) -> np.ndarray:
     """Scales [rows, 1] of output channels. The file stores them as [d_out, 1], as [d_out] (read as
     one row), or as a single scale (repeated)."""
-    first = slice(0, 1)
-    if reader.tensor.one_scale:
+    first, shape = slice(0, 1), reader.tensor.parts["weight_scale"].shape
+    if shape in ((), (1,)):
         one = reader.floats("weight_scale", first, first)
         return np.broadcast_to(one, (rows.stop - rows.start, 1))
-    if len(reader.tensor.parts["weight_scale"].shape) == 1:
+    if len(shape) == 1:
         return reader.floats("weight_scale", first, rows).T
     return reader.floats("weight_scale", rows, first)

@@ -150,14 +150,9 @@ def _index(folder: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{path}: weight_map is not an object that names a file a tensor")
     for name, file in files.items():
-        if not isinstance(file, str) or not _is_plain(file):
+        if not isinstance(file, str) or not file.endswith(".safetensors") or {"/", "\0"} & {*file}:
             raise CheckpointError(f"{path}: weight_map.{name} = {file!r} is not a file's name")
     return files
-
-
-def _is_plain(name: str) -> bool:
-    """Whether this names a safetensors file directly in the folder."""
-    return name.endswith(".safetensors") and "/" not in name and "\0" not in name
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
