@@ -127,7 +127,7 @@ class DPGroup:
         """Gives a resident one more page."""
         lane, row = self._row(sequence)
         sequence.page_ids += self.allocate(1)
-        lane.add_page(row)
+        lane.room[row] += self._page_size
         self.stalled.discard(sequence)
         self.promised -= 1
 
@@ -201,15 +201,22 @@ class DPGroup:
             if self.cache is None or not self.cache.extend(sequence.prefix, sequence.keys, *own):
                 break  # another sequence published the same tokens first, and uses that page
         if self.rings is not None:
-            self._slide(sequence, self.rings.first_read(cached))
+            self._slide(sequence, self.rings.first_kept(cached))
 
     def open_ring(self, sequence: Sequence, end: int, start: int = 0) -> None:
         """Gives a resident ring pages up to a place among its pages, from place `start` on. The
-        pool (`kv_cache.ring_pages`) is large enough that a resident never lacks one."""
+        pool (`kv_cache.ring_pages`) is large enough that a resident never lacks one.
+
+        Without a prefix cache a sequence's only state is replaced where it is.
+        """
         assert self.rings is not None
-        places = range(max(sequence.ring_end, start), self.rings.reach(end))
-        evict = self.cache.evict_rings if self.cache else None
-        page_ids = self._allocated(self.rings, len(places), evict)
+        places = self.rings.written(max(sequence.ring_end, start), end)
+        if self.rings.states and self.cache is None and places and sequence.ring:
+            page_ids = [*sequence.ring.values()]
+            sequence.ring.clear()
+        else:
+            evict = self.cache.evict_rings if self.cache else None
+            page_ids = self._allocated(self.rings, len(places), evict)
         sequence.ring.update(zip(places, page_ids, strict=True))
         sequence.ring_end = max(sequence.ring_end, end)
 
@@ -406,12 +413,10 @@ def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable
     """Raises RuntimeError if a live sequence is in no queue and no slot, or the queue is
     unsorted."""
     for sequence in live:
-        home, page_size = sequence.home, lanes[0].page_size
-        slots = None if home is None else lanes[home.lane]
-        cached = 0
-        if slots is not None:
-            row = sequence.place.row
-            cached = int(slots.cached[row] + slots.slack[row])
+        home, page_size, cached = sequence.home, lanes[0].page_size, 0
+        if home is not None:
+            slots = lanes[home.lane]
+            cached = int(slots.cached[home.row] + slots.slack[home.row])
         problems: dict[str, object] = {
             "has no slot but runs": sequence.status == "running" and not home,
             "is queued or not, against its status": (sequence.status == "waiting")

@@ -151,10 +151,6 @@ class LaneSlots:
         self.running[row] = False
         self.ended[row] = ended
 
-    def add_page(self, row: int) -> None:
-        """Counts one more page for the row's sequence."""
-        self.room[row] += self.page_size
-
     def decoding(self) -> np.ndarray:
         """Returns the rows (a mask) whose next step feeds one token, not a prefill chunk."""
         return self._wanting() & self._decodes()
@@ -353,7 +349,7 @@ class LaneSlots:
         changed = zip(rows[some].tolist(), told[some].tolist(), needed[some].tolist(), strict=True)
         for row, start, end in changed:
             sequence, open_ring = self.sequences[row], self.open_ring[row // self.slots]
-            tables = 1 if open_ring is None else 2
+            tables = 1 + (open_ring is not None)
             page_ids = enumerate(sequence.page_ids[start:end], start)
             pages += [(row, place * tables, page) for place, page in page_ids]
             if open_ring is not None:

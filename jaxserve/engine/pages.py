@@ -109,8 +109,10 @@ class PageAllocator:
 
 
 class RingPool(PageAllocator):
-    """Page pool of layers with a window, which read only a sequence's last pages: its ring. Layers
-    with states have one page for each sequence.
+    """Page pool of layers with a window, which read only a sequence's last pages: its ring.
+
+    In layers with states a page holds the state behind the last token that was fed to it, so that a
+    token reads the page of the token before it. A step writes its last page only.
 
     Args:
       pages, first: see `PageAllocator`.
@@ -120,14 +122,21 @@ class RingPool(PageAllocator):
 
     def __init__(self, pages: int, first: int, window: int, page_size: int):
         super().__init__(pages, first)
-        self._window, self._page_size = window, page_size
-        self.window_pages = pages_for(window, page_size)
+        self.states = not window
+        """True if pages hold states."""
+        self._window, self._page_size = window or 2, page_size
+        self.window_pages = pages_for(self._window, page_size)
         """Number of pages that a window fills."""
 
     def first_read(self, tokens: int) -> int:
         """Returns the place of the first page that the token after `tokens` tokens reads."""
-        return max(tokens + 1 - self._window, 0) // self._page_size if self._window else 0
+        return max(tokens + 1 - self._window, 0) // self._page_size
 
-    def reach(self, end: int) -> int:
-        """Returns the place behind the last of a sequence's `end` pages that may be in its ring."""
-        return end if self._window else min(end, 1)
+    def first_kept(self, tokens: int) -> int:
+        """Returns the place of the first page that a sequence with `tokens` cached tokens keeps:
+        the first that it reads, or the state behind its last full page, for sequences to come."""
+        return max(tokens // self._page_size - 1, 0) if self.states else self.first_read(tokens)
+
+    def written(self, start: int, end: int) -> range:
+        """Returns the places that are written on the way from `start` to `end` pages."""
+        return range(max(start, end - 1) if self.states else start, end)

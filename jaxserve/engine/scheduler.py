@@ -259,7 +259,8 @@ class Scheduler:
         for sequence in slots.sequences[step.rows[slots.running[step.rows]]]:
             group, _, row = sequence.place
             end = -(-int(slots.cached[row] + slots.slack[row]) // self.page_size)
-            self.groups[group].cut_ring(sequence, end)
+            if not self._recurrent:  # a state's page may be that of an earlier step
+                self.groups[group].cut_ring(sequence, end)
             if sequence.request.params.penalises or self._recurrent:
                 self._preempt(sequence)
         self._release_rows(slots, step.rows)

@@ -34,7 +34,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
       automatic_drafts: whether steps have them only where they make it faster.
       ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
       window: tokens that a token sees in layers with a window; 0 with ring pages: these hold the
-        states of sequences, which no other sequence continues.
+        states of sequences.
 
     Raises:
       ValueError: the budget or the buckets are too small.
@@ -102,7 +102,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
             page_buckets=limits.page_buckets,
             max_waiting=limits.max_waiting,
             prefill_tokens=limits.prefill_tokens,
-            prefix_cache=cache.prefix and (window > 0 or not ring_pages),
+            prefix_cache=cache.prefix,
             side_by_side=deployment.topology.has("ffn"),
             drafts=deployment.drafts,
             modules=deployment.modules,

@@ -290,7 +290,16 @@ class StepComposer:
                 break
             group, _, row = sequence.place
             if (count := min(slots.unfed(row), budget[group])) > 0:
-                chunks[row] = count
+                chunks[row] = count = self._to_page_end(int(slots.cached[row]), count)
                 budget[group] -= count
                 groups_left -= not budget[group]
         return chunks
+
+    def _to_page_end(self, cached: int, count: int) -> int:
+        """Shortens a chunk behind `cached` tokens that passes the end of a page, if later sequences
+        may start from the state there."""
+        size, inside = self._sizes.page_size, cached % self._sizes.page_size
+        states = self._sizes.recurrent and self._sizes.prefix_cache
+        if not states or inside + count <= size:
+            return count
+        return size - inside if inside else count // size * size

@@ -18,7 +18,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.put import Put, fast_put
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed, sharded_zeros
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
-from jaxserve.model.attention.family import with_shared
+from jaxserve.model.attention.family import layer_table, with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
@@ -123,7 +123,8 @@ class TokenPrograms:
         """Returns the batch for layers of a kind, with the page tables of their pool."""
         tables = batch.page_table.reshape(self.slots, -1, self.tables)
         own = {*self.pool(kind).tables}
-        return batch._replace(page_table=tables[..., min(own)], ring_table=tables[..., max(own)])
+        batch = batch._replace(page_table=tables[..., min(own)], ring_table=tables[..., max(own)])
+        return layer_table(kind.attention, batch, self.deployment.cache.page_size)
 
     def embed(
         self, context: StepContext, leaves: Sequence[Array]

@@ -55,6 +55,12 @@ def with_shared(
     return batch._replace(shared=tuple(shared))
 
 
+def layer_table(sizes: Attention, batch: RaggedBatch, page_size: int) -> RaggedBatch:
+    """Returns the batch for layers with this attention, which may read other columns of the page
+    table than their tokens' own."""
+    return getattr(_module(sizes), "placed", lambda batch, _: batch)(batch, page_size)
+
+
 def _shared(
     batch: RaggedBatch,
     sizes: Attention,

@@ -11,10 +11,11 @@ holds for its key by its value, and reads S with its query:
     S ← e^g·S;  S ← S + k·(β·(v − Sᵀk))ᵀ;  o = Sᵀq
 
 Queries, keys and values first pass a causal convolution over the last tokens, whose inputs are kept
-beside S. A sequence has one page for both (`kv_cache.layer_entries`); its first token begins with
-zeros, whatever the page held before. Sequences with one token in a step take the recurrence
-together, by a kernel on TPUs and Hopper (`delta_step`). Chunks of prompts take the chunked form
-(arXiv 2406.06484 §3), part after part, in plain XLA.
+beside S. A sequence has a page for both (`kv_cache.layer_entries`); its first token begins with
+zeros, whatever the page held before. Where a step begins with the state of another page, that is
+copied first, and stays for other sequences to start from. Sequences with one token in a step take
+the recurrence together, by a kernel on TPUs and Hopper (`delta_step`). Chunks of prompts take the
+chunked form (arXiv 2406.06484 §3), part after part, in plain XLA.
 """
 
 from typing import Any, NamedTuple
@@ -82,11 +83,30 @@ class GatedDeltaNet(nnx.Module):
         """Returns no arrays for the attention kernels to walk over: a state is no row of pages."""
         return ()
 
+    @staticmethod
+    def placed(batch: RaggedBatch, page_size: int) -> RaggedBatch:
+        """Puts a page table `[slots, 2]` into a batch: the page of each sequence's state that a
+        step writes, and the one that it reads. The batch has, for each page of tokens, the page
+        with the state behind them."""
+        table, slot, position = batch.where
+
+        def page_of(position: Int[Array, " tokens"]) -> Int[Array, "slots 1"]:
+            last = jnp.zeros(len(table), jnp.int32).at[slot].max(position)
+            return jnp.take_along_axis(table, last[:, None] // page_size, axis=1)
+
+        # A sequence's first step reads no state.
+        before = jnp.where(batch.chunk_start > 0, batch.chunk_start - 1, position)
+        before = jnp.where(position < 0, -1, before)
+        columns = [page_of(position), page_of(before)]
+        return batch._replace(page_table=jnp.concatenate(columns, axis=1))
+
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
         """Attention of normed tokens, as `GroupedQueryAttention.__call__` describes it."""
-        (states, inputs), tokens = pages, x.shape[0]
+        with jax.named_scope("other_pages"):
+            states, inputs = _copied(pages, batch.page_table)
+        tokens = x.shape[0]
         steps = _Steps.of(batch, states.shape[0])
         mixed = linear(x, self.mix).reshape(tokens, inputs.shape[1], -1)
         columns = inputs.shape[3] // (self.sizes.convolution - 1)
@@ -175,7 +195,8 @@ class _Steps(NamedTuple):
 
     @classmethod
     def of(cls, batch: RaggedBatch, pool: int) -> "_Steps":
-        """Finds the tokens of a batch whose pages are in a pool of this size."""
+        """Finds the tokens of a batch whose pages are in a pool of this size; see `placed` for the
+        page table."""
         table, slot, position = batch.where
         pages, tokens, slots = table[:, 0], len(slot), len(table)
         offset = position - batch.chunk_start
@@ -200,6 +221,18 @@ class _Steps(NamedTuple):
             some(starts, min(tokens, tokens // PART + slots)),
             jnp.sum(starts),
         )
+
+
+def _copied(pages: Pages, table: Int[Array, "slots 2"]) -> Pages:
+    """Copies the states that sequences read in another page than the one that they write."""
+    written, read = table[:, 0], table[:, -1]
+    (moving,) = jnp.nonzero(written != read, size=len(table), fill_value=0)
+
+    def copy(number: Array, pages: Pages) -> Pages:
+        source, target = read[moving[number]], written[moving[number]]
+        return tuple(array.at[target].set(array[source]) for array in pages)
+
+    return jax.lax.fori_loop(0, jnp.sum(written != read), copy, pages)
 
 
 def _unit(rows: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:

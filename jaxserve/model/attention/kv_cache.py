@@ -11,7 +11,7 @@ the layout inside a page; `engine/pages.py` decides which sequence owns which pa
 Compressed attention has a row for several tokens (`Entry.every`), in pages with fewer rows, beside
 rows of the last tokens, in pages of a ring: both tables are of one layer then.
 
-Layers with states have one page for each sequence, in the pool of rings, with one row.
+Layers with states have pages with one row in the pool of rings: the state behind a page's tokens.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     plain: FormatName | None = None
     """Format of rows that are the same floats, without scales, in every format of the cache."""
     every: int = 1
-    """Tokens of a page for each of its rows."""
+    """Tokens of a page for each of its rows; 0: the page has one row, a state."""
     ring: bool = False
     """True if only rows of the last tokens are read."""
 
@@ -66,7 +66,7 @@ def layer_entries(
     if isinstance(attention, DeltaNet):
         heads, keys, kept = attention.kv_heads, attention.head_dim, attention.convolution - 1
         values = attention.q_heads // heads * attention.value_dim
-        state = Entry(heads, keys * values, "float32", page_size, ring=True)
+        state = Entry(heads, keys * values, "float32", every=0, ring=True)
         return state, state._replace(width=kept * (2 * keys + values), plain=deployment.dtype)
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
@@ -127,7 +127,7 @@ def row_arrays(
     *outer, tokens = rows
     values, scales = [], []
     for entry in declared:
-        shape = *outer, tokens // entry.every
+        shape = *outer, tokens // entry.every if entry.every else 1
         dtype = storage(entry.plain) if entry.plain else cached_dtype(cache_format)
         values.append(jax.ShapeDtypeStruct((*shape, entry.width), dtype))
         if has_scales(cache_format) and not entry.plain:
@@ -161,8 +161,6 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, .
         tables = tuple(int(e.ring and rings > 0) for e in (*entries, *scaled))
         arrays = page_arrays(deployment, entries, rings)
         pools.append(PagePool(tuple(layers[entries]), entries, arrays, tables, pages))
-    if not config.recurrent and len({entries[0].heads for entries in layers}) > 1:
-        raise ConfigError(f"layers that keep different heads of a token: {sorted(layers)}")
     return tuple(pools)
 
 
@@ -170,7 +168,9 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
     """Returns the number of pages that each DP group reserves for windows and states; 0 if no
     sequence can outgrow a window.
 
-    A slot with a sequence has one page of states.
+    A slot with a sequence has one page of states. With a prefix cache it has three: the state that
+    later sequences may start from, and those that the two steps in flight write. Pages of idle
+    slots keep the states of prefixes.
 
     A decoding sequence holds the pages of its window, and of the tokens and drafts of the two steps
     in flight, which may begin in the middle of a page. A lane's two steps add their chunks, and
@@ -179,7 +179,7 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
     """
     window, limits, size = largest_window(config), deployment.scheduler, deployment.cache.page_size
     if config.recurrent:
-        return limits.slots * deployment.lanes
+        return limits.slots * deployment.lanes * (3 if deployment.cache.prefix else 1)
     if not 0 < window < limits.max_length:
         return 0
     own = -(-(window + 2 * deployment.drafts) // size) + 1 + (deployment.modules > 0)

@@ -1,7 +1,6 @@
+"""Pages that are handed out and come back; `test_prefix_cache.py` does so in any order."""
+
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxserve.engine.pages import PageAllocator
 from tests import golden
@@ -31,48 +30,6 @@ def test_no_empty_pools_and_no_negative_requests(count):
         PageAllocator(count)
     with pytest.raises(ValueError, match="cannot allocate -1 pages"):
         PageAllocator(1).allocate(-1)
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Any order of allocations and frees, against lists of owned pages."""
-
-    def __init__(self):
-        super().__init__()
-        self.pool = PageAllocator(13)
-        self.owned: list[list[int]] = []
-
-    @rule(count=st.integers(0, 14))
-    def allocate(self, count):
-        free = 13 - sum(map(len, self.owned))
-        page_ids = self.pool.allocate(count)
-        if count > free:
-            assert page_ids is None
-        else:
-            assert page_ids is not None
-            assert len(page_ids) == count
-            self.owned.append(page_ids)
-
-    @rule(data=st.data())
-    def free(self, data):
-        if self.owned:
-            self.pool.free(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
-
-    @rule(data=st.data())
-    def free_in_parts(self, data):
-        if self.owned:
-            page_ids = self.owned.pop()
-            middle = data.draw(st.integers(0, len(page_ids)))
-            self.pool.free(page_ids[middle:])
-            self.owned.append(page_ids[:middle])
-
-    @invariant()
-    def adds_up(self):
-        self.pool.check_integrity(self.owned)
-        assert self.pool.free_pages == 13 - sum(map(len, self.owned))
-
-
-class TestPool(PoolMachine.TestCase):
-    settings = settings(max_examples=50)
 
 
 def test_quarantine():

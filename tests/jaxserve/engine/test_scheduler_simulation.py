@@ -103,7 +103,7 @@ class Device:
                 if self.window:
                     self._slide(group, row, plan.rings[group, row.slot].tolist())
                 elif self.recurrent:
-                    self._replace(group, row, tokens, int(plan.rings[group, row.slot, 0]))
+                    self._replace(group, row, tokens, plan.rings[group, row.slot])
                 self.length[home] = len(tokens)
                 if row.sample:
                     run = self._verify(row, tokens)
@@ -166,7 +166,8 @@ class Device:
                     end = len(row.page_ids) * self.page_size
                 self.length[home], self.drafts[home] = -(10**6), [NOT_SAMPLED] * 9
                 if self.recurrent:
-                    self.states[group][int(plan.rings[group, row.slot, 0])] = None
+                    written = plan.rings[group, row.slot, (end - 1) // self.page_size]
+                    self.states[group][int(written)] = None
                 for position in range(start, end):
                     cell = self._cell(row, position)
                     self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
@@ -197,12 +198,12 @@ class Device:
             own = self.pages[group][self._cell(row, position)]
             assert found == own, f"{row} finds {found} in its ring at {position}, not {own}"
 
-    def _replace(self, group: int, row: SequenceRow, tokens: list[int], page: int) -> None:
+    def _replace(self, group: int, row: SequenceRow, tokens: list[int], pages: np.ndarray) -> None:
         """Feeds the row's tokens to the state, which has seen all tokens before them."""
-        start = row.kv_length - len(row.token_ids)
-        seen = self._salt(row), tokens[:start]
-        assert not start or self.states[group].get(page) == seen, f"{row}: not the state of {seen}"
-        self.states[group][page] = self._salt(row), tokens
+        start, (size, states) = row.kv_length - len(row.token_ids), (self.page_size, self.states)
+        seen, page = (self._salt(row), tokens[:start]), int(pages[max(start - 1, 0) // size])
+        assert not start or states[group].get(page) == seen, f"{row}: not the state of {seen}"
+        states[group][int(pages[(row.kv_length - 1) // size])] = self._salt(row), tokens
 
     def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
         """Every generated token that is in the cache was counted once."""
@@ -283,8 +284,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window = data.draw(st.sampled_from([0, 1, 3, 8, "states"]), "window")
         if window == "states":
             if not drafts:
-                states = {"ring_pages": slots * limits.lanes, "prefix_cache": False}
-                limits = msgspec.structs.replace(limits, **states)
+                pages = slots * limits.lanes * (3 if limits.prefix_cache else 1)
+                limits = msgspec.structs.replace(limits, ring_pages=pages)
         elif 0 < window < max_length:
             limits = msgspec.structs.replace(limits, window=window)
             limits = msgspec.structs.replace(limits, ring_pages=least_ring_pages(limits))
@@ -590,6 +591,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_rings(self, group: int, limits: SchedulerSizes, fed: Counter):
         """A ring has the window, and what two steps feed beside it: `kv_cache.ring_pages`."""
+        if limits.recurrent:
+            most = 3 if limits.prefix_cache else 1
+            residents = self.scheduler.groups[group].residents()
+            assert max((len(one.ring) for one in residents), default=0) <= most
+            return
         for lane, rows in self.rows_in_flight(group):
             fed.update({(lane, row.slot): len(row.token_ids) for row in rows})
         for one in self.scheduler.groups[group].residents():
@@ -601,9 +607,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The held pages have the entries of the whole prompt, whatever else goes on."""
         request, (group, page_ids) = self.requests[request_id], self.held[request_id]
         size, salt = self.limits.page_size, request.params.cache_salt
-        if self.limits.window:
+        tokens = len(request.prompt)
+        if self.limits.ring_pages:
             ring, page_ids = page_ids[1::2], page_ids[::2]
-            tokens = len(request.prompt)
+        if self.limits.recurrent and tokens:
+            assert self.device.states[group][ring[-1]] == (salt, request.prompt)
+        elif self.limits.window:
             for at in range(max(tokens + 1 - self.limits.window, 0), tokens):
                 found = self.device.rings[group].get((ring[at // size], at % size))
                 assert found == (salt, at, request.prompt[at])
