@@ -175,11 +175,9 @@ class Holds:
 
     def renew(self, hand_off: str) -> bool:
         """Begins a lease anew; returns False if it is unknown."""
-        hold = self._by_hand_off.get(hand_off)
-        if hold is None:
-            return False
-        hold.until = self._clock() + self.limits.lease_seconds
-        return True
+        if hold := self._by_hand_off.get(hand_off):
+            hold.until = self._clock() + self.limits.lease_seconds
+        return hold is not None
 
     def release(self, hand_off: str) -> None:
         """Gives the pages of a lease back. An unknown lease is ignored."""
@@ -196,8 +194,7 @@ class Holds:
         hold = self._by_hand_off[hand_off]
         if not 0 <= start < stop <= hold.tokens:
             raise ValueError(f"tokens {start} to {stop} wanted, {hold.tokens} are held")
-        size = self._scheduler.page_size
-        tables = self._scheduler.tables
+        size, tables = self._scheduler.page_size, self._scheduler.tables
         pages = hold.page_ids[start // size * tables : pages_for(stop, size) * tables]
         return PageRun(hold.group, pages, start % size)
 
@@ -229,11 +226,9 @@ class Holds:
     def _due(self, request: Request) -> float:
         """Returns when a prompt should be done. A shorter one is due sooner, and need not wait
         behind a long one. Only what arrives while a prompt would run can overtake it."""
-        tokens = len(request.prompt) - self._scheduler.cached_tokens(request)
-        length = len(request.prompt)
-        before = length - tokens
-        quadratic = (length * length - before * before) / self.limits.quadratic_tokens
-        return due(request) + (tokens + quadratic) / self.limits.tokens_per_second
+        length, found = len(request.prompt), self._scheduler.cached_tokens(request)
+        quadratic = (length * length - found * found) / self.limits.quadratic_tokens
+        return due(request) + (length - found + quadratic) / self.limits.tokens_per_second
 
 
 def _rank(entry: tuple[float, int, Request]) -> tuple[float, int]:

@@ -59,7 +59,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
         "model": known["model"],
         "weights": weights_digest(deployment.model),
         "layers": str(programs.layers),
-        "kv_heads": str(programs.kv_heads),
+        "kv_heads": str(programs.heads),
         "widths": str([(entry.width, entry.every) for entry in programs.entries]),
         "pieces": str(list(transfer.pieces)),
     }

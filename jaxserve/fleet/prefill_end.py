@@ -6,7 +6,6 @@ Called after the engine is made and before it starts.
 import secrets
 import time
 
-from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs, PrefillEnd
 from jaxserve.engine.holds import HoldLimits, Holds
@@ -14,7 +13,6 @@ from jaxserve.fleet.pages_link import check, pages_hello, piece_tokens
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
 from jaxserve.roles.page_spread import page_access
-from jaxserve.roles.page_transfer import PageTransfer
 
 HELD_SHARE = 0.75
 """Largest share of a prefill worker's pages that running and held prompts take together."""
@@ -42,8 +40,11 @@ def serve_pages(
     check(deployment)
     pieces = pieces or piece_tokens(deployment)
     access = page_access(engine.driver.kv_arrays(), exports=True, pieces=pieces)
+    held = deployment.pages.held
+    if access.transfer.programs.tables > 1:  # a ring for each slot (`kv_cache.ring_pages`)
+        held = min(held, deployment.scheduler.slots * deployment.lanes)
     limits = HoldLimits(
-        requests=most_held(deployment, access.transfer),
+        requests=held,
         pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
         lease_seconds=deployment.pages.lease_seconds,
         quadratic_tokens=deployment.prefill.quadratic_tokens,
@@ -64,12 +65,3 @@ def serve_pages(
     server.start()
     server.address = deployment.pages.address or server.address
     return server
-
-
-def most_held(deployment: Deployment, transfer: PageTransfer) -> int:
-    """Returns the number of requests whose pages a prefill worker keeps. With rings, at most one
-    for each slot, as many as there are ring pages for (`kv_cache.ring_pages`)."""
-    most = deployment.pages.held
-    if transfer.programs.tables == 1:
-        return most
-    return min(most, deployment.scheduler.slots * deployment.lanes)

@@ -6,9 +6,12 @@ for `Entry.every` tokens. It does not depend on `tp` or the page size of either 
 it from pages. `scatter` writes it into pages, and converts it if the two caches have different
 formats. Both run on the whole attention mesh: one DP group takes part with its pages, the others
 without any.
+
+Of a state one row crosses, in the last piece of a hand-off: pieces of the smallest size have
+states, others do not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +19,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.errors import ConfigError
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Entry, PagePool, row_arrays
 from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
@@ -34,55 +36,73 @@ class PageKey(NamedTuple):
     """Format of the values on the wire."""
 
 
+Part = tuple[int, int, int]
+"""Names one array of a piece: number of the pool, number of the page array among those of the pool,
+and the KV head, or its place among those of a device."""
+
+
 class PagePrograms:
     """The programs of one attention mesh.
 
     Args:
       programs: of the role that holds the pages.
       stacked: whether the pages of all layers are one array (`colocated_programs.py`) or one each.
+      smallest: tokens in the smallest piece.
     """
 
-    def __init__(self, programs: TokenPrograms, *, stacked: bool):
+    def __init__(self, programs: TokenPrograms, *, stacked: bool, smallest: int = 0):
         config, deployment = programs.config, programs.deployment
-        if config.recurrent:
-            raise ConfigError("hand-offs of pages: not with states of Gated DeltaNet")
         self.mesh = programs.mesh
         self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
-        self.pages, self.page_size = deployment.cache.pages, deployment.cache.page_size
+        self.page_size, self._smallest = deployment.cache.page_size, smallest
         self.pools, self.tables = programs.pools, programs.tables
+        self.no_page = max(self.pools[0].pages)
+        """Page id that no pool has."""
         self.format: FormatName = deployment.cache_format
         self._stacked = stacked
-        self._kinds = sum(len(pool.arrays) for pool in programs.pools)
         self.shape, self._all_pages = programs.shape, programs.all_pages
         self.entries = [entry for pool in self.pools for entry in pool.entries]
-        self.kv_heads = self.entries[0].heads
+        self.heads = [pool.entries[0].heads for pool in self.pools]
+        """KV heads of each pool."""
 
     @property
-    def heads(self) -> int:
-        """Number of KV heads that a device holds."""
-        return max(1, self.kv_heads // self.tp)
+    def closes(self) -> bool:
+        """True if the last piece of a hand-off must have the smallest size, for its states."""
+        return not all(entry.every for entry in self.entries)
 
-    def head(self, rank: int, index: int) -> int:
+    def head(self, pool: int, rank: int, index: int) -> int:
         """Returns the number of the `index`-th KV head of the device with this rank along tp."""
-        if self.kv_heads >= self.tp:
-            return rank * self.heads + index
-        return rank * self.kv_heads // self.tp
+        heads = self.heads[pool]
+        return rank * (heads // self.tp) + index if heads >= self.tp else rank * heads // self.tp
 
-    def wire(self, tokens: int, cache_format: FormatName) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the arrays of one KV head, pool after pool."""
-        return tuple(
-            array
-            for pool in self.pools
-            for array in row_arrays(pool.entries, (len(pool.layers), tokens), cache_format)
-        )
+    def place(self, pool: int, head: int) -> tuple[int, int]:
+        """Returns the tp rank of the first device with a KV head, and the head's index there."""
+        heads = self.heads[pool]
+        return divmod(head, heads // self.tp) if heads >= self.tp else (head * self.tp // heads, 0)
+
+    def parts(
+        self, tokens: int, cache_format: FormatName, *, own: bool = False
+    ) -> dict[Part, jax.ShapeDtypeStruct]:
+        """Lists the arrays of a piece, head after head: those of all heads, or those of a device's
+        own heads."""
+        heads = [max(1, count // self.tp) if own else count for count in self.heads]
+        return {
+            (number, kind, head): array
+            for head in range(max(heads))
+            for number, pool in enumerate(self.pools)
+            if head < heads[number] and (pool.entries[0].every or tokens == self._smallest)
+            for kind, array in enumerate(
+                row_arrays(pool.entries, (len(pool.layers), tokens), cache_format)
+            )
+        }
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's entries on the wire, all heads together."""
-        arrays = self.wire(self.page_size, self.format)  # of a page: rows are whole there
-        size = sum(array.size * array.dtype.itemsize for array in arrays)
-        return self.kv_heads * size // self.page_size
+        """Bytes of a token's entries on the wire, all heads together, without states."""
+        parts = self.parts(self.page_size, self.format).items()  # of a page: rows are whole there
+        paged = [array for part, array in parts if self.pools[part[0]].entries[0].every]
+        return sum(array.size * array.dtype.itemsize for array in paged) // self.page_size
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the pages of all layers, as programs take them."""
@@ -91,7 +111,7 @@ class PagePrograms:
         owners = sorted((layer, pool.arrays) for pool in self.pools for layer in pool.layers)
         return tuple(array for _, arrays in owners for array in arrays)
 
-    def everywhere(self, wire: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def everywhere(self, wire: Iterable[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of arrays with one part for each device along the first axis."""
         devices = self.groups * self.tp
         return tuple(
@@ -111,15 +131,14 @@ class PagePrograms:
         """
 
         def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
-            return tuple(
-                self._gathered(
-                    [pages[at] for at in places], head, self._rows(pool, kind, page_ids), *run
-                )
-                for run in [(offset[0], tokens)]
-                for head in range(self.heads)
-                for pool, arrays in self._places()
-                for kind, places in enumerate(arrays)
-            )
+            found = []
+            for number, kind, head in parts:
+                held = [pages[at] for at in places[number][kind]]
+                rows, _ = self._rows(self.pools[number], kind, page_ids)
+                found.append(self._gathered(held, head, rows, offset[0], tokens))
+            return tuple(found)
+
+        parts, places = self.parts(tokens, self.format, own=True), self._places()
 
         return Program(
             "gather_pages",
@@ -130,7 +149,7 @@ class PagePrograms:
                 self.shape(self.groups),
                 self.page_shapes(),
             ),
-            (PIECES,) * (self.heads * self._kinds),
+            (PIECES,) * len(parts),
         )
 
     def scatter(self, tokens: int, cache_format: FormatName) -> Program:
@@ -140,19 +159,17 @@ class PagePrograms:
         written. The others of a table follow each other.
         """
         shapes = self.page_shapes()
-        wire = self.wire(tokens, cache_format) * self.heads
+        parts = self.parts(tokens, cache_format, own=True)
 
         def body(page_ids: Array, arrived: Arrays, held: Arrays) -> Arrays:
             pages = list(held)
-            converted = self._converted(arrived, cache_format)
-            for pool, arrays in self._places():
-                for kind, places in enumerate(arrays):
-                    own = self._rows(pool, kind, page_ids)
-                    there = self._of_table(pool.tables[kind], page_ids)
-                    there = there < pool.pages[pool.tables[kind]]
-                    for head, rows in enumerate(next(converted)):
-                        parts = jnp.split(rows, len(places))
-                        for at, part in zip(places, parts, strict=True):
+            for number, (pool, arrays) in enumerate(zip(self.pools, self._places(), strict=True)):
+                converted = self._converted(number, parts, arrived, cache_format)
+                for kind, (places, heads) in enumerate(zip(arrays, converted, strict=False)):
+                    own, there = self._rows(pool, kind, page_ids)
+                    for head, rows in enumerate(heads):
+                        split = jnp.split(rows, len(places))
+                        for at, part in zip(places, split, strict=True):
                             pages[at] = self._put(pages[at], own, there, head, part)
             return tuple(pages)
 
@@ -162,36 +179,40 @@ class PagePrograms:
             self.mesh,
             (
                 self.shape(self.groups, tokens // self.page_size * self.tables),
-                self.everywhere(wire),
+                self.everywhere(parts.values()),
                 shapes,
             ),
             (PAGES_SPEC,) * len(shapes),
             donates=(2,),
         )
 
-    def _places(self) -> Iterator[tuple[PagePool, list[list[int]]]]:
-        """Yields every pool with the places of its page arrays, kind of rows by kind; an array has
-        the pages of one layer, or of all."""
+    def _places(self) -> list[list[list[int]]]:
+        """Returns the places of each pool's page arrays, kind of rows by kind; an array has the
+        pages of one layer, or of all."""
         sizes = {n: len(pool.arrays) for pool in self.pools for n in pool.layers}
         if self._stacked:
             sizes = {number: len(pool.arrays) for number, pool in enumerate(self.pools)}
+        found = []
         for number, pool in enumerate(self.pools):
             owners = [number] if self._stacked else pool.layers
             firsts = [sum(sizes[before] for before in range(owner)) for owner in owners]
-            yield pool, [[first + kind for first in firsts] for kind in range(len(pool.arrays))]
-
-    def _of_table(self, table: int, page_ids: Int[Array, "1 ids"]) -> Int[Array, " pages"]:
-        """Page ids of one page table, of those in all tables."""
-        return page_ids[0].reshape(-1, self.tables)[:, table]
+            found.append([[first + kind for first in firsts] for kind in range(len(pool.arrays))])
+        return found
 
     def _rows(
         self, pool: PagePool, kind: int, page_ids: Int[Array, "1 ids"]
-    ) -> Int[Array, "layers pages"]:
-        """Rows of a pool's page array that hold these pages: of each layer if it has all layers."""
+    ) -> tuple[Int[Array, "layers pages"], Bool[Array, " pages"]]:
+        """Returns the rows of a pool's page array that hold these pages, of each layer if it has
+        all layers, and which of the pages exist. Of states there is one page."""
         table = pool.tables[kind]
+        own = page_ids[0].reshape(-1, self.tables)[:, table]
+        there = own < pool.pages[table]
+        if not pool.entries[0].every:
+            only = jnp.argmax(there)[None]
+            own, there = own[only], there[only]
         layers = len(pool.layers) if self._stacked else 1
         first = jnp.arange(layers, dtype=page_ids.dtype)[:, None] * pool.pages[table]
-        return first + self._of_table(table, page_ids)
+        return first + own, there
 
     def _gathered(
         self,
@@ -213,6 +234,8 @@ class PagePrograms:
             return jax.lax.dynamic_slice_in_dim(read(places), offset // every, rows, axis=1)
 
         count, rest = divmod(tokens, self.page_size)
+        if places.shape[1] == 1:
+            return read(places)
         if rest:
             return shifted()
         # Two ends of one page size: every byte is copied once.
@@ -244,21 +267,23 @@ class PagePrograms:
         return jax.lax.fori_loop(0, layers * valid, write, array)
 
     def _converted(
-        self, arrived: Sequence[Array], cache_format: FormatName
-    ) -> Iterator[Sequence[Array]]:
-        """Converts wire arrays to the cache's format: pool by pool and kind of page array by kind,
-        then by head; each is `[layers, tokens, …]`."""
-        arrays = len(arrived) // self.heads
-        by_kind = [arrived[place::arrays] for place in range(arrays)]
-        if cache_format == self.format:
-            yield from by_kind
-            return
-        kinds = iter(by_kind)
-        for pool in self.pools:
-            count = len(row_arrays(pool.entries, (1, self.page_size), cache_format))
-            stacks = [jnp.stack(heads) for _, heads in zip(range(count), kinds, strict=False)]
-            converted = self._in_own_format(pool.entries, stacks, cache_format)
-            yield from ([*stack] for stack in converted)
+        self,
+        pool: int,
+        parts: Iterable[Part],
+        arrived: Sequence[Array],
+        cache_format: FormatName,
+    ) -> list[list[Array]]:
+        """Returns a pool's wire arrays in the cache's format, kind of page array by kind, then by
+        head; each is `[layers, tokens, …]`."""
+        kinds: dict[int, list[Array]] = {}
+        for (number, kind, _), array in zip(parts, arrived, strict=True):
+            if number == pool:
+                kinds.setdefault(kind, []).append(array)
+        if cache_format == self.format or not kinds:
+            return [*kinds.values()]
+        stacks = [jnp.stack(heads) for heads in kinds.values()]
+        converted = self._in_own_format(self.pools[pool].entries, stacks, cache_format)
+        return [[*stack] for stack in converted]
 
     def _in_own_format(
         self, entries: Sequence[Entry], stacks: list[Array], cache_format: FormatName

@@ -69,7 +69,7 @@ class SpreadPages(PageTransfer):
         sharding = SingleDeviceSharding(self.device)
         return [
             array.update(sharding=sharding)
-            for array in self.programs.wire(tokens, cache_format) * self.programs.kv_heads
+            for array in self.programs.parts(tokens, cache_format).values()
         ]
 
     def scatter(
@@ -82,7 +82,7 @@ class SpreadPages(PageTransfer):
     ) -> Pages:
         """Like `PageTransfer.scatter`; `arrived` is empty in every process but the leader's."""
         key = PageKey("scatter", tokens, cache_format)
-        wire = self.programs.wire(tokens, cache_format) * self.programs.kv_heads
+        wire = self.programs.parts(tokens, cache_format).values()
         given: Sequence[jax.Array | None] = arrived or [None] * len(wire)
         sources = [self._source(*pair) for pair in zip(wire, given, strict=True)]
         return self._scattered(pages, run, key, self._between[key](*sources))
@@ -100,51 +100,47 @@ class SpreadPages(PageTransfer):
     def _collected(self, tokens: int, cache_format: FormatName) -> Program:
         """(DP group that was read, results of `gather`…) → wire arrays of every KV head."""
         programs = self.programs
-        wire = programs.wire(tokens, cache_format)
-        places = [self._place(head) for head in range(programs.kv_heads)]
+        own, parts = (programs.parts(tokens, cache_format, own=own) for own in (True, False))
 
         def body(meant: Int[Array, "1"], results: Arrays) -> Arrays:
-            rank = jax.lax.axis_index("tp")
-            parts = []
-            for owner, index in places:
-                own = (meant[0] > 0) & (rank == owner)
-                for array in results[index * len(wire) : (index + 1) * len(wire)]:
-                    parts.append(jnp.where(own, array, jnp.zeros_like(array)))
-            return tuple(_added_up(parts))
+            rank, found = jax.lax.axis_index("tp"), []
+            held = dict(zip(own, results, strict=True))
+            for pool, kind, head in parts:
+                owner, index = programs.place(pool, head)
+                array = held[pool, kind, index]
+                there = (meant[0] > 0) & (rank == owner)
+                found.append(jnp.where(there, array, jnp.zeros_like(array)))
+            return tuple(_added_up(found))
 
         return Program(
             "collect_pages",
             body,
             programs.mesh,
-            (programs.shape(programs.groups), programs.everywhere(wire * programs.heads)),
-            (REPLICATED,) * (len(wire) * programs.kv_heads),
+            (programs.shape(programs.groups), programs.everywhere(own.values())),
+            (REPLICATED,) * len(parts),
         )
 
     def _spread(self, tokens: int, cache_format: FormatName) -> Program:
         """(wire arrays of every KV head, on one device, and zeros on the others…) → those of each
         device's own heads, as arguments of `scatter`."""
         programs = self.programs
-        wire = programs.wire(tokens, cache_format)
-        heads = [
-            [programs.head(rank, index) for index in range(programs.heads)]
-            for rank in range(programs.tp)
-        ]
+        own, parts = (programs.parts(tokens, cache_format, own=own) for own in (True, False))
 
         def body(arrived: Arrays) -> Arrays:
-            own_heads = jnp.asarray(heads)[jax.lax.axis_index("tp")]
-            parts = _added_up(arrived)
-            found = []
-            for index in range(programs.heads):
-                for kind in range(len(wire)):
-                    found.append(jnp.stack(parts[kind :: len(wire)])[own_heads[index]])
+            rank, found = jax.lax.axis_index("tp"), []
+            whole = dict(zip(parts, _added_up(arrived), strict=True))
+            for pool, kind, index in own:
+                alike = [whole[part] for part in parts if part[:2] == (pool, kind)]
+                heads = [programs.head(pool, each, index) for each in range(programs.tp)]
+                found.append(jnp.stack(alike)[jnp.asarray(heads)[rank]])
             return tuple(found)
 
         return Program(
             "spread_pages",
             body,
             programs.mesh,
-            (programs.everywhere(wire * programs.kv_heads),),
-            (PIECES,) * (len(wire) * programs.heads),
+            (programs.everywhere(parts.values()),),
+            (PIECES,) * len(own),
         )
 
 

@@ -53,12 +53,12 @@ class PageTransfer:
         imports: Sequence[FormatName] = (),
         pieces: Sequence[int],
     ):
-        self.programs = PagePrograms(programs, stacked=stacked)
+        self.programs = PagePrograms(programs, stacked=stacked, smallest=pieces[0])
         size = self.programs.page_size
         for piece in pieces if imports else ():
             if piece % size:
                 raise ConfigError(f"cache.page_size = {size} does not divide pieces of {piece}")
-        self.pieces = tuple(pieces)
+        self.pieces, self.closes = tuple(pieces), self.programs.closes
         self.imports = tuple(imports)
         wanted: dict[PageKey, Program] = {}
         own = self.programs.format
@@ -102,15 +102,15 @@ class PageTransfer:
           the wire arrays of each KV head in turn, each on one device.
         """
         programs = self.programs
-        results = self._gathered(pages, run, tokens)
         shards_of, _ = fast_shards()
         first = run.group * programs.tp
-        kinds = len(results) // programs.heads
-        shards = [shards_of(result) for result in results]
+        results = map(shards_of, self._gathered(pages, run, tokens))
+        own = programs.parts(tokens, programs.format, own=True)
+        shards = dict(zip(own, results, strict=True))
         found = []
-        for head in range(programs.kv_heads):
-            rank, index = self._place(head)
-            found += [each[first + rank] for each in shards[index * kinds : (index + 1) * kinds]]
+        for pool, kind, head in programs.parts(tokens, programs.format):
+            rank, index = programs.place(pool, head)
+            found.append(shards[pool, kind, index][first + rank])
         return found
 
     def rows(self, *arrays: np.ndarray) -> Sequence[jax.Array | np.ndarray]:
@@ -141,11 +141,10 @@ class PageTransfer:
     ) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings in which a piece must arrive for `scatter`: every KV
         head once, on a device that holds it."""
-        wire = self.programs.wire(tokens, cache_format)
+        place, devices = self.programs.place, self._devices[group]
         return [
-            array.update(sharding=SingleDeviceSharding(self._devices[group, self._place(head)[0]]))
-            for head in range(self.programs.kv_heads)
-            for array in wire
+            array.update(sharding=SingleDeviceSharding(devices[place(pool, head)[0]]))
+            for (pool, _, head), array in self.programs.parts(tokens, cache_format).items()
         ]
 
     def scatter(
@@ -163,15 +162,12 @@ class PageTransfer:
           arrived: arrays in the form of `landing`, complete and without error.
         """
         programs = self.programs
-        wire = programs.wire(tokens, cache_format)
+        parts = dict(zip(programs.parts(tokens, cache_format), arrived, strict=True))
         arguments = []
-        for index in range(programs.heads):
-            for kind in range(len(wire)):
-                shards = [
-                    arrived[programs.head(rank, index) * len(wire) + kind]
-                    for rank in range(programs.tp)
-                ]
-                arguments.append(self._assembled(run.group, shards))
+        for pool, kind, index in programs.parts(tokens, cache_format, own=True):
+            heads = [programs.head(pool, rank, index) for rank in range(programs.tp)]
+            shards = [parts[pool, kind, head] for head in heads]
+            arguments.append(self._assembled(run.group, shards))
         return self._scattered(pages, run, PageKey("scatter", tokens, cache_format), arguments)
 
     def _scattered(
@@ -180,19 +176,9 @@ class PageTransfer:
         """Calls the compiled program."""
         programs = self.programs
         count = key.tokens // programs.page_size * programs.tables
-        page_ids = np.full((programs.groups, count), programs.pages, np.int32)
+        page_ids = np.full((programs.groups, count), programs.no_page, np.int32)
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
-
-    def _place(self, head: int) -> tuple[int, int]:
-        """Returns the tp rank of the first device with a KV head, and the head's index there."""
-        programs = self.programs
-        return next(
-            (rank, index)
-            for rank in range(programs.tp)
-            for index in range(programs.heads)
-            if programs.head(rank, index) == head
-        )
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Sequence[jax.Array]:
         """Returns a shard of zeros of this shape for each of this process's devices."""

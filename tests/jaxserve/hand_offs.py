@@ -20,6 +20,7 @@ from jaxserve.fleet.domain_end import fetch_pages
 from jaxserve.fleet.prefill_end import serve_pages
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
+from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector
 from tests.jaxserve.waiting import until
 
@@ -127,6 +128,21 @@ def hand_over(
     for prompt, held in zip(prompts, waiting, strict=True):
         collector.submit(engine, prompt, params, source=change(held.wait()))
     return [output.token_ids for output in collector.wait(120).values()]
+
+
+def check_handed_over(
+    source: Engine, domain: Engine, prompts: list[list[int]], params: SamplingParams
+) -> list[list[int]]:
+    """Compares the tokens after a hand-off of each prompt with those that the domain gives alone,
+    and returns them."""
+    expected = layouts.one_by_one(domain, prompts, params)
+    assert hand_over(source, domain, prompts, params) == expected
+    counters = domain.hand_offs.domains[0].client.counters
+    assert counters.transfers > 0
+    assert (counters.failures, counters.queued) == (0, 0)
+    for engine in (source, domain):
+        at_rest(engine)
+    return expected
 
 
 def at_rest(engine: Engine) -> None:

@@ -41,6 +41,11 @@ class Landing(Protocol):
         ...
 
     @property
+    def closes(self) -> bool:
+        """True if the last piece must have the smallest size."""
+        ...
+
+    @property
     def imports(self) -> Sequence[str]:
         """Formats in which pieces may arrive."""
         ...
@@ -121,7 +126,7 @@ class PagesConnection(Session):
             )
         room = threading.Semaphore(ASKED_AHEAD)
         asked: deque[_Asked] = deque()
-        waiting = deque(_ranges(job.start, job.stop, landing.pieces))
+        waiting = deque(_ranges(job.start, job.stop, landing.pieces, closes=landing.closes))
         try:
             while (asked or waiting) and not job.cancelled:
                 # Pieces that were not written yet hold up further ones, not those that are asked.
@@ -248,8 +253,15 @@ class _Range(NamedTuple):
     """Tokens of the piece, padding included."""
 
 
-def _ranges(start: int, stop: int, pieces: Sequence[int]) -> list[_Range]:
-    """Cuts a hand-off into pieces: the largest ones first, then those that cover the rest."""
+def _ranges(start: int, stop: int, pieces: Sequence[int], *, closes: bool = False) -> list[_Range]:
+    """Cuts a hand-off into pieces: the largest ones first, then those that cover the rest.
+
+    Args:
+      closes: whether the last piece must have the smallest size.
+    """
+    if closes and stop - start > pieces[0]:
+        last = start + (stop - start - 1) // pieces[0] * pieces[0]
+        return [*_ranges(start, last, pieces), _Range(last, stop, pieces[0])]
     ranges = []
     while start < stop:
         rest = stop - start

@@ -173,7 +173,7 @@ def _check_carried(tmp_path, name, layout, group, other, into, **options):
     run = PageRun(group, pages, offset)
     carry(source, run, target, into)
     expected = source.tokens(run, PIECE)
-    heads = source.transfer.programs.kv_heads
+    heads = source.transfer.programs.heads[0]
     for sent, got in zip(expected, target.tokens(into, PIECE), strict=True):
         # Of every head one copy: where there are fewer heads than devices, several hold the same.
         ours = np.repeat(sent[:, :: max(1, sent.shape[1] // heads)], got.shape[1] // heads, axis=1)

@@ -59,7 +59,7 @@ class ToyHolder:
 class ToyLanding:
     """Where they arrive."""
 
-    pieces = PIECES
+    pieces, closes = PIECES, False
     imports = ("int32",)
 
     def landing(self, group: int, tokens: int, cache_format: str) -> list[jax.ShapeDtypeStruct]:
