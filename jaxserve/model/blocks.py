@@ -243,14 +243,7 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    pull = config.recurrent and deployment.topology.crosses_runtimes
-    refused = {
-        "speculative.drafts": (deployment.drafts, config.recurrent and deployment.drafts > 0),
-        "cache.format": (deployment.cache_format, has_scales(deployment.cache_format)),
-        "pipeline": (deployment.pipeline, deployment.pipeline == "step"),
-        "link.transport": (deployment.link.transport, pull),
-    }
-    # What no run of a model with such attention has been compared with.
-    for key, (value, asked) in refused.items():
-        if asked and (compressed or config.recurrent):
-            raise ConfigError(f"{key} = {value}: not with compressed attention or Gated DeltaNet")
+    if deployment.drafts and config.recurrent:
+        raise ConfigError(f"speculative.drafts = {deployment.drafts}: not with Gated DeltaNet")
+    if has_scales(cache := deployment.cache_format) and (compressed or config.recurrent):
+        raise ConfigError(f"cache.format = {cache}: not with compressed rows or Gated DeltaNet")

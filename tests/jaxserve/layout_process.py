@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import TokenOutput
@@ -58,7 +59,8 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     engine.pipeline()  # Asking has it measured.
     if options.moving:
         move(engine)
-    tokens = crowded(engine) if options.crowded else layouts.generate(engine)
+    prompts = layouts.prompts_below(read_config(options.model)[0].vocab)
+    tokens = crowded(engine) if options.crowded else layouts.generate(engine, prompts)
     view = engine.pipeline()
     deadline = time.monotonic() + SECONDS
     while options.figures and time.monotonic() < deadline:

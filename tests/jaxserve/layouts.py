@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.config.deployment import Deployment
@@ -59,6 +60,12 @@ def _prompts() -> list[list[int]]:
 
 
 PROMPTS = _prompts()
+
+
+def prompts_below(vocab: int) -> list[list[int]]:
+    """`PROMPTS`, for a model whose vocabulary may be smaller."""
+    return [[token % vocab for token in prompt] for prompt in PROMPTS]
+
 
 LIMITS: dict[str, Any] = {
     "dtype": "float32",
@@ -258,6 +265,31 @@ def ask(engine: Engine, prompt: Sequence[int], params: SamplingParams, **options
     collector = Collector()
     request_id = collector.submit(engine, prompt, params, **options)
     return collector.wait()[request_id]
+
+
+def one_by_one(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str = "own"
+) -> list[list[int]]:
+    """The tokens that follow each prompt, computed alone and without a cached prefix."""
+    salts = [replace(params, cache_salt=f"{salt} {number}") for number in range(len(prompts))]
+    return [ask(engine, *each).token_ids for each in zip(prompts, salts, strict=True)]
+
+
+def beside_cancels(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    dropped: Sequence[Sequence[int]],
+    params: SamplingParams,
+) -> list[list[int]]:
+    """The tokens that follow prompts, while requests beside them are cancelled after a while."""
+    collector = Collector()
+    gone = [collector.submit(engine, prompt, params) for prompt in dropped]
+    named = [collector.submit(engine, prompt, params) for prompt in prompts]
+    collector.wait_for_tokens(gone[0], 3)
+    for name in gone:
+        engine.cancel(name)
+    made = collector.wait()
+    return [made[name].token_ids for name in named]
 
 
 def generate(

@@ -1,12 +1,10 @@
 """Logits and tokens of a tiny DeepSeek-V4 are those that transformers computes
 (`tests/reference/tiny_deepseek_v4.py`), with prompts longer than its windows and rows. FP32."""
 
-import contextlib
 import random
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from jaxserve.errors import ConfigError
 from tests.jaxserve import hand_offs, layouts, long_prompts
@@ -65,12 +63,7 @@ def test_tokens_of_layouts(folder, layout):
 
 
 def test_tokens_over_pull(folder, monkeypatch):
-    monkeypatch.setattr(test_domains, "FFN", LIMITS | {"mode": "afd"} | test_domains.FFN)
-    monkeypatch.setitem(test_domains.DOMAINS, "V4", (3, {"lanes": 2, "attention.dp": 2}))
-    with test_domains.serving(folder) as server:
-        domain = test_domains.open_domain(folder, server, "V4")
-        with contextlib.closing(domain):
-            assert layouts.generate(domain.engine, questions(), GREEDY) == golden()[0]
+    test_domains.check_over_pull(folder, LIMITS, LONG, monkeypatch)
 
 
 def sharing() -> list[list[int]]:
@@ -80,26 +73,13 @@ def sharing() -> list[list[int]]:
     return [start[:cut] + [draw.randrange(2, VOCAB) for _ in range(20)] for cut in cuts]
 
 
-def one_by_one(engine) -> list[list[int]]:
-    """The continuations of `sharing`, each computed alone and without a cached prefix."""
-    own = [replace(GREEDY, cache_salt=str(number)) for number in range(len(sharing()))]
-    return [layouts.ask(engine, *each).token_ids for each in zip(sharing(), own, strict=True)]
-
-
 @pytest.mark.parametrize("layout", ["colocated", "2A2F tp"])
 def test_cached_prefixes_preemption_and_cancels(folder, layout):
     runtime = loaded(folder, **LAYOUTS.get(layout, {}), **{"cache.pages": 14})
     with layouts.serving(runtime) as engine:
-        expected = one_by_one(engine)
+        expected = layouts.one_by_one(engine, sharing(), GREEDY)
         for _ in range(2):
-            collector = layouts.Collector()
-            named = [collector.submit(engine, prompt, GREEDY) for prompt in sharing()]
-            dropped = [collector.submit(engine, prompt, GREEDY) for prompt in sharing()[::2]]
-            collector.wait_for_tokens(named[0], 3)
-            for name in dropped:
-                engine.cancel(name)
-            made = collector.wait()
-            assert [made[name].token_ids for name in named] == expected
+            assert layouts.beside_cancels(engine, sharing(), sharing()[::2], GREEDY) == expected
         (domain,) = engine.load().domains
         assert domain.preemptions > 0
         assert domain.prefix_hits > 0
@@ -109,13 +89,7 @@ def test_cached_prefixes_preemption_and_cancels(folder, layout):
 def test_hand_off(folder, second, monkeypatch):
     monkeypatch.setattr(hand_offs, "PIECES", (64, 128))
     with hand_offs.workers(folder, prefill=LIMITS, decode=LIMITS | second) as (source, domain):
-        expected = one_by_one(domain)
-        assert hand_offs.hand_over(source, domain, sharing(), GREEDY) == expected
-        counters = domain.hand_offs.domains[0].client.counters
-        assert counters.transfers > 0
-        assert (counters.failures, counters.queued) == (0, 0)
-        for engine in (source, domain):
-            hand_offs.at_rest(engine)
+        hand_offs.check_handed_over(source, domain, sharing(), GREEDY)
 
 
 @pytest.mark.parametrize(("said", "overrides"), ENTRIES["refused"].items())

@@ -12,6 +12,9 @@ import pytest
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import output_of
 from tests.jaxserve.layouts import Case, check
+from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4
+from tests.reference.tiny_qwen3_next import QWEN3_NEXT
+from tests.reference.tiny_sizes import VOCAB
 
 pytestmark = pytest.mark.unoptimised
 
@@ -81,6 +84,19 @@ def test_steps_of_one_dispatch_give_the_colocated_tokens(
     overrides |= {"experts.move_gb_per_second": 10.0}
     options = ["--crowded"] * ("cache.pages" in sizes) + ["--moving"] * (processes > 2)
     check(reference, run(tiny_model, overrides, processes, tmp_path, *options).tokens, sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.multihost
+@pytest.mark.parametrize("model", [QWEN3_NEXT, DEEPSEEK_V4], ids=lambda model: model.name)
+def test_steps_of_one_dispatch_with_state_outside_pages(model, tmp_path):
+    """Recurrent states and open windows are replaced in the loop over layers and lanes."""
+    folder, sizes = model.write(tmp_path / "model"), {"cache.page_size": 32, "cache.pages": 20}
+    sizes |= {"scheduler.page_buckets": [5]}
+    with layouts.running(folder, sizes) as engine:
+        expected = layouts.generate(engine, layouts.prompts_below(VOCAB))
+    overrides = sizes | {"pipeline": "step", "lanes": 2, "attention.dp": 2, "ffn.tp": 2}
+    assert run(folder, overrides, 2, tmp_path).tokens == expected
 
 
 @pytest.mark.nightly

@@ -1,4 +1,5 @@
-"""Pages that are handed out and come back; `test_prefix_cache.py` does so in any order."""
+"""Pages that are handed out and come back; in any order, also
+those of prefix caches: `test_scheduler_simulation.py`."""
 
 import pytest
 

@@ -2,10 +2,6 @@
 
 from array import array
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from jaxserve.engine.pages import PageAllocator, RingPool
 from jaxserve.engine.prefix_cache import PageKeys, PageNode, PrefixCache
 from tests import golden
@@ -165,81 +161,6 @@ def test_integrity_names_what_is_wrong():
         cache.check_integrity([path])
 
     golden.check_arguments("engine/wrong_cache.txt", RuntimeError, call, {})
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Sequences of few different tokens, so that they meet; a model that knows texts of pages."""
-
-    PAGES = 12
-
-    def __init__(self):
-        super().__init__()
-        self.cache, self.pool = make(self.PAGES)
-        self.held = []  # (path, own pages, salt, tokens)
-        self.texts = {}  # page -> the whole text up to its end, with the salt
-
-    @rule(
-        salt=st.sampled_from(["", "a"]),
-        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=9),
-        data=st.data(),
-    )
-    def enter(self, salt, tokens, data):
-        """As the scheduler does: match, hold, take pages for the rest, publish."""
-        longest = data.draw(st.integers(0, len(tokens)), "longest")
-        path = self.cache.match(keys(tokens, salt), longest)
-        for index, node in enumerate(path):
-            assert self.texts[node.page_id] == (salt, *tokens[: 2 * index + 2])
-        assert 2 * len(path) <= longest
-        awake = sum(not node.users for node in path)
-        need = -(-len(tokens) // 2) - len(path)
-        if need > self.pool.free_pages + self.cache.idle - awake:
-            return
-        self.cache.acquire(path)
-        if need > self.pool.free_pages:
-            self.cache.evict(need - self.pool.free_pages)
-        own = self.pool.allocate(need)
-        assert own is not None
-        for page_id in own:
-            self.texts.pop(page_id, None)
-        self.held.append((path, own, salt, tokens))
-
-    @rule(data=st.data())
-    def publish(self, data):
-        if not self.held:
-            return
-        path, own, salt, tokens = data.draw(st.sampled_from(self.held), "sequence")
-        start = 2 * len(path)
-        full = start + 2 <= len(tokens)
-        if full and self.cache.extend(path, keys(tokens, salt), own[0]):
-            self.texts[own.pop(0)] = (salt, *tokens[: start + 2])
-
-    @rule(data=st.data())
-    def leave(self, data):
-        if self.held:
-            index = data.draw(st.integers(0, len(self.held) - 1), "sequence")
-            path, own, _, _ = self.held.pop(index)
-            self.cache.release(path)
-            self.pool.free(own)
-
-    @rule()
-    def reset(self):
-        self.cache.reset()
-        self.texts.clear()
-
-    @rule(count=st.integers(0, 5))
-    def evict(self, count):
-        free, idle = self.pool.free_pages, self.cache.idle
-        self.cache.evict(count)
-        assert self.pool.free_pages == free + min(count, idle)
-
-    @invariant()
-    def adds_up(self):
-        self.cache.check_integrity([path for path, *_ in self.held])
-        self.pool.check_integrity([*(own for _, own, *_ in self.held), self.cache.page_ids()])
-
-
-class TestCache(CacheMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_prefix_is_found_where_its_last_window_is_kept():

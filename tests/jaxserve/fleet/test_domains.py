@@ -8,6 +8,7 @@ apart.
 import contextlib
 import functools
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from jaxserve.link.remote.client import MessageClient
 from jaxserve.model.ffn.move_rounds import aligned
 from jaxserve.model.ffn.placement import EMPTY
 from jaxserve.roles.layout import deployment_buckets
-from tests.jaxserve import layouts
+from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.jaxserve.waiting import until
 
@@ -98,6 +99,16 @@ def open_domain(model, server, name, first=None, changes=None, shards=()) -> Dom
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()
     return Domain(engine, link)
+
+
+def check_over_pull(folder, limits, recorded, monkeypatch):
+    """Compares the tokens of a model of `long_prompts.py` with the recorded ones."""
+    monkeypatch.setattr(sys.modules[__name__], "FFN", limits | {"mode": "afd"} | FFN)
+    monkeypatch.setitem(DOMAINS, "long", (3, {"lanes": 2, "attention.dp": 2}))
+    with serving(folder) as server:
+        with contextlib.closing(open_domain(folder, server, "long")) as domain:
+            made = layouts.generate(domain.engine, recorded.questions(), long_prompts.GREEDY)
+            assert made == recorded.golden()[0]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels.gpu_aot import COMPILED, lines_of
 
 TPU, SEQUENCES, LANES = [pytest.mark.tpu_aot], 40, 2
+POOL = 3 * SEQUENCES * LANES
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,8 @@ def rule_of_a_layer(device):
     programs = programs_of(AttentionPrograms, deployment, config, meshes)
     (kind,) = (kind for kind in config.kinds() if hasattr(kind.attention, "convolution"))
     text = programs.attend(Bucket(SEQUENCES, 64), kind).compile().as_text()
-    ones = list(small_ops.instructions(text, [SEQUENCES * LANES]))
-    states = re.compile(rf"f32\[{SEQUENCES * LANES},[\d,]*(32768|128,128)\]")
+    ones = list(small_ops.instructions(text, [POOL]))
+    states = re.compile(rf"f32\[{POOL},[\d,]*(32768|128,128)\]")
     beside = sum(one.moved.bytes for one in ones if "/delta_rule/" in one.line)
     return {"pool": [one.op for one in ones if states.search(one.line)], "beside": beside}
 
