@@ -5,7 +5,8 @@
 Any worker of a deployment can take one when a process has died; until then a spare has no devices
 and has started no JAX backend. It gets arguments, variables and outputs in one message over a
 socket, its standard input, and then runs the module as `python -m` would. It ends when the socket
-closes. `children.py` starts processes from it, and `supervisor.py` replaces those that were taken.
+closes without one. `children.py` starts processes from it, and `supervisor.py` replaces those that
+were taken.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ PARTS = (
     "jaxserve.roles.pipelines",
 )
 """Modules that workers of a fleet import while they start."""
-LONGEST_MESSAGE = 1 << 17
+PIECE = 1 << 16
 NICENESS = 5
 """Niceness of a spare: while it imports, it gets a third of the CPU share of a serving process."""
 MOST_ENDED = 3
@@ -73,7 +74,7 @@ class Spares:
             self._waiting.remove(one)
             self._ended += 1
         if len(self._waiting) < self._count and self._ended < MOST_ENDED:
-            own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            own, theirs = socket.socketpair()
             with theirs:
                 child = started(
                     self._command,
@@ -127,7 +128,9 @@ def main(module: str) -> None:
     for name in PARTS:
         importlib.import_module(name)
     with socket.socket(fileno=os.dup(0)) as waiting:
-        message, outputs, _, _ = socket.recv_fds(waiting, LONGEST_MESSAGE, 2)
+        message, outputs, _, _ = socket.recv_fds(waiting, PIECE, 2)
+        while piece := waiting.recv(PIECE):
+            message += piece
     if not message:
         return
     arguments, environment = msgspec.json.decode(message, type=Part)
