@@ -154,7 +154,8 @@ class Sizer:
                 most = 0 if best is None else _ceil(paid / kind.dollars) - 1
                 sized, reason = self._sized(part, least, most), f"not below {paid:,.2f} USD an hour"
                 if sized is not None:
-                    best, reason = sized, sized.number_text(part)
+                    number = sized.workers if part == "prefill" else sized.units
+                    best, reason = sized, f"{number}, {sized.dollars(part):,.2f} USD an hour"
                 elif best is None:
                     level = self.asked.tpot if part == "decode" else self.asked.ttft
                     reason = f"no number of them meets {level.text}"

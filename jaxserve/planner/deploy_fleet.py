@@ -216,11 +216,6 @@ class Fleet(NamedTuple):
         prefill, decode = self.workers * self.worker.dollars, self.units * self.unit.dollars
         return {"prefill": prefill, "decode": decode, "whole": prefill + decode}[part]
 
-    def number_text(self, part: Part) -> str:
-        """Number and price of the prefill workers, or of the decode units."""
-        number = self.workers if part == "prefill" else self.units
-        return f"{number}, {self.dollars(part):,.2f} USD an hour"
-
     @property
     def sequences(self) -> float:
         """Sequences that decode concurrently."""

@@ -198,11 +198,14 @@ class Searcher:
                     break
                 most = batch
             if most:
-                larger, tpot = range(most + 1, min(room, 2 * most) + 1), self._tpot
-                more = bisect_right(larger, target.tpot, key=functools.partial(tpot, layout))
+                larger = range(most + 1, min(room, 2 * most) + 1)
+                more = bisect_right(larger, target.tpot, key=functools.partial(self._tpot, layout))
                 plans.append(self.evaluate(layout, most + more))
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
+
+    def _tpot(self, layout: Layout, batch: int) -> float:
+        return self.evaluate(layout, batch).tpot
 
     def feasible(self, target: Target) -> bool:
         """Whether any layout meets the target with one sequence a DP group. One lane then needs the
@@ -212,9 +215,6 @@ class Searcher:
             for layout in self.layouts(target)
             if layout.lanes == 1
         )
-
-    def _tpot(self, layout: Layout, batch: int) -> float:
-        return self.evaluate(layout, batch).tpot
 
     def _busiest(self, layout: Layout) -> float | None:
         """Tokens of the busiest rank over the mean."""

@@ -61,17 +61,17 @@ def test_a_path_is_a_model_too(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_unknown_models_list_the_known():
-    with pytest.raises(ConfigError, match=r"'step-3' is not known; did you mean 'step3'\? Known: "):
-        load_model("step-3")
-    with pytest.raises(ConfigError, match=r"Known: deepseek-v3, deepseek-v3.2, deepseek-v4-flash"):
-        load_model("abacus")
-
-
-def test_a_wrong_config_json_names_the_file(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "step3_text"}', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"config\.json: .*hidden_size"):
-        load_model(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "abacus"}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="'abacus' is not one of step3_vl"):
-        load_model(str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("step-3", "", r"'step-3' is not known; did you mean 'step3'\? Known: "),
+        ("abacus", "", r"Known: deepseek-v3, deepseek-v3.2, deepseek-v4-flash"),
+        ("", "step3_text", r"config\.json: .*hidden_size"),
+        ("", "abacus", "'abacus' is not one of step3_vl"),
+    ],
+)
+def test_what_is_no_model(tmp_path, name, kind, said):
+    """Unknown names list the known ones; a wrong config.json names the file."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        load_model(name or str(tmp_path))

@@ -60,15 +60,13 @@ class TestClosed:
         assert result.bubble == pytest.approx(0.0, abs=0.05)
         assert result.dispatch_busy == pytest.approx(0.25, rel=0.05)
 
-    def test_accepted_drafts(self):
+    def test_accepted_drafts_and_one_lane(self):
         one, two = simulate()[0], simulate(tokens_a_step=1.9)[0]
         assert two.tpot.p50 == pytest.approx(one.tpot.p50 / 1.9)
         assert two.tokens_per_second == pytest.approx(one.tokens_per_second * 1.9)
-
-    def test_one_lane_leaves_both_sides_idle(self):
-        result, _ = simulate(deployment(lanes=1))
-        assert result.tpot.p50 == pytest.approx(10 * 10e-3)
-        assert result.attention_busy == pytest.approx(0.4, rel=0.1)
+        alone, _ = simulate(deployment(lanes=1))
+        assert alone.tpot.p50 == pytest.approx(10 * 10e-3)
+        assert alone.attention_busy == pytest.approx(0.4, rel=0.1)
 
     def test_who_ends_is_followed_by_another(self):
         result, simulation = simulate(steps=60)
