@@ -38,6 +38,6 @@ def test_a_spare_becomes_what_was_killed_and_none_outlives_a_killed_launcher() -
 
 
 if __name__ == "__main__":
-    how = "warm" if "jaxserve.commands.serving" in sys.modules else "cold"
+    how = "warm" if "jax" in sys.modules else "cold"
     print(f"pid {os.getpid()} {how}, {sys.orig_argv[3]} {sys.argv[-1]}")
     time.sleep(120)
