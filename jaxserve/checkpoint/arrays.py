@@ -117,7 +117,6 @@ class ReadableArray(Protocol):
         Raises:
           CheckpointError: a file is missing or damaged.
         """
-        ...
 
 
 class InMemory(NamedTuple):

@@ -13,10 +13,7 @@ import threading
 from collections import deque
 
 from jaxserve.fleet.listening import listening_socket
-from jaxserve.link.session.channel import (
-    Channel,
-    Framing,
-)
+from jaxserve.link.session.channel import Channel, Framing
 from jaxserve.link.session.listener import Listener, shut
 
 LOOK_SECONDS = 0.5

@@ -111,7 +111,7 @@ def answer_messages(
         while not (group.ended.is_set() if group else signals):
             on_turn()
             time.sleep(LOOK_SECONDS)
-            work.move_experts(server.between_messages)
+            work.move_experts(server.passes.between)
         if work.experts is not None:
             work.experts.close()
         if weights is not None:
@@ -139,7 +139,8 @@ def open_ffn(
         deployment = shrunk(deployment, "ffn", jax.device_count())
     make = RoleRuntime.of
     if deployment.ffn.instances > 1:  # which few processes need
-        make = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:runtime_of")(worker)
+        runtime_of = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:runtime_of")
+        make = functools.partial(runtime_of, worker)
     role = open_role(deployment, "ffn", ffn_bytes, make)
     deployment = role.deployment
     if group is None:

@@ -7,7 +7,6 @@ ranks, and knows nothing of the others.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -61,24 +60,17 @@ def shard_of(
     decoder, predictors = tuple(kinds[: config.layers]), tuple(kinds[config.layers :])
     shared = role.shared if number == 0 else "split"
     ffn = replace(role, ep=role.ep // role.instances, instances=1, shared=shared)
-    return (
-        replace(config, decoder=decoder, predictors=predictors),
-        replace(deployment, ffn=ffn),
-    )
+    return (replace(config, decoder=decoder, predictors=predictors), replace(deployment, ffn=ffn))
 
 
-def runtime_of(worker: int) -> Callable[..., RoleRuntime]:
-    """Returns a function that makes the runtime of a shard, as `RoleRuntime.of` does of others.
+def runtime_of(
+    worker: int, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
+) -> RoleRuntime:
+    """Makes the runtime of a shard, as `RoleRuntime.of` does of others.
 
     Args:
       worker: place of the ffn worker in `link.addresses`: shards take turns.
     """
-    return functools.partial(_make, worker)
-
-
-def _make(
-    worker: int, config: ModelConfig, names: CheckpointNames, deployment: Deployment, role: Role
-) -> RoleRuntime:
     shards, number = deployment.ffn.instances, worker % deployment.ffn.instances
     own, of_shard = shard_of(config, deployment, number)
     runtime = RoleRuntime.of(own, names, of_shard, role)
@@ -100,15 +92,14 @@ class ShardTemplates(FFNTemplates):
         super().__init__(*of)
         self.first_expert = experts.start
         for template in self.ffn.values():
-            template.entries = self._numbered(template)
+            self._number(template)
 
     def of_experts(self, experts: tuple[int, ...]) -> Template:
         """See `FFNTemplates`."""
-        template = super().of_experts(experts)
-        template.entries = self._numbered(template)
-        return template
+        return self._number(super().of_experts(experts))
 
-    def _numbered(self, template: Template) -> dict[str, tuple[int, ...]]:
-        """Returns the entries of slots by their numbers in the checkpoint; negative: none."""
+    def _number(self, template: Template) -> Template:
+        """Numbers the entries of slots as in the checkpoint; negative: none."""
         first, own = self.first_expert, template.entries["slots"]
-        return {"slots": tuple(entry + first if entry >= 0 else entry for entry in own)}
+        template.entries = {"slots": tuple(one + first if one >= 0 else one for one in own)}
+        return template

@@ -35,14 +35,7 @@ from jaxserve.fleet.request_frames import (
 )
 from jaxserve.fleet.rolling import Rolling
 from jaxserve.fleet.routed import Job, Routed, Worker
-from jaxserve.fleet.routing_actions import (
-    Action,
-    End,
-    Send,
-    SendFrame,
-    SendPrefill,
-    SendSubmit,
-)
+from jaxserve.fleet.routing_actions import Action, End, Send, SendFrame, SendPrefill, SendSubmit
 from jaxserve.fleet.stand_ins import StandIns
 from jaxserve.fleet.worker_connections import WorkerConnection, WorkerConnections
 from jaxserve.observe.load import EngineLoad

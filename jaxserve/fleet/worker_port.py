@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from jaxserve.engine.request import TokenOutput
-from jaxserve.errors import (
-    DrainingError,
-    InvalidRequestError,
-    JaxserveError,
-    OverloadedError,
-)
+from jaxserve.errors import DrainingError, InvalidRequestError, JaxserveError, OverloadedError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, Refusal
@@ -34,7 +29,7 @@ from jaxserve.link.session.channel import Channel, Deadlines, address_of, listen
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.served import ServedSession
+from jaxserve.link.session.served import WorkingSession
 
 if TYPE_CHECKING:  # a router's faces have another engine
     from jaxserve.engine.engine import Engine
@@ -217,7 +212,7 @@ Item = TokenOutput | Frame | threading.Event
 """A connection sends items in order; it sets an event once everything before it is sent."""
 
 
-class RouterConnection(ServedSession[Item]):
+class RouterConnection(WorkingSession[Item]):
     """One router's requests, and the way of their outputs to it."""
 
     greeting = frames.Join

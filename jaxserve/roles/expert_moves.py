@@ -69,15 +69,12 @@ class MovesExperts(Protocol):
 
     def due(self) -> Sequence[Action]:
         """Actions to be carried out now."""
-        ...
 
     def carried_out(self, actions: Sequence[Action]) -> None:
         """Notes that the actions were told to all processes and carried out in this one."""
 
     def view(self) -> ExpertView:
         """Placement and load of experts; may be called from any thread."""
-        ...
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
         """Makes a proposal and, unless it is a dry run, begins the moves."""
-        ...

@@ -60,4 +60,3 @@ class Observer(Protocol):
           load: work of the step.
           begun: when its enqueueing began, in nanoseconds since the epoch.
         """
-        ...

@@ -24,11 +24,9 @@ class AttentionEnd(Protocol):
 
     def sender(self, layer: int, tokens: int, lane: int) -> SendMessage:
         """Makes the sender for a layer's messages in steps of this number of tokens a DP group."""
-        ...
 
     def receiver(self, layer: int, tokens: int, lane: int) -> ReceiveAnswer:
         """Makes the receiver of the answers to them."""
-        ...
 
 
 class FFNEnd(Protocol):
@@ -36,11 +34,9 @@ class FFNEnd(Protocol):
 
     def receiver(self, layer: int, tokens: int) -> Callable[[], Arrays]:
         """Makes the receiver of a layer's messages, one array for each slot."""
-        ...
 
     def sender(self, tokens: int) -> Callable[..., object]:
         """Makes the sender of answers, which takes their arrays."""
-        ...
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:

@@ -38,7 +38,6 @@ class Landing(Protocol):
     @property
     def pieces(self) -> Sequence[int]:
         """Sizes of pieces in tokens, ascending."""
-        ...
 
     @property
     def closes(self) -> bool:
@@ -48,11 +47,9 @@ class Landing(Protocol):
     @property
     def imports(self) -> Sequence[str]:
         """Formats in which pieces may arrive."""
-        ...
 
     def landing(self, group: int, tokens: int, cache_format: str) -> Sequence[jax.ShapeDtypeStruct]:
         """Returns the shapes of a piece's arrays, with shardings."""
-        ...
 
 
 class _Asked(NamedTuple):
@@ -163,15 +160,8 @@ class PagesConnection(Session):
     def _ask(
         self, source: PagesSource, wanted: "_Range", shapes: Sequence[jax.ShapeDtypeStruct]
     ) -> _Asked:
-        fetch = frames.Fetch(
-            self._fetches,
-            source.hand_off,
-            wanted.start,
-            wanted.stop,
-            wanted.size,
-            source.digest,
-            source.epoch,
-        )
+        lease = source.digest, source.epoch
+        fetch = frames.Fetch(self._fetches, source.hand_off, *wanted, *lease)
         asked = _Asked(fetch, shapes)
         self._fetches += 1
         self._asked.append(asked)

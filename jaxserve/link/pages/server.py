@@ -33,7 +33,7 @@ from jaxserve.link.session.channel import (
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.messages import encode
-from jaxserve.link.session.served import ServedSession
+from jaxserve.link.session.served import WorkingSession
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class _Room:
             self._changed.notify_all()
 
 
-class _Puller(ServedSession[frames.Fetch]):
+class _Puller(WorkingSession[frames.Fetch]):
     """One connected decode worker."""
 
     greeting = frames.Join
@@ -170,11 +170,7 @@ class _Puller(ServedSession[frames.Fetch]):
     def _release(self, release: frames.Release) -> None:
         self._server.holder.release_hand_off(release.hand_off)
 
-    handlers: ClassVar = {
-        frames.Fetch: _fetch,
-        frames.Renew: _renew,
-        frames.Release: _release,
-    }
+    handlers: ClassVar = {frames.Fetch: _fetch, frames.Renew: _renew, frames.Release: _release}
 
     def _work(self) -> None:
         """Serves fetches in order; reads each while the one before it is sent."""

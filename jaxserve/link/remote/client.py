@@ -123,17 +123,9 @@ class MessageClient:
         self._closed = False
         self.counters = LinkCounters()
         us = Join(hello, domain, mesh.size, tuple(rows), self._own)
+        calls = self._notify, self._silence_allowed
         self.peers = [
-            Peer(
-                address,
-                us,
-                token,
-                deadlines,
-                transport,
-                on_change=self._notify,
-                limit=self._silence_allowed,
-            )
-            for address in addresses
+            Peer(address, us, token, deadlines, transport, *calls) for address in addresses
         ]
         self._workers = list(itertools.batched(self.peers, processes))
 

@@ -8,8 +8,10 @@ Knows nothing of attention and ffn.
 
 import dataclasses
 import itertools
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import ClassVar, NamedTuple
@@ -134,12 +136,14 @@ class MessageConnection(Session):
         else:
             self._to_send.put(message)
 
-    def wait_for(self, message: Unanswered) -> None:
+    def wait_for(self, message: Unanswered, end: float = math.inf) -> None:
         """Waits until a posted message has its answer from here, or an error, or one of its
-        connections has failed."""
+        connections has failed, or `time.monotonic` has reached `end`."""
         with self._reading:
             while self in message.missing and message.error is None and not message.lost:
-                self._read_frame()
+                if (left := end - time.monotonic()) <= 0:
+                    return
+                self.read_frame(min(left, TICK_SECONDS))
 
     def _drop(self) -> None:
         self._ended.set()
@@ -184,7 +188,7 @@ class MessageConnection(Session):
         while not self._ended.wait(TICK_SECONDS):
             if not self._reading.locked():
                 with self._reading:
-                    self._read_frame(0.0)
+                    self.read_frame(0.0)
         sender.join()
 
     def _send(self) -> None:
@@ -235,11 +239,7 @@ class MessageConnection(Session):
             self._posted[failed.number].refusals += 1
         self.fail(failed.text)
 
-    handlers: ClassVar = {
-        frames.Result: _arrived,
-        Failed: _refused,
-        frames.Answer: _settle,
-    }
+    handlers: ClassVar = {frames.Result: _arrived, Failed: _refused, frames.Answer: _settle}
 
     def _tick(self, now: float) -> None:
         for number, due in list(self._due.items()):

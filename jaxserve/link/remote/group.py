@@ -52,11 +52,6 @@ class Arriving[Sender: Hashable]:
         self.rows.update(rows)
         return self.whole and not begun
 
-    def reported(self, process: int) -> bool:
-        """Notes the report of a process, and returns whether it was the last one."""
-        self.waiting.discard(process)
-        return not self.waiting
-
 
 class Domain[Sender: Hashable]:
     """An attention worker: its connections here, and its messages.

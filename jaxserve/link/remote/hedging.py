@@ -12,7 +12,6 @@ import jax
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.connection import Unanswered
 from jaxserve.link.remote.peer import PeerState
-from jaxserve.link.session.channel import TICK_SECONDS
 
 LATE = 4.0
 """Times that an answer takes longer than usual once it is late."""
@@ -54,17 +53,9 @@ class HedgedClient(MessageClient):
 
     def _answered_by(self, end: float, message: Unanswered) -> bool:
         """Waits for an answer until a time; also returns True if there is none to be waited for."""
-        while message.error is None and not message.lost:
-            waiting = list(message.missing)
-            if not waiting:
-                return bool(message.connections)
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            with waiting[0]._reading:
-                if waiting[0] in message.missing:
-                    waiting[0]._read_frame(min(left, TICK_SECONDS))
-        return True
+        for connection in message.connections:
+            connection.wait_for(message, end)
+        return not message.missing or message.error is not None or message.lost
 
     def _ask_another(self) -> None:
         """Makes another worker that is up the one in use, and sends it what waits for an answer."""

@@ -1,12 +1,12 @@
 """The ffn worker's end of a link between runtimes: a message server.
 
 Processes of attention workers connect, send their rows of messages and get the answers to them.
-Each has two threads here. One receives rows and queues the message once it is whole (`passes.py`);
-the other sends answers that were not computed when they were enqueued. One more thread takes
-batches of messages from the queue, chosen by a policy (`batching.py`), and enqueues the worker's
-programs. A program is enqueued only once its messages have arrived, because device queues are in
-order and a program ahead of its message would block every other domain's. The server keeps the
-messages in flight, each lane's last answer (`group.py`) and compiled programs (`work.py`).
+All share a few threads. Some receive rows (`session/readers.py`) and queue a message once it is
+whole (`passes.py`); others send answers that were not computed when they were enqueued. One more
+takes batches of messages from the queue, chosen by a policy (`batching.py`), and enqueues the
+worker's programs. A program is enqueued only once its messages have arrived, because device queues
+are in order and a program ahead of its message would block every other domain's. The server keeps
+the messages in flight, each lane's last answer (`group.py`) and compiled programs (`work.py`).
 `client.py` is the other end. This module knows nothing of ffn, plans or requests.
 
 In an ffn worker of several processes each has a server, and a connection carries the rows that
@@ -14,12 +14,14 @@ cross between its two processes. Followers report messages that are whole, and r
 orders, in its order.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Protocol
 
 import jax
@@ -28,7 +30,6 @@ import numpy as np
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.dispatch.contract import MessageSize
-from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.batching import Turns, Waiting
 from jaxserve.link.remote.group import Arriving, Domain
@@ -38,13 +39,17 @@ from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines,
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.messages import Bulk, Failed, encode
+from jaxserve.link.session.readers import Readers
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.transports import opens
 
 logger = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 1024
 """Most processes of domains at a time, and most domains that have left and are remembered."""
+HELPERS = 16
+"""Threads that send answers, of which a peer that reads nothing holds one up for 2 s at most, and
+that answer questions."""
 
 _names = msgspec.msgpack.Decoder(frames.NamedMessage)
 
@@ -57,15 +62,12 @@ class Group(Protocol):
 
     def report(self, data: bytes) -> None:
         """Tells process 0 (`MessageServer.reported`)."""
-        ...
 
     def order(self, data: bytes) -> None:
         """Tells all followers (`MessageServer.ordered`), in the order of the calls."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """Ends all processes, of which one cannot go on."""
-        ...
 
 
 class MessageServer:
@@ -108,9 +110,10 @@ class MessageServer:
         self._domains: dict[str, Domain[_DomainConnection]] = {}
         self._policy = policy or Turns()
         self.passes = Passes(self._policy, lambda: len(self.domains) > 1)
-        self.between_messages = self.passes.between
         self.preparations = Preparations(work, self.passes, several=group is not None)
         self._thread = threading.Thread(target=self._run_passes, name="link passes", daemon=True)
+        self._readers = Readers()
+        self.helpers = ThreadPoolExecutor(HELPERS)
         self._listener = Listener(
             "link", token, self._serve, most=MOST_CONNECTIONS, seconds=deadlines.handshake
         )
@@ -123,6 +126,7 @@ class MessageServer:
         """
         listening = listen(self._address, self._token)
         self._thread.start()
+        self._readers.start()
         return self._listener.start(listening)
 
     @property
@@ -136,22 +140,19 @@ class MessageServer:
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections."""
-        for domain in list(self._domains.values()):
-            for connection in list(domain.connections.values()):
-                connection.fail("the ffn worker ends")
         self._listener.close(seconds)
+        self._readers.close()
         self.passes.close()
+        self.helpers.shutdown(wait=False)
 
     def _serve(self, channel: Channel) -> None:
-        connection = _DomainConnection(self, channel)
-        try:
-            connection.live()
-        finally:
-            self.left(connection)
+        self._readers.add(channel.descriptor, _DomainConnection(self, channel))
 
     # ------------------------------------------------------------- a domain's connections
     def admit(self, connection: "_DomainConnection", name: str) -> "Domain[_DomainConnection]":
         """Adds a connection to its domain. Another one of the same process has been lost."""
+        if len(self._readers.sessions) > MOST_CONNECTIONS:
+            raise Refusal(f"{MOST_CONNECTIONS} connections", later=True)
         with self._changing:
             domain = self._domains.setdefault(name, Domain(name, self._process))
             lost = domain.connections.get(connection.own)
@@ -206,7 +207,8 @@ class MessageServer:
         if answer is not None:
             connection.answer(what.number, {piece: answer[piece] for piece in rows})
         if whole:
-            message.landed = self._land(what, [message.rows[piece] for piece in message.places])
+            pieces = [message.rows[piece] for piece in message.places]
+            message.landed = self.work.land(what.kind, _size(what), pieces)
             if self._group is not None and self._process:
                 self._group.report(encode(what))
             else:
@@ -228,7 +230,8 @@ class MessageServer:
         what = message.what
         with self._changing:
             here = self._domains.get(domain.name) is domain
-            if here and message.reported(process) and domain.complete(message):
+            message.waiting.discard(process)
+            if here and not message.waiting and domain.complete(message):
                 shape = what.kind, _size(what)
                 words = domain, what.lane, what.layer, shape, what.lane
                 self.passes.put(_Complete(*words, message))
@@ -282,15 +285,10 @@ class MessageServer:
         self._answer(domain, message, answer)
         return next(iter(answer), None)
 
-    def _land(self, what: frames.NamedMessage, pieces: Sequence[np.ndarray]) -> Arrays:
-        return self.work.land(what.kind, _size(what), pieces)
-
     def _run(self, messages: "Sequence[_Arriving]") -> Sequence[Sequence[jax.Array]]:
         what = messages[0].what
-        landed = [
-            self._land(what, []) if one.landed is None else one.landed  # no piece lands here
-            for one in messages
-        ]
+        nothing = self.work.land(what.kind, _size(what), []) if messages[0].landed is None else ()
+        landed = [nothing if one.landed is None else one.landed for one in messages]
         return self.work.run(what.kind, what.layer, _size(what), landed)
 
     def _answer(
@@ -307,12 +305,8 @@ def _size(what: frames.NamedMessage) -> MessageSize:
     return MessageSize(what.pieces, what.rows)
 
 
-_Answer = tuple[int, Sequence[jax.Array]]
-"""Number of a message and the pieces of its answer."""
-
-
-class _DomainConnection(ServedSession[_Answer]):
-    """A connected process of an attention worker; its thread of work sends answers."""
+class _DomainConnection(ServedSession):
+    """A connected process of an attention worker."""
 
     greeting = frames.Join
 
@@ -326,7 +320,10 @@ class _DomainConnection(ServedSession[_Answer]):
         self._server = server
         self.domain = Domain[_DomainConnection]("")
         """Domain of the process, once it is admitted."""
-        self._answering = False
+        self._waiting = collections.deque[tuple[int, Sequence[jax.Array]]]()
+        """Numbers of messages and the pieces of their answers, which one thread sends in this
+        order; the first is being sent."""
+        self._queueing = threading.Lock()
         self._transfers = opens(server.transport)(channel)
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
@@ -340,33 +337,22 @@ class _DomainConnection(ServedSession[_Answer]):
         return frames.Welcome(self._hello, tuple(self.places))
 
     def _asked(self, question: frames.Question) -> None:
-        """Answers a question on a thread of its own, as that may take a while. One at a time."""
+        self._server.helpers.submit(self._reply, question)
 
-        def run() -> None:
-            try:
-                answer = frames.Answer(question.number, self._server.on_question(question.data))
-            except Exception as error:
-                logger.exception("link: a question of %s", self.name)
-                answer = frames.Answer(question.number, failed=f"{type(error).__name__}: {error}")
-            self._answering = False  # before the answer, upon which the next question may come
-            with contextlib.suppress(OSError):
-                self.send(answer)
-
-        if self._answering:
-            self.send(frames.Answer(question.number, failed="answers another question"))
-            return
-        self._answering = True
-        threading.Thread(target=run, name="link question", daemon=True).start()
+    def _reply(self, question: frames.Question) -> None:
+        try:
+            answer = frames.Answer(question.number, self._server.on_question(question.data))
+        except Exception as error:
+            logger.exception("link: a question of %s", self.name)
+            answer = frames.Answer(question.number, failed=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            self.send(answer)
 
     def _announced(self, note: frames.Note) -> None:
         size = MessageSize(self._pieces, note.rows)
         if note.epoch != self._server.hello.epoch:
             raise RuntimeError(f"epoch {note.epoch}, here {self._server.hello.epoch}")
-        try:
-            shapes = self._server.message_shapes(note.kind, size)
-        except Exception as error:
-            logger.exception("link: no shapes of %s", note)
-            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        shapes = self._server.message_shapes(note.kind, size)
         rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.places])
         words = note.number, note.lane, note.kind, note.layer, note.rows
         what = frames.NamedMessage(self.name, self._pieces, *words)
@@ -380,14 +366,20 @@ class _DomainConnection(ServedSession[_Answer]):
         if self._transfers.at_once(arrays):
             self._send(number, arrays)
         else:
-            self._wanted.put((number, arrays))
+            with self._queueing:
+                self._waiting.append((number, arrays))
+                if len(self._waiting) == 1 and self.failure is None:
+                    self._server.helpers.submit(self._send_waiting)
 
-    def _work(self) -> None:
+    def _send_waiting(self) -> None:
         """Sends answers; after a failure only drops them, with their memory."""
-        while (item := self._wanted.get()) is not None:
+        more = True
+        while more:
             if self.failure is None:
-                self._send(*item)
-            del item  # or it would be kept until the next one comes
+                self._send(*self._waiting[0])
+            with self._queueing:
+                self._waiting.popleft()
+                more = bool(self._waiting)
 
     def _send(self, number: int, answer: Sequence[jax.Array]) -> None:
         """Sends an answer once it is computed."""
@@ -401,6 +393,11 @@ class _DomainConnection(ServedSession[_Answer]):
             self.fail(f"the connection closed ({error})")
         except Exception as error:
             self._server.failed(self.domain, number, error)
+
+    def end(self) -> None:
+        """See `ServedSession`."""
+        super().end()
+        self._server.left(self)
 
     def refuse(self, number: int, text: str) -> None:
         """Tells the domain that a message gets no answer. The domain then ends the connection."""

@@ -36,28 +36,22 @@ class Work(Protocol):
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Returns whether messages of these sizes can be run without compiling anything."""
-        ...
 
     def compile(self, sizes: Sequence[MessageSize]) -> None:
         """Compiles for these sizes, beside `run`, on another thread. Raises where that fails."""
-        ...
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:
         """Runs each once; never beside `run`."""
-        ...
 
     def shapes(self, kind: str, size: MessageSize) -> Sequence[jax.ShapeDtypeStruct]:
         """Returns the shapes of a message's pieces. Raises for a kind that this worker lacks."""
-        ...
 
     def holders(self, pieces: int) -> Sequence[int]:
         """Returns the process of this worker at which each of a message's pieces lands."""
-        ...
 
     def land(self, kind: str, size: MessageSize, pieces: Sequence[np.ndarray]) -> Arrays:
         """Puts those of a message's pieces that land at this process, in their order, on its
         devices, whose memory adopts theirs if it can."""
-        ...
 
     def run(
         self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
@@ -65,7 +59,6 @@ class Work(Protocol):
         """Enqueues one pass over messages that have landed, each of this size, and returns their
         answers: one array for each piece that has landed here. Raises for a kind or layer that this
         worker does not have."""
-        ...
 
 
 def sizes_together(sizes: Iterable[MessageSize], together: int) -> tuple[MessageSize, ...]:

@@ -164,8 +164,10 @@ class Channel:
             self.allow(SEND_SECONDS, RECEIVE_SECONDS)
         self._framing = Framing(most)
         self._sending = threading.Lock()
-        self._unread = bytearray()
+        self.unread = bytearray()
         """Bytes that have been received and not taken yet."""
+        self.descriptor = self._socket.fileno()
+        """Descriptor that is readable once bytes have come."""
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -194,18 +196,19 @@ class Channel:
                     self._socket.sendall(part[sent:] if sent else part)
                 sent = max(0, sent - part.nbytes)
 
-    def wait(self, seconds: float = -1.0) -> bool:
+    def wait(self, seconds: float | None = -1.0) -> bool:
         """Waits for the next frame and returns whether it has begun to come.
 
         Args:
-          seconds: longest wait; negative: as long as the connection lasts.
+          seconds: longest wait; negative: as long as the connection lasts; None: bytes have come.
 
         Raises:
           EOFError, OSError: the connection is gone.
         """
-        if not self._unread and self._poll.poll(seconds * 1000):
-            self._read()
-        return bool(self._unread)
+        if not self.unread and (seconds is None or self._poll.poll(seconds * 1000)):
+            with contextlib.suppress(BlockingIOError):  # another thread has read them
+                self._read(socket.MSG_DONTWAIT)
+        return bool(self.unread)
 
     def receive(self) -> bytes:
         """Returns the body of the next frame; waits for it as long as the connection lasts.
@@ -214,16 +217,16 @@ class Channel:
           EOFError, OSError: the connection is gone, or the frame is not the one that was sent.
         """
         self.wait()
-        while (frame := self._framing.next(self._unread)) is None:
+        while (frame := self._framing.next(self.unread)) is None:
             self._read()
         return frame
 
     def receive_into(self, buffer: memoryview, seconds: float) -> None:
         """Receives bytes that a frame has announced; raises EOFError or OSError when the connection
         is gone, or they are not there within `seconds`."""
-        received, end = min(len(buffer), len(self._unread)), time.monotonic() + seconds
-        buffer[:received] = self._unread[:received]
-        del self._unread[:received]
+        received, end = min(len(buffer), len(self.unread)), time.monotonic() + seconds
+        buffer[:received] = self.unread[:received]
+        del self.unread[:received]
         while received < len(buffer):
             if not (count := self._socket.recv_into(buffer[received:], 0, socket.MSG_WAITALL)):
                 raise EOFError
@@ -231,10 +234,10 @@ class Channel:
             if received < len(buffer) and time.monotonic() > end:
                 raise OSError(f"{received} of {len(buffer)} bytes within {seconds:g} s")
 
-    def _read(self) -> None:
-        if not (data := self._socket.recv(READ_BYTES)):
+    def _read(self, flags: int = 0) -> None:
+        if not (data := self._socket.recv(READ_BYTES, flags)):
             raise EOFError
-        self._unread += data
+        self.unread += data
 
     def authenticate(self, token: str, *, accepted: bool) -> None:
         """Proves to each end that the other knows the token; `accepted` at the listening end.
@@ -255,7 +258,7 @@ class Channel:
     def detach(self) -> tuple[socket.socket, Framing, bytearray]:
         """Returns the socket, the framing with which its frames go on, and the bytes received so
         far, for another way to read and write them; ends the channel."""
-        return self._socket, self._framing, self._unread
+        return self._socket, self._framing, self.unread
 
     def shutdown(self) -> None:
         """Ends the connection from any thread: threads that receive or send get an error."""

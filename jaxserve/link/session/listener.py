@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from jaxserve.link.session.channel import (
     MAX_FRAME_BYTES,
-    TICK_SECONDS,
     AuthenticationError,
     Channel,
     accept,
@@ -25,6 +24,8 @@ from jaxserve.link.session.channel import (
 MOST_HANDSHAKES = 64
 """Connections that have not proved yet that they know the token. A further one ends the oldest: a
 peer answers within milliseconds, strangers that send nothing stay."""
+RETRY_SECONDS = 1.0
+"""Pause after a connection could not be accepted."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +92,15 @@ class Listener:
 
     def _accept(self) -> None:
         assert self._socket is not None
-        said = ""
         while not self._closing:
             try:
                 sock, _ = self._socket.accept()
                 with closed_on_error(sock):
                     threading.Thread(target=self._live, args=(sock,), daemon=True).start()
-                said = ""
             except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
-                if not self._closing and f"{error}" != said:
-                    said = f"{error}"
-                    logger.warning("%s: connections cannot be accepted: %s", self._name, said)
-                time.sleep(TICK_SECONDS)
+                if not self._closing:
+                    logger.warning("%s: connections cannot be accepted: %s", self._name, error)
+                    time.sleep(RETRY_SECONDS)
 
     def _live(self, sock: socket.socket) -> None:
         """From the accepted socket to the connection's end."""
@@ -121,10 +119,9 @@ class Listener:
                 del self._strangers[sock]
         thread = threading.current_thread()
         with self._lock:
-            taken = len(self._threads) < self._most and not self._closing
-            if taken:
+            if len(self._threads) < self._most and not self._closing:
                 self._threads[thread] = channel
-        if not taken:
+        if thread not in self._threads:
             logger.warning(
                 "%s: %s turned away: %d connections", self._name, channel.peer, self.count
             )

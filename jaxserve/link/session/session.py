@@ -71,19 +71,26 @@ class Session:
     def read(self) -> None:
         """Reads, and watches deadlines, until the session has failed."""
         while self.failure is None:
-            self._read_frame()
+            self.read_frame()
 
-    def _read_frame(self, seconds: float = TICK_SECONDS) -> None:
+    def read_frame(self, seconds: float | None = TICK_SECONDS) -> bool:
         """Handles the next frame, if it comes within `seconds`, and watches deadlines; called by
-        one thread at a time."""
+        one thread at a time. Returns whether another frame may be read at once.
+
+        Args:
+          seconds: longest wait; None: bytes have come.
+        """
         try:
             if self._channel.wait(seconds):
+                self._heard = self._clock.now
                 self._take(self.decode(self._channel.receive()))
             self._tick(self._clock.tick())
+            return bool(self._channel.unread)
         except (EOFError, OSError) as error:
             self.fail(f"the connection closed ({error or 'end of file'})")
         except (RuntimeError, msgspec.DecodeError) as error:
             self.fail(str(error))
+        return False
 
     def _drop(self) -> None:
         """Wakes threads that wait for the other end, once the session has failed."""
@@ -93,7 +100,6 @@ class Session:
         return self._deadlines.down
 
     def _take(self, frame: msgspec.Struct) -> None:
-        self._heard = self._clock.now
         handler = self.handlers.get(type(frame))
         if handler is not None:
             handler(self, frame)

@@ -5,7 +5,6 @@ from the holder of the weights, keeps the rate, and sends them. `client.py` is t
 other end. Knows neither models nor meshes.
 """
 
-import logging
 import threading
 import time
 from typing import ClassVar, Protocol
@@ -19,8 +18,6 @@ from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames
 
-logger = logging.getLogger(__name__)
-
 MOST_CONNECTIONS = 64
 IDLE_SECONDS = 60.0
 """Idle time after which a connection is closed; a worker that wants more dials again."""
@@ -31,7 +28,6 @@ class HoldsWeights(Protocol):
 
     def held(self) -> frames.Held:
         """The arrays that are here whole."""
-        ...
 
     def warm_up(self) -> None:
         """Gets ready for reads, so that the first ones are as quick as others."""
@@ -42,7 +38,6 @@ class HoldsWeights(Protocol):
         Raises:
           ValueError: there is no such part here.
         """
-        ...
 
 
 class Pace:
@@ -101,7 +96,7 @@ class WeightsServer:
             self._warming.join(seconds)
 
 
-class _Reader(ServedSession[frames.Read]):
+class _Reader(ServedSession):
     """One connected worker that reads."""
 
     greeting = frames.Join
@@ -117,29 +112,14 @@ class _Reader(ServedSession[frames.Read]):
         """Seconds without a read: this link has no signs of life."""
         return IDLE_SECONDS
 
-    handlers: ClassVar = {frames.Read: lambda self, read: self._wanted.put(read)}
-
-    def _work(self) -> None:
-        begin, count, size = time.monotonic(), 0, 0
-        while self.failure is None and (read := self._wanted.get()) is not None:
-            try:
-                size += self._give(read)
-                count += 1
-            except OSError as error:
-                self.fail(f"the connection closed ({error})")
-        logger.info(
-            "weights: %s got %.1f MB in %d parts, %.1f s",
-            *(self._channel.peer, size / 1e6, count, time.monotonic() - begin),
-        )
-
-    def _give(self, read: frames.Read) -> int:
-        """Sends a part, or why there is none; returns its bytes."""
+    def _give(self, read: frames.Read) -> None:
+        """Sends a part, or why there is none."""
         try:
             part = self._server.holder.read(read.block, read.leaf, read.ranges)
         except (ValueError, RuntimeError) as error:
-            self.send(Failed(read.number, str(error)))
-            return 0
+            return self.send(Failed(read.number, str(error)))
         self._server.pace.take(part.nbytes)
         ready = frames.Ready(read.number, part.nbytes)
         self._channel.send(encode(ready), [memoryview(part)])
-        return part.nbytes
+
+    handlers: ClassVar = {frames.Read: _give}

@@ -60,12 +60,7 @@ def replicate(weights: Floats, slots: int, most: int | None = None) -> list[int]
 
 
 def rebalance(
-    counts: Floats,
-    replicas: int,
-    devices: int,
-    *,
-    most: int | None = None,
-    apart: bool = False,
+    counts: Floats, replicas: int, devices: int, *, most: int | None = None, apart: bool = False
 ) -> Placement:
     """DeepSeek's placement of one layer on one node: `replicas` slots, device after device.
 

@@ -125,11 +125,7 @@ def ragged_all_to_all(
 
 
 def exchanged_rows(
-    operand: Array,
-    length: int,
-    *plan: Int32[Array, " devices"],
-    axes: tuple[str, ...],
-    rows: int,
+    operand: Array, length: int, *plan: Int32[Array, " devices"], axes: tuple[str, ...], rows: int
 ) -> Array:
     """Runs a ragged all-to-all into a new array; rows that no device sends have any value.
 

@@ -44,13 +44,11 @@ class RowPacking(Protocol):
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
         """Unpacks rows."""
-        ...
 
     def addressed(
         self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
     ) -> UInt[Array, "rows words"]:
         """Replaces the expert ids of packed rows."""
-        ...
 
 
 class RowBlocks(NamedTuple):
@@ -318,12 +316,7 @@ class SendPlan(NamedTuple):
         return received, jnp.arange(everything) < jnp.sum(arriving)
 
     def _exchange(
-        self,
-        sent: Array,
-        length: int,
-        plan: tuple[Array, ...],
-        beside: Beside,
-        **steps: Any,
+        self, sent: Array, length: int, plan: tuple[Array, ...], beside: Beside, **steps: Any
     ) -> Array:
         axes, rows = self.axes.rows, self.order.place.shape[0]
 
@@ -356,10 +349,7 @@ class SendPlan(NamedTuple):
 
 
 def make_send_plan(
-    ranks_chosen: Int[Array, "rows top_k"],
-    axes: Axes,
-    blocks: RowBlocks,
-    beside: Beside = NOTHING,
+    ranks_chosen: Int[Array, "rows top_k"], axes: Axes, blocks: RowBlocks, beside: Beside = NOTHING
 ) -> SendPlan:
     """Counts rows by rank, and tells all devices the counts.
 

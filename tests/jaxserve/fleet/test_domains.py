@@ -65,7 +65,8 @@ class Domain(NamedTuple):
 def role_of(model, role, first, overrides, worker=0):
     deployment = layouts.deployment(model, overrides)
     names = read_config(str(model), [], deployment.modules)
-    make = runtime_of(worker) if role == "ffn" and deployment.ffn.instances > 1 else RoleRuntime.of
+    shard = role == "ffn" and deployment.ffn.instances > 1
+    make = functools.partial(runtime_of, worker) if shard else RoleRuntime.of
     runtime = make(*names, deployment, role)
     mesh = role_mesh(runtime.deployment, role, jax.devices()[first:])
     return runtime._replace(mesh=mesh), runtime.deployment, open_checkpoint(str(model), names[1])
@@ -246,7 +247,7 @@ def test_experts_move_between_messages(domains, server, expected):
     work, draw, done = server.work, random.Random(2), 0
     sizes = work.experts.facts.sizes
     work.experts.start()
-    work.move_experts(server.between_messages)
+    work.move_experts(server.passes.between)
     until(lambda: work.experts._got == 1)
     engine = domains["one lane"].engine
     while done < 20:
@@ -259,13 +260,13 @@ def test_experts_move_between_messages(domains, server, expected):
                 wanted = {layer: random_placement(draw, sizes) for layer in now}
                 targets = {n: aligned(now[n], wanted[n], sizes.ranks) for n in wanted}
                 done += work.experts.place(targets) > 0
-            work.move_experts(server.between_messages)
+            work.move_experts(server.passes.between)
         assert [output.token_ids for output in collector.wait().values()] == expected[0]
     with work.experts._changed:  # looks may have counted meanwhile
         work.experts._wanted = wanted = work.experts._asked + 1
 
     def counted():
-        work.move_experts(server.between_messages)
+        work.move_experts(server.passes.between)
         return work.experts._got >= wanted
 
     until(counted)
@@ -301,7 +302,7 @@ def while_it_serves(work, server, call):
     """Returns the result of a call, during which the ffn worker moves experts."""
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(call)
-        until(lambda: work.move_experts(server.between_messages) or made.done())
+        until(lambda: work.move_experts(server.passes.between) or made.done())
         return made.result()
 
 
@@ -318,7 +319,7 @@ def crowd(work, server):
 
 def carry_out(work, server):
     """Moves experts until all are in their places."""
-    until(lambda: not (work.move_experts(server.between_messages) or work.experts.view().moving))
+    until(lambda: not (work.move_experts(server.passes.between) or work.experts.view().moving))
 
 
 def ask_for_a_rebalance(work, server, domain):

@@ -235,7 +235,7 @@ def serve(options: dict) -> None:
         Toy(),
         transport="pull",
         policy=Cohorts(16) if options.get("cohorts") else None,
-        deadlines=Deadlines(**DEADLINES),
+        deadlines=Deadlines(**DEADLINES | options.get("deadlines", {})),
     )
     folder = Path(options["folder"])
 

@@ -1,0 +1,80 @@
+"""A few threads that read the frames of many sessions of a listening end.
+
+A thread waits for any session, handles its frames, and lets it be waited for again. A peer that
+stops inside a message holds up the thread that reads it, not the others. Used by
+`remote/server.py`, which has a connection to every process of every attention worker.
+"""
+
+import contextlib
+import logging
+import select
+import threading
+import time
+
+from jaxserve.link.session.channel import TICK_SECONDS
+from jaxserve.link.session.served import ServedSession
+
+THREADS = 24
+"""Threads of a server: the number of peers that may stop inside a message while others are read."""
+ONCE = select.EPOLLIN | select.EPOLLONESHOT
+"""A session wakes one thread, and no other one until it is armed again."""
+
+logger = logging.getLogger(__name__)
+
+
+class Readers:
+    """Reads sessions until they have failed, and ends them."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self.sessions: dict[int, ServedSession] = {}
+        """All sessions, by descriptor."""
+        self._idle: dict[int, ServedSession] = {}
+        """Sessions that no thread reads. The thread that takes one out owns it."""
+        self._watched, self._closed = 0.0, False
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for _ in range(THREADS):
+            threading.Thread(target=self._run, name="link reader", daemon=True).start()
+
+    def add(self, descriptor: int, session: ServedSession) -> None:
+        """Reads a session, whose channel has this descriptor, until it has failed; then calls its
+        `end`."""
+        self.sessions[descriptor] = self._idle[descriptor] = session
+        self._epoll.register(descriptor, ONCE)
+
+    def close(self) -> None:
+        """Ends all sessions and, soon after, the threads. Idempotent, and allowed before
+        `start`."""
+        self._closed = True
+        for session in list(self.sessions.values()):
+            session.fail("the worker ends")
+
+    def _run(self) -> None:
+        while self.sessions or not self._closed:
+            for descriptor, _ in self._epoll.poll(TICK_SECONDS, 1):
+                self._read(descriptor, None)
+            if time.monotonic() > self._watched + TICK_SECONDS:
+                self._watched = time.monotonic()
+                for descriptor in list(self._idle):
+                    self._read(descriptor, 0.0)
+
+    def _read(self, descriptor: int, seconds: float | None) -> None:
+        """Reads what has come of a session, and watches its deadlines, unless another thread does;
+        that one arms it again."""
+        if (session := self._idle.pop(descriptor, None)) is None:
+            return
+        try:
+            while session.read_frame(seconds):
+                pass
+        except Exception as error:  # a defect, which ends this session alone
+            logger.exception("link: a connection")
+            session.fail(f"{type(error).__name__}: {error}")
+        if session.failure is None:
+            self._idle[descriptor] = session
+            with contextlib.suppress(OSError):  # ended by a thread that has taken it meanwhile
+                self._epoll.modify(descriptor, ONCE)
+        else:
+            del self.sessions[descriptor]
+            session.end()
