@@ -47,6 +47,20 @@ def ends(listener, accept_one):
     server.close()
 
 
+def test_frames_keep_their_bounds_and_order(ends) -> None:
+    client, server = ends
+    for frame in (b"one", b"", b"x" * 100_000):
+        client.send(frame)
+    assert [server.receive() for _ in range(3)] == [b"one", b"", b"x" * 100_000]
+    assert not server.wait(0.0)
+    server.send(b"back")
+    assert client.wait(5.0)
+    assert client.receive() == b"back"
+    client.close()
+    with pytest.raises((EOFError, OSError)):
+        server.receive()
+
+
 def test_a_detached_socket_has_the_same_frames(ends) -> None:
     client, server = ends
     server.send(b"zero", [memoryview(b"rows")])
@@ -113,6 +127,22 @@ def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
     threading.Timer(0.1, client.shutdown).start()
     with pytest.raises((EOFError, OSError)):
         client.receive()
+
+
+def test_frame_beyond_the_cap_is_refused(ends) -> None:
+    client, server = ends
+
+    def send() -> None:
+        with contextlib.suppress(OSError):  # The other end closes in the middle.
+            client.send(b"x" * (1 << 20) + b"x")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(EOFError, match="a frame of 1048577 bytes"):
+        server.receive()
+    server.close()
+    client.shutdown()
+    sender.join()
 
 
 def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
