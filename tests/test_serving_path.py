@@ -24,7 +24,7 @@ from jaxserve.roles.pipelines import PIPELINES
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
 RUNTIMES = {"whole_runtime", "domain_runtime"}
-CHOICES = {"lead", "with_peers", "own_experts", "with_host_tier"} | RUNTIMES
+CHOICES = {"lead", "with_peers", "own_experts", "check_tier", "with_host_tier"} | RUNTIMES
 """Functions of the assembly that some parts call and others do not."""
 INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
@@ -45,7 +45,7 @@ PARTS = {
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
     "serve": ("serve", *BETWEEN),
-    "alone, with host pages": (*LEADS, *ALONE, "with_host_tier", "whole_runtime"),
+    "alone, with host pages": (*LEADS, *ALONE, "check_tier", "with_host_tier", "whole_runtime"),
     "attention, of shards": ("open_engine", "domain_runtime", "fleet.shard_links", *BETWEEN),
     "ffn, a shard": ("fleet.ffn_runtime", "fleet.ffn_shard", *BETWEEN),
 }

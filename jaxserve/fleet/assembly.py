@@ -81,6 +81,8 @@ def open_engine(
     from jaxserve.engine.runtime import warm_up
 
     ends = read_special_tokens(deployment.model).eos
+    if deployment.cache.host_gb:
+        check_tier(deployment, options)
     followers = None
     if leader is None:
         options = with_peers(options)
@@ -234,7 +236,7 @@ def make_engine(
       followers: the other processes of the runtime; None: this is its only one.
 
     Raises:
-      ConfigError: `cache.host_gb` is set, and this runtime cannot have such a tier.
+      ConfigError: `cache.host_gb` has no room for a page.
     """
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.scheduler import Scheduler
@@ -272,6 +274,13 @@ def make_engine(
     if deployment.cache.host_gb:
         with_host_tier(engine)
     return engine
+
+
+def check_tier(deployment: Deployment, options: Options) -> None:
+    """Refuses a tier in host memory that cannot work, before the model is loaded and compiled."""
+    from jaxserve.fleet.host_tier import check_host_tier
+
+    check_host_tier(deployment, options.config)
 
 
 def with_host_tier(engine: "Engine") -> None:

@@ -93,10 +93,15 @@ def test_cancels_and_losses(cold, reference, monkeypatch, fails):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"),
-    [(1e-6, "a page has 8,192 bytes"), (1e6, r"\d+\.\d GB of host memory are free")],
+    ("size", "processes", "message"),
+    [
+        (1e-6, 1, "a page has 8,192 bytes"),
+        (1e6, 1, r"\d+\.\d GB of host memory are free"),
+        (0.1, 2, "2 processes: only runtimes of one"),
+    ],
 )
-def test_sizes_that_do_not_fit(colocated_runtime, tiny_model, size, message):
+def test_what_cannot_work(colocated_runtime, tiny_model, monkeypatch, size, processes, message):
+    monkeypatch.setattr("jax.process_count", lambda: processes)
     overrides = {"mode": "colocated", "lanes": 2, "cache.host_gb": size}
     runtime = colocated_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
     with pytest.raises(ConfigError, match=f"cache.host_gb = {re.escape(f'{size:g}')}: {message}"):
