@@ -106,7 +106,7 @@ class WorkerConnection(Session):
                     if len(data) < READ_BYTES:
                         break
             for body in self._framing.take(self._received):
-                self._take(self.decode(body))
+                self.handle(body)
                 if self.failure is not None:
                     return
             if ended:

@@ -82,8 +82,7 @@ class Session:
         """
         try:
             if self._channel.wait(seconds):
-                self._heard = self._clock.now
-                self._take(self.decode(self._channel.receive()))
+                self.handle(self._channel.receive())
             self._tick(self._clock.tick())
             return bool(self._channel.unread)
         except (EOFError, OSError) as error:
@@ -91,6 +90,11 @@ class Session:
         except (RuntimeError, msgspec.DecodeError) as error:
             self.fail(str(error))
         return False
+
+    def handle(self, body: bytes) -> None:
+        """Handles a frame of the other end, which is a sign of life."""
+        self._heard = self._clock.now
+        self._take(self.decode(body))
 
     def _drop(self) -> None:
         """Wakes threads that wait for the other end, once the session has failed."""
