@@ -5,6 +5,7 @@ from the holder of the weights, keeps the rate, and sends them. `client.py` is t
 other end. Knows neither models nor meshes.
 """
 
+import logging
 import threading
 import time
 from typing import ClassVar, Protocol
@@ -17,6 +18,8 @@ from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames
+
+logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 IDLE_SECONDS = 60.0
@@ -104,13 +107,14 @@ class _Reader(ServedSession):
     def __init__(self, server: WeightsServer, channel: Channel):
         super().__init__("weights", channel, server.hello, server.deadlines)
         self._server = server
+        self._bytes = 0  # sent
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
         return frames.Welcome(self._hello, self._server.holder.held())
 
     def _limit(self) -> float:
         """Seconds without a read: this link has no signs of life."""
-        return IDLE_SECONDS
+        return IDLE_SECONDS if self.name else super()._limit()
 
     def _give(self, read: frames.Read) -> None:
         """Sends a part, or why there is none."""
@@ -121,5 +125,11 @@ class _Reader(ServedSession):
         self._server.pace.take(part.nbytes)
         ready = frames.Ready(read.number, part.nbytes)
         self._channel.send(encode(ready), [memoryview(part)])
+        self._bytes += part.nbytes
+
+    def end(self) -> None:
+        """See `ServedSession`."""
+        super().end()
+        logger.info("weights: %s got %.1f MB", self._channel.peer, self._bytes / 1e6)
 
     handlers: ClassVar = {frames.Read: _give}
