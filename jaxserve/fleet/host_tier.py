@@ -56,7 +56,7 @@ def open_host_tier(engine: Engine) -> PageTier:
       ConfigError: as `check_host_tier`, or the tier has no room for a page.
     """
     deployment = engine.deployment
-    check_host_tier(deployment)
+    check_host_tier(deployment)  # again: the model has taken host memory since
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
     arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
     programs = PagePrograms(arrays[0].programs, stacked=arrays[0].stacked)

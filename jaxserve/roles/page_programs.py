@@ -234,7 +234,7 @@ class PagePrograms:
             return jax.lax.dynamic_slice_in_dim(read(places), offset // every, rows, axis=1)
 
         count, rest = divmod(tokens, self.page_size)
-        if places.shape[1] == 1:
+        if places.shape[1] == 1:  # a state; tokens have at least two (`gather_pages`)
             return read(places)
         if rest:
             return shifted()

@@ -28,7 +28,7 @@ def start(
     nicer: int = 0,
     spares: Spares | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this launcher.
+    """Starts a process, or gives its part to a spare. It ends when this launcher does.
 
     Args:
       command: common command line, before the process's own arguments.
