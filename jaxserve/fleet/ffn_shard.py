@@ -37,15 +37,13 @@ def shard_of(
       ConfigError: the model has fewer experts than there are shards, or weights should come from
         other workers, of which not all have the same.
     """
-    role = deployment.ffn
+    role, key = deployment.ffn, f"ffn.instances = {deployment.ffn.instances}"
     if 0 < config.experts < role.instances:
-        raise ConfigError(
-            f"ffn.instances = {role.instances}: the model has {config.experts} routed experts"
-        )
+        raise ConfigError(f"{key}: the model has {config.experts} routed experts")
     if deployment.weights.peers or deployment.weights.address:
         raise ConfigError(
-            f"ffn.instances = {role.instances}: over pull an ffn worker has its weights from "
-            "storage, not from weights.peers, and hands none out (weights.address)"
+            f"{key}: over pull an ffn worker has its weights from storage, not from weights.peers, "
+            "and hands none out (weights.address)"
         )
     own = len(experts_of(config.experts, role.instances, number))
 
@@ -56,11 +54,11 @@ def shard_of(
         router = router and replace(router, experts=own)
         return kind._replace(ffn=replace(ffn, router=router, d_ff=d_ff))
 
-    kinds = [part(*one) for one in enumerate(config.decoder + config.predictors)]
-    decoder, predictors = tuple(kinds[: config.layers]), tuple(kinds[config.layers :])
+    decoder = tuple(part(*one) for one in enumerate(config.decoder))
+    predictors = tuple(part(*one) for one in enumerate(config.predictors, config.layers))
     shared = role.shared if number == 0 else "split"
     ffn = replace(role, ep=role.ep // role.instances, instances=1, shared=shared)
-    return (replace(config, decoder=decoder, predictors=predictors), replace(deployment, ffn=ffn))
+    return replace(config, decoder=decoder, predictors=predictors), replace(deployment, ffn=ffn)
 
 
 def runtime_of(
@@ -73,8 +71,7 @@ def runtime_of(
     """
     shards, number = deployment.ffn.instances, worker % deployment.ffn.instances
     own, of_shard = shard_of(config, deployment, number)
-    runtime = RoleRuntime.of(own, names, of_shard, role)
-    return runtime._replace(
+    return RoleRuntime.of(own, names, of_shard, role)._replace(
         contract=Contract.of(config, deployment),
         instance=number,
         templates=functools.partial(ShardTemplates, experts_of(config.experts, shards, number)),

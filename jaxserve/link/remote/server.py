@@ -105,7 +105,7 @@ class MessageServer:
         self.message_shapes = functools.cache(work.shapes)
         self.deadlines = deadlines
         self._address, self._token = address, token
-        self._group, self._process = group, group.process if group else 0
+        self._group, self.process = group, group.process if group else 0
         self._changing = threading.Lock()
         self._domains: dict[str, Domain[_DomainConnection]] = {}
         self._policy = policy or Turns()
@@ -139,11 +139,14 @@ class MessageServer:
         return min(self._policy.most, len({*self.domains, name}))
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends all connections."""
+        """Ends all connections, and waits for the threads, up to `seconds` for each kind: one that
+        is inside JAX while the interpreter ends would abort the process."""
         self._listener.close(seconds)
-        self._readers.close()
         self.passes.close()
+        self._readers.close(seconds)
         self.helpers.shutdown(wait=False)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
 
     def _serve(self, channel: Channel) -> None:
         self._readers.add(channel.descriptor, _DomainConnection(self, channel))
@@ -154,7 +157,7 @@ class MessageServer:
         if len(self._readers.sessions) > MOST_CONNECTIONS:
             raise Refusal(f"{MOST_CONNECTIONS} connections", later=True)
         with self._changing:
-            domain = self._domains.setdefault(name, Domain(name, self._process))
+            domain = self._domains.setdefault(name, Domain(name, self.process))
             lost = domain.connections.get(connection.own)
             domain.connections[connection.own] = connection
             absent = [one for one in self._domains.values() if not one.connections]
@@ -186,11 +189,6 @@ class MessageServer:
                 self._domains[domain.name] = self._domains.pop(domain.name)
 
     # ------------------------------------------------------------------------ its messages
-    def places(self, pieces: int, own: Sequence[int]) -> list[int]:
-        """Returns those of a sender's own pieces that land at this process."""
-        holders = self.work.holders(pieces)
-        return [piece for piece in own if holders[piece] == self._process]
-
     def arrived(
         self,
         connection: "_DomainConnection",
@@ -209,7 +207,7 @@ class MessageServer:
         if whole:
             pieces = [message.rows[piece] for piece in message.places]
             message.landed = self.work.land(what.kind, _size(what), pieces)
-            if self._group is not None and self._process:
+            if self._group is not None and self.process:
                 self._group.report(encode(what))
             else:
                 self._reported(connection.domain, message, 0)
@@ -232,8 +230,7 @@ class MessageServer:
             here = self._domains.get(domain.name) is domain
             message.waiting.discard(process)
             if here and not message.waiting and domain.complete(message):
-                shape = what.kind, _size(what)
-                words = domain, what.lane, what.layer, shape, what.lane
+                words = domain, what.lane, what.layer, (what.kind, _size(what)), what.lane
                 self.passes.put(_Complete(*words, message))
 
     def _run_passes(self) -> None:
@@ -264,7 +261,8 @@ class MessageServer:
         with self._changing:
             senders = domain.failed(number)
         for connection in senders:
-            connection.refuse(number, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # The domain then ends the connection.
+                connection.send(Failed(number, f"{type(error).__name__}: {error}"))
 
     def ordered(self, data: bytes) -> jax.Array | None:
         """Carries out an order of process 0, in a follower; called by one thread.
@@ -277,7 +275,7 @@ class MessageServer:
         """
         order = _names.decode(data)
         with self._changing:
-            domain = self._domains.setdefault(order.domain, Domain(order.domain, self._process))
+            domain = self._domains.setdefault(order.domain, Domain(order.domain, self.process))
             message = domain.message(order, self.work.holders(order.pieces))
         if message is None or not message.whole:
             raise EngineFailedError(f"process 0 orders {order}, which has not arrived here")
@@ -332,7 +330,8 @@ class _DomainConnection(ServedSession):
         together = self._server.together(join.domain)
         self._server.preparations.ask(join.pieces, join.rows, together)
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
-        self.places = self._server.places(join.pieces, join.own)
+        holders, here = self._server.work.holders(join.pieces), self._server.process
+        self.places = [piece for piece in join.own if holders[piece] == here]
         self.domain = self._server.admit(self, join.domain)
         return frames.Welcome(self._hello, tuple(self.places))
 
@@ -398,11 +397,6 @@ class _DomainConnection(ServedSession):
         """See `ServedSession`."""
         super().end()
         self._server.left(self)
-
-    def refuse(self, number: int, text: str) -> None:
-        """Tells the domain that a message gets no answer. The domain then ends the connection."""
-        with contextlib.suppress(OSError):
-            self.send(Failed(number, text))
 
 
 _Arriving = Arriving[_DomainConnection]

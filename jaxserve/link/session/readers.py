@@ -32,11 +32,15 @@ class Readers:
         self._idle: dict[int, ServedSession] = {}
         """Sessions that no thread reads. The thread that takes one out owns it."""
         self._watched, self._closed = 0.0, False
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Starts the threads."""
         for _ in range(THREADS):
-            threading.Thread(target=self._run, name="link reader", daemon=True).start()
+            self._threads.append(
+                threading.Thread(target=self._run, name="link reader", daemon=True)
+            )
+            self._threads[-1].start()
 
     def add(self, descriptor: int, session: ServedSession) -> None:
         """Reads a session, whose channel has this descriptor, until it has failed; then calls its
@@ -44,12 +48,14 @@ class Readers:
         self.sessions[descriptor] = self._idle[descriptor] = session
         self._epoll.register(descriptor, ONCE)
 
-    def close(self) -> None:
-        """Ends all sessions and, soon after, the threads. Idempotent, and allowed before
-        `start`."""
+    def close(self, seconds: float) -> None:
+        """Ends all sessions, and waits up to `seconds` for the threads. Idempotent, and allowed
+        before `start`."""
         self._closed = True
         for session in list(self.sessions.values()):
             session.fail("the worker ends")
+        for thread in self._threads:
+            thread.join(seconds / THREADS)
 
     def _run(self) -> None:
         while self.sessions or not self._closed:
