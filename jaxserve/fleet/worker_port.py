@@ -241,8 +241,14 @@ class RouterConnection(WorkingSession[Item]):
         if port.engine is None or port.facts is None:
             raise HelloRefusal("is starting", later=True)
         self._engine = port.engine
-        port.joined(self)
         return frames.Welcome(self._hello, port.facts)
+
+    def _take(self, frame: Any) -> None:
+        """See `Session`. The worker's states follow its welcome, which must come first."""
+        known = self.name
+        super()._take(frame)
+        if self.name and not known:
+            self._port.joined(self)
 
     def live(self) -> None:
         """Runs until the router leaves; then ends everything it has here."""

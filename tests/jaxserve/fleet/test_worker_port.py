@@ -5,6 +5,7 @@ import math
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -290,6 +291,17 @@ def test_a_stand_in_goes_back_when_every_router_can_do_without_it(told) -> None:
     second.send(frames.Become(False, "enough domains"))
     second.until_taken()
     assert found == [False]
+
+
+def test_the_welcome_is_the_first_frame_a_router_gets(told, monkeypatch) -> None:
+    def slow(self: worker_port.RouterConnection, frame: msgspec.Struct) -> None:
+        if isinstance(frame, frames.Welcome):
+            time.sleep(0.2)  # the thread that sends the worker's states is faster
+        send(self, frame)
+
+    send = worker_port.RouterConnection.send
+    monkeypatch.setattr(worker_port.RouterConnection, "send", slow)
+    Router(told[0])
 
 
 @pytest.mark.parametrize("why", ["an old word", "just started"])
