@@ -196,7 +196,7 @@ def main() -> None:
     }
     for module in ("jax", "jax.experimental.pallas", "grpc", "httpx"):
         importlib.import_module(module)
-    assert not judged(tree, ["tests/test_clocks.py"], 200), f"{tree}/build/log"
+    assert not judged(tree, ["tests/test_lock.py"], 200), f"{tree}/build/log"
     result = tree.with_suffix(".jsonl")
     with result.open("w") as lines:
         for number, mutant in enumerate(m for m in listed[part::parts] if m["killed"]):
