@@ -32,7 +32,7 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.options import (
     Parser,
     add_command,
-    positions,
+    check_positions,
     price_lines,
     read_formats,
     read_hardware,
@@ -43,8 +43,6 @@ from jaxserve.planner.simulate import Constant, FleetResult, Progress
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
 
-UNLIMITED = 2**22
-"""Positions of a model whose description does not say how many it has."""
 COUNTED, LEAST_COUNTED, TOKENS, STEPS = 500, 50, 500_000, 30_000
 """Requests of the simulation of a fleet and of its file that count, but not fewer than a number;
 output tokens, and steps of the units, from which they are fewer: some seconds."""
@@ -277,12 +275,8 @@ def _check(options: argparse.Namespace) -> None:
 def _asked(
     options: argparse.Namespace, hardware: Mapping[str, Hardware], formats: Formats
 ) -> Asked:
-    most = positions(options.model, options.configs) or UNLIMITED
-    if options.prompts + options.outputs > most:
-        raise ConfigError(
-            f"--prompts {options.prompts} and --outputs {options.outputs}: {options.model} has "
-            f"{most} positions"
-        )
+    sizes = {"prompts": options.prompts, "outputs": options.outputs}
+    most = check_positions(options.model, options.configs, **sizes)
     between, repair = options.failures
     demand = Demand(
         rate=options.rate,

@@ -81,8 +81,7 @@ def _check_link(deployment: Deployment, gb_per_second: float) -> None:
         return
     from jaxserve.roles.link_load import check_link  # imports JAX
 
-    if (config := model_config(Path(deployment.model))) is not None:
-        check_link(config, deployment, gb_per_second)
+    check_link(model_config(Path(deployment.model)), deployment, gb_per_second)
 
 
 def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]:

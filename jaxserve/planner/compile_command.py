@@ -26,9 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if options.topology is None:
         raise ConfigError("--topology is missing, as v6e:8x8")
     deployment = read_deployment(options)
-    config = model_config(model_folder(deployment.model, options.configs))
-    if config is None:
-        raise ConfigError(f"{deployment.model}: the engine cannot run it, only plan it")
+    config = model_config(model_folder(deployment.model, options.configs), served=True)
     config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
     hardware = load_hardware(there.device_kind, folder=options.configs)

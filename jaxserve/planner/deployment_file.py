@@ -110,9 +110,7 @@ def plan_file(
       ConfigError: the engine cannot run the model.
     """
     folder = model_folder(options.model, options.configs)
-    config = model_config(folder)
-    if config is None:
-        raise ConfigError(f"--write: the engine cannot run {options.model}, only plan it")
+    config = model_config(folder, served=True)
     return PlanFile(options.write, folder.resolve(), config, hardware, calculator)
 
 

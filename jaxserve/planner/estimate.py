@@ -329,9 +329,9 @@ def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
     Raises:
       ConfigError: something does not fit together, or a program does not compile.
     """
-    config = model_config(model_folder(deployment.model, options.configs))
-    if config is None or deployment.topology.has("colocated"):
-        raise ConfigError(f"{options.config}: an AFD deployment that the engine runs is expected")
+    config = model_config(model_folder(deployment.model, options.configs), served=True)
+    if deployment.topology.has("colocated"):
+        raise ConfigError(f"{options.config}: an AFD deployment is expected")
     windows = [n for n, kind in enumerate(config.decoder) if kind.attention.window]
     if windows or deployment.attention.int8_products not in ("none", []):
         raise ConfigError(

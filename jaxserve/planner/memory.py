@@ -19,6 +19,7 @@ from jaxserve.roles.activations import (
     StepSizes,
     attention_activations,
     ffn_activations,
+    head_width,
     shared_width,
 )
 
@@ -105,9 +106,9 @@ class Memory:
         fixed, step = self._fixed(layout), self._step_sizes(layout, batch, budget)
         attending = max(
             attention_activations(
-                step, group.spec.q_heads, layout.tp, group.head_width, shared_width(group.spec)
+                step, spec.q_heads, layout.tp, head_width(spec), shared_width(spec)
             )
-            for group in self._calculator.model.attention
+            for spec in (group.spec for group in self._calculator.model.attention)
         )
         pieces = layout.attention_devices
         multiplying = ffn_activations(step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds)

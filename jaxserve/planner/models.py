@@ -1,19 +1,17 @@
 """A model as a sum of costs: groups of equal attention layers and groups of equal FFN layers.
 
-`cost_model` groups the layers of the engine's `ModelConfig`, read from
-`configs/models/<name>/config.json`. Models that the engine cannot run have a `cost.yaml` instead.
-Whatever a kind of attention decides (widths, FLOPs, cached bytes, parameters) is asked of
-`AttentionLayers`. Nothing here knows hardware.
+`cost_model` groups the layers of a `ModelConfig`, which is read from `configs/models/<name>`: by a
+family's reader from the model's own `config.json`; or, where the engine knows no such family and
+the model can only be planned, as it is written in `model.yaml`. Whatever a kind of attention
+decides (widths, FLOPs, cached bytes, parameters) is asked of `AttentionLayers`. Nothing here knows
+hardware.
 """
 
 import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
+from typing import NamedTuple
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.config.formats import scaled
@@ -34,48 +32,29 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import SCALE, Formats, number_bytes
 from jaxserve.planner.hardware import read_struct, unknown
-from jaxserve.roles.activations import head_width
 
-Count = Annotated[int, Meta(ge=1)]
-Width = Annotated[int, Meta(ge=0)]
-
-
-class Lightning(
-    msgspec.Struct, frozen=True, kw_only=True, tag="lightning", forbid_unknown_fields=True
-):
-    """Linear attention with a state of head_dim × head_dim a head (MiniMax M1). The engine cannot
-    run it."""
-
-    q_heads: Count
-    kv_heads: Count
-    head_dim: Count
-    window: int = 0
-    """Always 0: a state has no window."""
+STATE_BYTES = 4.0
+"""Bytes of a number of a state, which is FP32 whatever the cache's format."""
 
 
-class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AttentionLayers(NamedTuple):
     """Equal attention layers."""
 
-    layers: Count
-    spec: Attention | Lightning
-    cache_bytes: float = 0.0
-    """Bytes of a cached number, where the model fixes it; 0: as the deployment has it."""
+    layers: int
+    spec: Attention
     int8_products: bool = False
     """Whether attention multiplies in INT8 (`attention.int8_products`)."""
 
     @property
     def has_state(self) -> bool:
-        """Whether a sequence has one state instead of an entry for each token."""
-        return isinstance(self.spec, Lightning | DeltaNet)
+        """Whether a sequence has one state, in FP32, instead of an entry for each token."""
+        return isinstance(self.spec, DeltaNet)
 
     @property
     def state_numbers(self) -> int:
         """Numbers of a sequence's state; 0 where it has an entry for each token."""
-        match self.spec:
-            case Lightning() as spec:
-                return spec.q_heads * spec.head_dim**2
-            case DeltaNet() as spec:
-                return spec.q_heads * spec.head_dim * spec.value_dim
+        if isinstance(self.spec, DeltaNet):
+            return self.spec.q_heads * self.spec.head_dim * self.spec.value_dim
         return 0
 
     @property
@@ -98,12 +77,6 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Width of a cached key. The row of latent attention serves as key and value at once."""
         latent = self.latent
         return latent.kv_latent + latent.rope_dim if latent else self.spec.head_dim  # type: ignore[union-attr]
-
-    @property
-    def head_width(self) -> int:
-        """Numbers computed for one head and token (`roles/activations.py`)."""
-        spec = self.spec
-        return 3 * spec.head_dim if isinstance(spec, Lightning) else head_width(spec)
 
     def seen(self, context: int) -> int:
         """Cached rows that a token sees: those of its window's tokens, and compressed ones; a state
@@ -131,15 +104,14 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def row_bytes(self, formats: Formats, tp: int) -> float:
         """Bytes of a cached token that attention reads on a device, an indexer's key left out, or
         bytes of the whole state."""
-        size, spec = self.cache_bytes or number_bytes(formats.cache), self.spec
+        size, spec = number_bytes(formats.cache), self.spec
         if self.has_state:
-            return size * self.state_numbers / tp
-        scale = SCALE if scaled(formats.cache) and not self.cache_bytes else 0
+            return STATE_BYTES * self.state_numbers / tp
+        scale = SCALE if scaled(formats.cache) else 0
         if not isinstance(spec, MLA):
             arrays = 1 if self.one_row else 2
             return arrays * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
-        fixed = formats.rope == "auto" or self.cache_bytes
-        rotated = size if fixed else number_bytes(formats.rope)
+        rotated = size if formats.rope == "auto" else number_bytes(formats.rope)
         return spec.kv_latent * size + spec.rope_dim * rotated + scale
 
     def index_row_bytes(self, formats: Formats) -> float:
@@ -154,7 +126,7 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
         attention mixes the latent alone, without its positional part."""
         if self.has_state:
-            return (7.0 if isinstance(self.spec, DeltaNet) else 10.0) * self.state_numbers
+            return 7.0 * self.state_numbers
         mixed = self.latent.kv_latent if self.latent else self.key_dim
         return 2.0 * self.spec.q_heads * (self.key_dim + mixed)
 
@@ -205,11 +177,9 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 gates = spec.q_heads * (spec.gate == "columns")
                 heads = 2 * (spec.q_heads + spec.kv_heads) + gates
                 return d_model * heads * spec.head_dim, 0
-            case DeltaNet() as spec:  # queries, keys; values, gates, output; decays and rates
+            case spec:  # queries, keys; values, gates, output; decays and rates
                 keys, values = spec.kv_heads * spec.head_dim, spec.q_heads * spec.value_dim
                 return d_model * (2 * keys + 3 * values + 2 * spec.q_heads), 0
-            case spec:  # q, k, v, gate and output
-                return 5 * d_model * spec.q_heads * spec.head_dim, 0
 
     def linear_bytes(self, formats: Formats, d_model: int, tp: int) -> float:
         """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
@@ -219,15 +189,15 @@ class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return (split / tp + whole) * size + self.head_parameters / tp * (rows - size)
 
 
-class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FFNLayers(NamedTuple):
     """Equal FFN layers: routed experts, and what every token meets (a dense FFN, or the shared
     experts together)."""
 
-    layers: Count
-    experts: Width = 0
-    top_k: Width = 0
-    expert_d_ff: Width = 0
-    shared_d_ff: Width = 0
+    layers: int
+    experts: int = 0
+    top_k: int = 0
+    expert_d_ff: int = 0
+    shared_d_ff: int = 0
 
     @property
     def spec(self) -> FFN:
@@ -236,44 +206,23 @@ class FFNLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return FFN(d_ff=self.shared_d_ff, router=router, expert_d_ff=self.expert_d_ff)
 
 
-class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder, as far as its costs go."""
+class CostModel(NamedTuple):
+    """A decoder's layers in groups of equal costs."""
 
-    name: str = ""
+    name: str
     """Name of its folder, which measurements name it by."""
-    d_model: Count
-    vocab: Count
+    d_model: int
+    vocab: int
     attention: list[AttentionLayers]
     ffn: list[FFNLayers]
-    order: tuple[tuple[int, int], ...] = ()
-    """For every layer, the index of its group in `attention` and in `ffn`. Left out, FFN groups
-    follow each other (dense layers first), and attention groups are spread evenly among each
-    other."""
-    modules: tuple[tuple[AttentionLayers, FFNLayers], ...] = ()
+    order: tuple[tuple[int, int], ...]
+    """For every layer, the index of its group in `attention` and in `ffn`."""
+    modules: tuple[tuple[AttentionLayers, FFNLayers], ...]
     """Layers of the multi-token-prediction modules, which are not among the layers above."""
-
-    def __post_init__(self) -> None:
-        """Completes `order`.
-
-        Raises:
-          ValueError: the numbers of attention layers and of FFN layers differ.
-        """
-        attention = sum(group.layers for group in self.attention)
-        if attention != self.layers:
-            raise ValueError(f"{attention} attention layers and {self.layers} FFN layers")
-        if not self.order:
-            places = sorted(
-                ((number + 0.5) / group.layers, index)
-                for index, group in enumerate(self.attention)
-                for number in range(group.layers)
-            )
-            ffns = [index for index, group in enumerate(self.ffn) for _ in range(group.layers)]
-            order = tuple((a, f) for (_, a), f in zip(places, ffns, strict=True))
-            msgspec.structs.force_setattr(self, "order", order)
 
     @property
     def layers(self) -> int:
-        return sum(group.layers for group in self.ffn)
+        return len(self.order)
 
     @property
     def linear_parameters(self) -> int:
@@ -303,42 +252,39 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not self.modules:
             return self
         attention, ffn = self.modules[0]
-        more = {"attention": [*self.attention, attention], "ffn": [*self.ffn, ffn], "order": ()}
-        return msgspec.structs.replace(self, **more)
+        return self._replace(attention=[*self.attention, attention], ffn=[*self.ffn, ffn])
 
 
-def cost_model(config: ModelConfig) -> CostModel:
-    """Describes the costs of a model that the engine runs. Kinds of layers with equal costs are one
-    group."""
+def cost_model(config: ModelConfig, name: str) -> CostModel:
+    """Describes the costs of a model. Kinds of layers with equal costs are one group."""
     layers = [_layer(kind) for kind in config.decoder]
     counts = [Counter(groups) for groups in zip(*layers, strict=True)]
     attention = sorted(counts[0], key=lambda one: (one.spec.window, one.int8_products))
     ffn = sorted(counts[1], key=lambda one: one.experts)
-    replace = msgspec.structs.replace
     return CostModel(
-        d_model=config.d_model,
-        vocab=config.vocab,
-        attention=[replace(group, layers=counts[0][group]) for group in attention],
-        ffn=[replace(group, layers=counts[1][group]) for group in ffn],
-        order=tuple((attention.index(a), ffn.index(f)) for a, f in layers),
-        modules=tuple(map(_layer, config.predictors)),
+        name,
+        config.d_model,
+        config.vocab,
+        [group._replace(layers=counts[0][group]) for group in attention],
+        [group._replace(layers=counts[1][group]) for group in ffn],
+        tuple((attention.index(a), ffn.index(f)) for a, f in layers),
+        tuple(map(_layer, config.predictors)),
     )
 
 
 def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
-    own = AttentionLayers(layers=1, spec=kind.attention, int8_products=kind.int8_products)
-    if own.has_state:
-        own = msgspec.structs.replace(own, cache_bytes=4.0)  # FP32
-    ffn, router, routed = kind.ffn, kind.ffn.router, {}
-    if router is not None:
-        routed = {"experts": router.experts, "top_k": router.top_k, "expert_d_ff": ffn.expert_d_ff}
-    return own, FFNLayers(layers=1, shared_d_ff=ffn.d_ff, **routed)
+    ffn, router = kind.ffn, kind.ffn.router
+    routed = (router.experts, router.top_k, ffn.expert_d_ff) if router else (0, 0, 0)
+    return AttentionLayers(1, kind.attention, kind.int8_products), FFNLayers(1, *routed, ffn.d_ff)
+
+
+FILES = ("config.json", "model.yaml")
+"""Descriptions of a model that the engine serves, and of one that can only be planned."""
 
 
 def known_models(folder: Path = CONFIGS) -> list[str]:
     """Names of the models under `configs/models`."""
-    files = ("config.json", "cost.yaml")
-    found = {path.parent.name for file in files for path in (folder / "models").glob(f"*/{file}")}
+    found = {path.parent.name for file in FILES for path in (folder / "models").glob(f"*/{file}")}
     return sorted(found)
 
 
@@ -349,20 +295,25 @@ def model_folder(name: str, folder: Path = CONFIGS) -> Path:
       ConfigError: the model is unknown; lists the known models.
     """
     for path in (folder / "models" / name, Path(name)):
-        if any((path / file).is_file() for file in ("config.json", "cost.yaml")):
+        if any((path / file).is_file() for file in FILES):
             return path
     raise ConfigError(unknown("model", name, known_models(folder)))
 
 
-def model_config(path: Path) -> ModelConfig | None:
-    """Reads the architecture that the engine would run from this folder; None: it cannot.
+def model_config(path: Path, *, served: bool = False) -> ModelConfig:
+    """Reads the architecture in a model folder.
+
+    Args:
+      served: refuses a model that can only be planned.
 
     Raises:
-      ConfigError: config.json is wrong.
+      ConfigError: the description is wrong, or the engine cannot run the model.
     """
-    file = path / "config.json"
+    file, planned = (path / name for name in FILES)
     if not file.is_file():
-        return None
+        if served:
+            raise ConfigError(f"the engine cannot run {path.name}, only plan it")
+        return read_struct(planned, ModelConfig)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         if tree.get("model_type") not in FAMILIES:
@@ -378,15 +329,10 @@ def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) ->
     """Returns a known model by name, or the model at this path.
 
     Args:
-      int8: layers whose attention multiplies in INT8, of models that the engine runs.
+      int8: layers whose attention multiplies in INT8.
 
     Raises:
       ConfigError: the model is unknown (lists the known models), or its description is wrong.
     """
     path = model_folder(name, folder)
-    config = model_config(path)
-    if config is not None:
-        model = cost_model(config.with_int8_products(int8))
-    else:
-        model = read_struct(path / "cost.yaml", CostModel)
-    return msgspec.structs.replace(model, name=path.name)
+    return cost_model(model_config(path).with_int8_products(int8), path.name)

@@ -351,10 +351,20 @@ def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[Planne
     )
 
 
-def positions(model: str, configs: Path) -> int | None:
-    """Returns the positions of a model; None: its description does not say."""
-    config = model_config(model_folder(model, configs))
-    return None if config is None else config.max_positions
+def check_positions(model: str, configs: Path, **tokens: int) -> int:
+    """Returns the positions of a model.
+
+    Args:
+      tokens: of a sequence, by the options that give them.
+
+    Raises:
+      ConfigError: they are more tokens together than the model has positions.
+    """
+    most = model_config(model_folder(model, configs)).max_positions
+    if sum(tokens.values()) > most:
+        told = " and ".join(f"--{option} {count}" for option, count in tokens.items())
+        raise ConfigError(f"{told}: {model} has {most} positions")
+    return most
 
 
 def read_deployment(options: argparse.Namespace) -> Deployment:

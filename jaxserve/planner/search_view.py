@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.topology import PlannedMode
-from jaxserve.errors import ConfigError
 from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.deployment_file import plan_file, write_plan
 from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
-    positions,
+    check_positions,
     price_lines,
     read_formats,
     read_hardware,
@@ -108,9 +107,7 @@ def run(options: argparse.Namespace) -> int:
     """
     attention, ffn = read_hardware(options, options.attention_hardware, options.ffn_hardware)
     hardware = {**attention, **ffn}
-    most = positions(options.model, options.configs)
-    if most is not None and options.context > most:
-        raise ConfigError(f"--context {options.context}: {options.model} has {most} positions")
+    check_positions(options.model, options.configs, context=options.context)
     formats = read_formats(options, hardware)
     searcher = read_searcher(options, attention, ffn, options.context, formats)
     target = read_target(options, options.tpot, options.modes)
@@ -300,11 +297,7 @@ def run_map(options: argparse.Namespace) -> None:
     for name, values in (FULL if options.full else SMALL).items():
         setattr(options, name, getattr(options, name) or values)
     for model in options.models:
-        longest = positions(model, options.configs)
-        if longest is not None and max(options.contexts) > longest:
-            raise ConfigError(
-                f"--contexts {max(options.contexts)}: {model} has {longest} positions"
-            )
+        check_positions(model, options.configs, contexts=max(options.contexts))
     sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
     names = itertools.product(options.models, map(str.lower, options.hardware))
     parts = [MapPart(sent, model, mix) for model, mix in names]

@@ -17,7 +17,7 @@ from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.comparison import Cell, Predicted, SpeedRange, Table, Tables
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel, load_model
+from jaxserve.planner.models import STATE_BYTES, AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import attend
@@ -26,11 +26,15 @@ from jaxserve.planner.view import json_text
 
 WORLD = CONFIGS / "world"
 CONTEXTS = (8 * 1024, 32 * 1024)
+FULL_IN_16_BITS = ("llama-4-maverick", "minimax-m1")
+"""Models whose layers that see all tokens have a BF16 cache beside the others (§4.1)."""
+LIGHTNING_FLOPS = 10.0
+"""FLOPs of a token for each number of a state, in the paper's table 2."""
 
 
 class TokenCost(NamedTuple):
-    """A decoded token, all layers: 8 bits a cached number unless the model fixes it. States are
-    read and written."""
+    """A decoded token, all layers: 8 bits a cached number, but for §4.1's `FULL_IN_16_BITS`. States
+    are read and written. Lightning attention has no decays and rates that are linear maps."""
 
     cache_bytes: float
     attention_flops: float
@@ -39,12 +43,16 @@ class TokenCost(NamedTuple):
 
 
 def token_cost(model: CostModel, context: int) -> TokenCost:
-    read = flops = 0.0
+    read = flops = lacking = 0.0
     for group in model.attention:
-        numbers, one = cached_numbers(group, context), 1 + group.has_state
-        read += group.layers * one * (group.cache_bytes or 1) * numbers
+        numbers, size = cached_numbers(group, context), 2 * STATE_BYTES
+        if not group.has_state:
+            size = 1 if group.spec.window or model.name not in FULL_IN_16_BITS else 2
+        read += group.layers * size * numbers
         flops += group.layers * attention_flops(group, context)
-    return TokenCost(read, flops, 2.0 * model.linear_parameters, 2.0 * model.ffn_activated)
+        lacking += group.has_state * group.layers * 2 * group.spec.q_heads * model.d_model
+    linear = model.linear_parameters - lacking
+    return TokenCost(read, flops, 2.0 * linear, 2.0 * model.ffn_activated)
 
 
 def cached_numbers(group: AttentionLayers, context: int) -> int:
@@ -66,7 +74,7 @@ def attention_flops(group: AttentionLayers, context: int) -> float:
     """q·k and p·v over every token. For latent attention the paper takes the cached row's width,
     576, for both; the true cost of the absorbed form is 5.6 % less."""
     if group.has_state:
-        return group.core_flops
+        return LIGHTNING_FLOPS * group.state_numbers
     core = 4.0 * group.spec.q_heads * group.key_dim * attended(group, context)
     return core + group.index_flops * group.scored(context)
 
@@ -135,7 +143,8 @@ def tables() -> Tables:
         model, cost = models[name], token_cost(models[name], CONTEXTS[0])
         ffn = min(ffn_dollars(model, h) for h in kinds)
         best = [ffn + min(attention_dollars(model, c, h) for h in kinds) for c in CONTEXTS]
-        return [model.activated / 1e9, *best, cost.attention_flops / cost.cache_bytes]
+        activated = (cost.linear_flops + cost.ffn_flops) / 2 + model.vocab * model.d_model
+        return [activated / 1e9, *best, cost.attention_flops / cost.cache_bytes]
 
     ours = {
         "Table 2": lambda name: token_cost(models[name], CONTEXTS[0]),

@@ -25,7 +25,7 @@ def test_parameters_by_tensor_parallelism():
 
 
 def test_the_order_of_layers():
-    """Step-3 begins and ends with dense layers. A cost.yaml spreads its attention evenly."""
+    """Step-3 begins and ends with dense layers; of Llama 4, every fourth sees all tokens."""
     config, model = model_config(CONFIGS / "models/step3"), load_model("step3")
     dense = [layer for layer, (_, ffn) in enumerate(model.order) if ffn == 0]
     assert dense == [layer for layer in range(config.layers) if not config.layer(layer).ffn.router]
@@ -41,23 +41,26 @@ def test_modules_have_the_windows_of_their_declaration():
     assert [(a.spec.window, f.experts, f.shared_d_ff) for a, f in modules] == [(512, 0, 11264)] * 3
 
 
-COST = """d_model: 8
+PLANNED = """d_model: 8
 vocab: 16
-attention: [{layers: 2, spec: {type: gqa, q_heads: 2, kv_heads: 1, head_dim: 4, rope: {theta: 1}}}]
-ffn: [{layers: FFN, shared_d_ff: 32}]
+max_positions: 64
+norm_epsilon: 1.0e-6
+decoder:
+- &one [{type: gqa, q_heads: 2, kv_heads: 1, head_dim: 4, rope: {theta: 1}}, {d_ff: 32}]
+- *one
 """
 
 
 def test_a_path_is_a_model_too(tmp_path):
-    (tmp_path / "cost.yaml").write_text(COST.replace("FFN", "2"), encoding="utf-8")
+    (tmp_path / "model.yaml").write_text(PLANNED, encoding="utf-8")
     model = load_model(str(tmp_path))
     assert model.linear_parameters == 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8)
     assert model.ffn_activated == 2 * 3 * 8 * 32
-    (tmp_path / "cost.yaml").write_text(COST.replace("FFN", "3"), encoding="utf-8")
-    with pytest.raises(ConfigError, match="2 attention layers and 3 FFN layers"):
-        load_model(str(tmp_path))
-    (tmp_path / "cost.yaml").write_text(COST.replace("rope", "windw: 4, rope"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown field `windw` - at `\$\.attention\[0\]\.spec"):
+    with pytest.raises(ConfigError, match=r"the engine cannot run .*, only plan it"):
+        model_config(tmp_path, served=True)
+    wrong = PLANNED.replace("rope", "windw: 4, rope")
+    (tmp_path / "model.yaml").write_text(wrong, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown field `windw` - at `\$\.decoder\[0\]\[0\]"):
         load_model(str(tmp_path))
 
 

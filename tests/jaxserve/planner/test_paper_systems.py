@@ -53,11 +53,7 @@ def step3(cases: Sequence[dict[str, Any]] = STEP3) -> list[Compared]:
 
 def upcycled(model: CostModel) -> CostModel:
     """Twice the experts, the same top-k (Step-3 §7.3)."""
-    ffn = [
-        msgspec.structs.replace(group, experts=2 * group.experts) if group.experts else group
-        for group in model.ffn
-    ]
-    return msgspec.structs.replace(model, ffn=ffn)
+    return model._replace(ffn=[g._replace(experts=2 * g.experts) for g in model.ffn])
 
 
 def _afd_on_h800(model: CostModel, case: dict[str, Any]) -> Result:
