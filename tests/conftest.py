@@ -1,4 +1,4 @@
-"""What every test runs under: simulated CPU devices, a compile cache, strict dtypes.
+"""Set-up of all tests: simulated CPU devices, a compile cache, strict dtypes.
 
 No accelerator is touched: JAX is told so before anything imports it. Warnings are errors
 (`filterwarnings` in pyproject.toml). `make nightly` also checks the functions of both packages
@@ -101,7 +101,7 @@ def pytest_sessionstart() -> None:
 
 
 def _share_entries_among_devices() -> None:
-    """What was compiled for one simulated device is read for another one: a domain's programs are
+    """Programs compiled for one simulated device are read for another one: a domain's programs are
     the next one's. JAX leaves the devices out of an entry's key on GPUs alone, but loads every
     program for those that it is to run on."""
     from jax._src import cache_key

@@ -88,7 +88,7 @@ def mutants(path: str) -> Iterator[tuple[tuple[str, ...], bytes]]:
 
 
 def judged(tree: Path, tests: list[str], seconds: float) -> str:
-    """What a run of these tests says, in words; "" where all pass."""
+    """Describes the outcome of a run of these tests; "" if all pass."""
     if not (child := os.fork()):
         os.setsid()
         os.chdir(tree)

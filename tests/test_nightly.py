@@ -1,4 +1,4 @@
-"""What is left to the nightly run for its time catches nothing that only it catches."""
+"""Tests left to the nightly run for their time find no fault that no other test finds."""
 
 import json
 

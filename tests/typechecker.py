@@ -43,7 +43,7 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
 _FUNCTION = "__beartype_func"
 """Where a wrapper of beartype has the function: the default of an argument."""
 _wrappers: dict[CodeType, tuple[dict[str, Any], Any]] = {}
-"""By the code of functions inside others: what is annotated, and a wrapper that checks it."""
+"""Annotations of inner functions, by their code, and a wrapper that checks them."""
 
 
 def _decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _may_have_shapes(annotation: Any) -> bool:
 
 
 def _checked(function: Any = None, *, typechecker: Callable[..., Any]) -> Any:
-    """What `--jaxtyping-packages` decorates functions and classes with."""
+    """Decorator that `--jaxtyping-packages` applies to functions and classes."""
     if function is None:
         return functools.partial(_checked, typechecker=typechecker)
     has_shapes = any(map(_may_have_shapes, getattr(function, "__annotations__", {}).values()))

@@ -16,7 +16,7 @@ OUTPUT_TOKENS = 24
 
 
 def tokens_of(model: Path, overrides: dict[str, Any]) -> list[list[int]]:
-    """What follows the prompts in FP32."""
+    """Tokens after the prompts, in FP32."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
     with layouts.running(model, overrides) as engine:
         return layouts.generate(engine, PROMPTS, params)

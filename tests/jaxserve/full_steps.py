@@ -29,7 +29,7 @@ class FullStep:
 
 
 class Replica:
-    """What a worker knows of one lane."""
+    """A worker's state of one lane."""
 
     def __init__(self, groups: int, slots: int, tables: int = 1):
         self._groups, self._slots, self._tables = groups, slots, tables

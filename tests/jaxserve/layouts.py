@@ -1,4 +1,5 @@
-"""What every layout is compared by: one model, its prompts, the reference tokens, and the verdict.
+"""Comparison of every layout with a reference: one model, its prompts, the reference tokens, and
+the verdict.
 
 Used by `test_layouts.py` and by the runs with two processes. FP32 and greedy, every layout gives
 the tokens of the colocated run; another token is allowed only where the two best logits of the
@@ -44,10 +45,10 @@ SIZES = TinyStep3(
 """Nothing that a mesh axis cuts is a multiple of two, but heads and d_model, which must be."""
 
 SEED = 18
-"""Of the weights; with these the reference's best logit is always more than ten `TIE` ahead."""
+"""Seed of the weights; with it the reference's best logit is always more than ten `TIE` ahead."""
 
 OUTPUT_TOKENS = int(os.environ.get("LAYOUT_TOKENS", "32"))
-"""Of every prompt; four pages. `make matrix` asks for 64."""
+"""Tokens after every prompt; four pages. `make matrix` asks for 64."""
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
 
 _LENGTHS = (1, 70, 2, 47, 24, 25, 23, 69, 48, 49, 13, 5, 1, 33, 60, 8, 9, 17)
@@ -187,7 +188,7 @@ def _idle_at_the_end(engine: Engine) -> Iterator[Engine]:
 
 
 class Output(NamedTuple):
-    """What came of one request."""
+    """Result of one request."""
 
     token_ids: list[int]
     """With the id that ended it, if one did."""
@@ -249,7 +250,7 @@ class Collector:
         return list(self._outputs[request_id])
 
     def output(self, request_id: str) -> Output:
-        """What came so far."""
+        """Tokens received so far."""
         news = self._outputs[request_id]
         tokens = [token for output in news for token in output.token_ids]
         if not news:
@@ -261,7 +262,7 @@ class Collector:
 
 
 def ask(engine: Engine, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Output:
-    """What came of one request."""
+    """Result of one request."""
     collector = Collector()
     request_id = collector.submit(engine, prompt, params, **options)
     return collector.wait()[request_id]
@@ -360,7 +361,7 @@ class Difference(NamedTuple):
     token: int | None
     expected: int | None
     margin: float
-    """Of the reference there; infinite where the lengths differ."""
+    """The reference's margin there; infinite where the lengths differ."""
 
     @property
     def allowed(self) -> bool:

@@ -49,7 +49,7 @@ def tokens(folder: Path, overrides: dict[str, object]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def original(colocated_runtime):
-    """What the original answers, with plain weights."""
+    """Answers of the original, with plain weights."""
     with layouts.serving(colocated_runtime) as engine:
         return layouts.generate(engine, PROMPTS, GREEDY)
 
@@ -174,7 +174,7 @@ def test_calibration_refuses_what_it_does_not_compute(tmp_path, capsys):
 
 
 def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
-    """Of a DeepSeek with groups of experts, biased scores, a low-rank query and a prediction
+    """Folder of a DeepSeek with groups of experts, biased scores, a low-rank query and a prediction
     module, which stays in floats."""
     folder = CATALOGUE["deepseek_v3"].write(tmp_path / "source")
     text = tmp_path / "text"

@@ -67,7 +67,7 @@ class Counted:
     def __init__(self, engine):
         self.drafted = self.held = 0
         self.ruled = 0
-        """Those of rows whose logits are changed."""
+        """Numbers of rows whose logits are changed."""
         for scheduler in engine.schedulers:
             scheduler.complete = self._counting(scheduler.complete)
 

@@ -52,7 +52,7 @@ def config(model) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """By the NumPy model; no token hangs on the last digits of a logit."""
+    """Tokens of the NumPy model; none depends on the last digits of a logit."""
     numpy_model = Step3Numpy.from_folder(model)
     return [numpy_model.greedy(prompt, OUTPUT_TOKENS) for prompt in PROMPTS]
 

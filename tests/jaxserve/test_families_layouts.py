@@ -24,7 +24,7 @@ EXCHANGES = ("gather", "alltoall")
 
 
 def tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
-    """What a deployment generates after the prompts of the golden files."""
+    """Tokens that a deployment generates after the prompts of the golden files."""
     return llm_tokens(folder, CHUNKED | overrides)
 
 
@@ -33,7 +33,7 @@ FEW = [
     ("qwen3_moe", "3A2F", "alltoall"),
     ("qwen3_window", "1A2F tp", "gather"),
 ]
-"""Those that are not in `test_parity.py` (2A2F, gather) in another form."""
+"""Layouts that `test_parity.py` (2A2F, gather) does not have in another form."""
 
 ALL = [
     (model, layout, exchange)

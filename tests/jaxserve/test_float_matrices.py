@@ -22,7 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(folder: Path, overrides: dict[str, Any]) -> list[Any]:
-    """Of every prompt: log-probabilities of the tokens, and of the 20 likeliest at each place."""
+    """Results of every prompt: log-probabilities of the tokens, and of the 20 likeliest at each
+    place."""
     collector = layouts.Collector()
     with layouts.running(folder, overrides) as engine:
         names = [collector.submit(engine, prompt, GREEDY) for prompt in layouts.PROMPTS[:6]]

@@ -48,7 +48,7 @@ TIE_OF_8_BITS, NEAR_OF_8_BITS = 0.1, 0.5
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """Result of one request."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -97,7 +97,7 @@ class Answers:
         return self._news.keys() - self._ends.keys()
 
     def of(self, number: int) -> Answer:
-        """What came of a request, after its end."""
+        """Result of a request, after its end."""
         news = self._news[number]
         ranked = [one for each in news for one in each.logprobs]
         scores = [one for each in news for one in each.prompt_logprobs or []]
@@ -119,7 +119,7 @@ class Fuzz:
         self._runtimes: dict[str, Runtime] = {}
 
     def run(self, draw: Draw) -> list[str]:
-        """What is wrong with the answers to a draw, and with what is left of it."""
+        """Lists defects in the answers to a draw, and in the state that it leaves."""
         expected = self._alone(draw)
         engines = []
         try:
@@ -147,7 +147,7 @@ class Fuzz:
         return problems
 
     def _alone(self, draw: Draw) -> list[Answer]:
-        """What the plain colocated engine answers, one request after the other."""
+        """Answers of the plain colocated engine, one request after the other."""
         engine = make_engine(
             self._runtime(draw, "alone", {"mode": "colocated"}), eos_token_ids=frozenset()
         )
@@ -298,7 +298,7 @@ def params_of(one: Request) -> SamplingParams:
 
 
 def differences(format: str, one: Request, right: Answer, found: Answer) -> list[str]:
-    """What is wrong with an answer, in words."""
+    """Describes the defect of an answer; empty if it has none."""
     if found.end == "error":
         return [f"error: {found.error}"]
     if found.end == "cancelled" and one.cancel is None:
@@ -328,7 +328,7 @@ def differences(format: str, one: Request, right: Answer, found: Answer) -> list
 
 
 def left_behind(engine: Engine) -> list[str]:
-    """What an engine still has although every request has ended, in words."""
+    """Describes what an engine still holds although every request has ended."""
 
     def left() -> dict[str, object]:
         load = engine.load()

@@ -25,11 +25,11 @@ MEASURED = Case("3A2F", 3, "gather", "device_put")
 
 
 class Written(NamedTuple):
-    """What a run left behind."""
+    """Results of a run."""
 
     tokens: list[list[int]]
     view: dict[str, Any]
-    """Of the pipeline, as of the end."""
+    """State of the pipeline at the end."""
 
 
 def run(model, overrides, processes, folder, *arguments):

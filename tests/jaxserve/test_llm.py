@@ -25,7 +25,7 @@ from tests.jaxserve.waiting import until
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
-    """What `LLM` builds instead of a real engine."""
+    """Engine that `LLM` builds instead of a real one."""
     engine = FakeEngine(ids_of("one two three"))
     monkeypatch.setattr("jaxserve.fleet.devices.initialise", lambda *_: None)
     monkeypatch.setattr("jaxserve.fleet.here.open_engine", lambda *_, **__: engine)

@@ -63,7 +63,7 @@ def test_attention_takes_the_first_devices_and_ffn_the_next():
 
 
 def test_instances_are_an_axis_of_their_own():
-    """Of the same devices in the same order; of what is for a device's own rows each has a part."""
+    """The meshes have the same devices in the same order; arrays by device rows are divided."""
     layout = {"attention_dp": 4, "ffn_ep": 2, "ffn_tp": 2, "ffn_instances": 2}
     meshes = submeshes(**layout)
     assert meshes.ffn.shape == {"instance": 2, "ep": 1, "tp": 2}

@@ -125,7 +125,7 @@ def check_logits(runtime: Runtime, expected: Expected, chunk: int) -> None:
 
 
 def greedy_tokens(runtime: Runtime) -> list[list[int]]:
-    """What an engine around the runtime generates, all prompts at once."""
+    """Tokens of an engine around the runtime, all prompts at once."""
     with layouts.serving(runtime) as engine:
         return layouts.generate(engine, PROMPTS, GREEDY)
 
@@ -163,7 +163,7 @@ class TestColocated:
 
 
 def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
-    """What the Python face generates."""
+    """Tokens of the Python face."""
     with LLM(folder, overrides={"mode": "afd"} | overrides) as llm:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
@@ -253,7 +253,8 @@ class TestLiveTransformers:
         "name", ["deepseek_v3", "deepseek_v3_biases", "qwen3_moe_tied", "qwen3_window"]
     )
     def test_folder_that_transformers_writes(self, name, tmp_path):
-        """Of "deepseek_v3" it leaves the MTP module out, but not its entry in config.json."""
+        """For "deepseek_v3" transformers leaves the MTP module out, but not its entry in
+        config.json."""
         model = CATALOGUE[name]
         written = model.write(tmp_path / "ours")
         make_golden.load_transformers(written, model).save_pretrained(tmp_path / "theirs")

@@ -79,7 +79,7 @@ def test_no_time_left_is_claimed_before_anything_arrived(caplog):
 
 
 def test_the_time_left_follows_from_the_blocks_of_this_process(caplog):
-    """It reads a quarter of the files, and nobody knows that before."""
+    """The process reads a quarter of the files, a share unknown in advance."""
     caplog.set_level(logging.INFO, "jaxserve.progress")
     clock = Clock(100.0)
     with Progress("load", 4, stream=io.StringIO(), clock=clock) as progress:

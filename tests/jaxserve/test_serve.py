@@ -203,7 +203,7 @@ def test_a_failed_engine_ends_the_process(folder: Path, start: Callable[..., Pro
 
 
 def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a wrong command says: exit code 2 and one line."""
+    """Answer to a wrong command: exit code 2 and one line."""
     assert serve.main(arguments) == 2
     output, error = capsys.readouterr()
     assert output == ""
@@ -290,7 +290,7 @@ class TestCheck:
         assert sorted(read[3:]) == files
 
     def test_weight_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Their headers alone, which say what is missing before anything is loaded."""
+        """Reads headers alone, which name missing tensors before anything is loaded."""
         TinyModel("checked", TinyQwen3()).write(tmp_path, shards=3)
         arguments = ["--model", str(tmp_path), "--check"]
         assert serve.main(arguments) == 0

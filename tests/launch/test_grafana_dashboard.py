@@ -29,7 +29,7 @@ NAME = re.compile(r"jaxserve:\w+")
 
 @pytest.fixture(scope="module")
 def exposition():
-    """Of a router's server that has served something, lately measured."""
+    """Metrics of a router's server that has served something, lately measured."""
     workers = [
         WorkerLoad(name="p:1", role="prefill", status="ready"),
         WorkerLoad(name="d:1", role="domain", status="ready"),

@@ -30,7 +30,7 @@ def lines_of(module, *arguments, env=None, limit=SECONDS):
 
 
 def compiled_cases(op, generation, *names, limit=5000):
-    """What `pallas_kernels.aot` prints of an op's cases for a TPU, by name; libtpu has its own
+    """Output of `pallas_kernels.aot` for an op's cases on a TPU, by name; libtpu has its own
     settings, in a process of its own."""
     pytest.importorskip("libtpu")
     command = "pallas_kernels.aot", op, generation, *names
@@ -39,6 +39,6 @@ def compiled_cases(op, generation, *names, limit=5000):
 
 
 def printed_by(module, *arguments, **variables):
-    """What a test module prints as JSON, run as a program that compiles for GPUs."""
+    """JSON printed by a test module, run as a program that compiles for GPUs."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
     return json.loads("".join(lines_of(module, *arguments, env=env)))

@@ -22,12 +22,12 @@ class Unordered(AssertionError):
 
 @dataclass
 class Knowledge:
-    """What a warpgroup knows, or a barrier passes on."""
+    """Knowledge of a warpgroup, or knowledge that a barrier passes on."""
 
     seen: np.ndarray
-    """By warpgroup, the last of its times that is known."""
+    """Last known time of each warpgroup."""
     fenced: np.ndarray
-    """By warpgroup, the time up to which its writes are visible to TMA and wgmma."""
+    """Time up to which each warpgroup's writes are visible to TMA and wgmma."""
     done: int = 0
     """A bit for each asynchronous operation that has ended."""
 
@@ -46,7 +46,7 @@ class Knowledge:
 
 @dataclass
 class Warpgroup:
-    """What runs the code of one warpgroup has in hand besides its registers."""
+    """State of a warpgroup's interpreter besides its registers."""
 
     index: int
     knows: Knowledge

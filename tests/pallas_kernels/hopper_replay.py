@@ -39,7 +39,7 @@ Run = Generator[None, None, list[Any]]
 
 
 def replay(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns, its kernels replayed.
+    """Results of the function, its kernels replayed.
 
     Raises:
       Unordered: accesses to shared memory that nothing orders, or warpgroups wait for each other.
@@ -114,7 +114,7 @@ class _Outside:
 
 
 def _nothing(dtype: Any) -> Any:
-    """What memory has before anything is written to it."""
+    """Content of memory before anything is written to it."""
     return np.nan if jax.numpy.issubdtype(dtype, np.floating) else 77
 
 
@@ -151,7 +151,7 @@ class _Cluster:
             for one in block.warpgroups
         }
         self.reached = Knowledge.nothing(blocks * count)
-        """What any block did to the memory of another."""
+        """Accesses of any block to the memory of another."""
 
     def run(self, jaxpr: Any, refs: list[Any]) -> None:
         waiting = {index: _run(jaxpr, [], refs, one) for index, one in self.inside.items()}
@@ -193,7 +193,7 @@ class _Inside:
         return np.asarray(here, np.int32)
 
     def everywhere(self, ref: Any) -> list[Any]:
-        """What this barrier or array of the block is in all blocks of its cluster."""
+        """Counterparts of this barrier or array in all blocks of the cluster."""
         shared = [block.allocated for block in self.cluster.blocks]
         key, number = next(
             (key, number)

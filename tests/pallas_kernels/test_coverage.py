@@ -36,7 +36,7 @@ def attend(target, head_dim=128, page_size=64, cache=jnp.bfloat16, **options):
 
 
 def test_attention():
-    """What the fallback costs is said, too: at least 5 and 9 times the bytes."""
+    """The text gives the fallback's cost, too: at least 5 and 9 times the bytes."""
 
     def call(target, **options):
         (said,) = attend(target, **options)

@@ -1,4 +1,4 @@
-"""What a fusion reads of its parameters: literal computations, as XLA writes them."""
+"""Bytes that a fusion reads of its parameters: literal computations, as XLA writes them."""
 
 from pallas_kernels.hlo import parts_read
 from tests import golden

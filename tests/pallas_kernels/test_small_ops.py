@@ -1,4 +1,4 @@
-"""What a compiled program moves, read from its text; and that XLA needs no help with small ops."""
+"""Bytes that a compiled program moves, read from its text; XLA needs no help with small ops."""
 
 import pytest
 

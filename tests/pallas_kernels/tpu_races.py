@@ -1,4 +1,4 @@
-"""What the race detector of interpreted TPU kernels found, whether or not this JAX raises."""
+"""Findings of the race detector of interpreted TPU kernels, whether or not this JAX raises."""
 
 import jax
 import pytest

@@ -52,7 +52,7 @@ def block_quantise(
 
 
 def block_scales(tensor: np.ndarray) -> np.ndarray:
-    """What the values of a block are divided by: its largest magnitude becomes 448."""
+    """Divisor of the values of a block: its largest magnitude becomes 448."""
     *_, rows, columns = tensor.shape
     pad = [(0, 0)] * (tensor.ndim - 2) + [(0, -rows % BLOCK[0]), (0, -columns % BLOCK[1])]
     padded = np.pad(np.abs(tensor), pad)

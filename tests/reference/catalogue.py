@@ -40,7 +40,7 @@ CATALOGUE: dict[str, TinyModel] = {
     entry.name: replace(entry, seed=_made.get(entry.name, {}).get("seed", 0))
     for entry in _entries()
 }
-"""By name, with the seeds that `make_golden.py` found."""
+"""Models by name, with the seeds that `make_golden.py` found."""
 
 
 def random_model(seed: int) -> TinyModel:

@@ -150,7 +150,7 @@ def attend(
 
 
 class DecoderNumpy:
-    """What both families share; `attention`, `is_moe` and `route` are theirs."""
+    """Decoder common to both families, which define `attention`, `is_moe` and `route`."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, np.ndarray]):
         self.config, self.tensors = config, tensors

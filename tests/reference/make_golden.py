@@ -44,7 +44,7 @@ LEAST_VARIETY = 4
 
 
 class Reference(NamedTuple):
-    """What transformers says about one model and its prompts."""
+    """Results of transformers for one model and its prompts."""
 
     logits: list[np.ndarray]
     """For each prompt with its continuation: float32 [prompt + OUTPUT_TOKENS, vocab]."""

@@ -1,4 +1,4 @@
-"""What modules of multi-token prediction propose, in plain NumPy (DeepSeek-V3 §2.2). Modules of
+"""Proposals of modules of multi-token prediction, in plain NumPy (DeepSeek-V3 §2.2). Modules of
 Step-3.5 have their own heads, and pass on what lies before norms.
 
 For tests; over `step3_numpy.py` and `decoder_numpy.py`. Everything is computed anew for every
@@ -18,9 +18,9 @@ class Drafts(NamedTuple):
     token: int
     """The model's own next one."""
     drafts: list[int]
-    """What may follow it."""
+    """Tokens that may follow it."""
     margin: float
-    """By how much the best logit lies above the second best, the least of all choices."""
+    """Least distance of all choices between the best logit and the second best."""
 
 
 def propose(model: DecoderNumpy, tokens: list[int], modules: int, count: int) -> Drafts:

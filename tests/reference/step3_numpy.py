@@ -40,7 +40,7 @@ class Step3Numpy(DecoderNumpy):
         return cls(config.get("text_config", config), tensors)
 
     def mtp_logits(self, token_ids: list[int]) -> np.ndarray:
-        """What the MTP module says: row i sees the tokens 0..i+1 and predicts token i+2.
+        """Output of the MTP module: row i sees the tokens 0..i+1 and predicts token i+2.
 
         Returns:
           [tokens - 1, vocab].

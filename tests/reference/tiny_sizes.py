@@ -45,7 +45,7 @@ class Yarn:
     mscale_all_dim: float | None = None
 
     def entries(self) -> dict[str, Any]:
-        """What config.json says, without the type."""
+        """Fields of config.json, without the type."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 

@@ -172,7 +172,7 @@ def _server(settings: tuple[str, ...], folder: Path) -> _Server:
 
 @functools.cache
 def _names() -> list[str]:
-    """What the tests call their models: one server has all of these names."""
+    """Names that the tests give their models: one server has all of them."""
     named: dict[str, None] = {}
     for file in _list()["files"]:
         text = Path(ENTRYPOINTS, file).read_text()

@@ -20,7 +20,7 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "vllm"
 ENTRYPOINTS = "tests/entrypoints"
 PACKAGES = ("pytest-asyncio", "jsonschema")
-"""What the tests need beside our own tests' packages."""
+"""Packages that the tests need beside those of our own tests."""
 DOWNLOAD_SECONDS = 600
 RUN_SECONDS = 3000
 TEST_SECONDS = 180

@@ -1,4 +1,4 @@
-"""What the parts of the bench make of their samples; the storms and loops are run by hand."""
+"""How the parts of the bench evaluate their samples; the storms and loops are run by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the bench asks of a deployment; the two processes are the bench's own business."""
+"""Deployments that the bench accepts; the two processes are the bench's own business."""
 
 import argparse
 import itertools

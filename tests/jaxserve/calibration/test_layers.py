@@ -1,4 +1,4 @@
-"""What calibration brings a layer whose activations have outliers, by the serving product."""
+"""Gain from calibration for a layer whose activations have outliers, by the serving product."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a proxy does to the bytes of two ends that talk through it."""
+"""Faults of a proxy in the bytes between two ends."""
 
 import contextlib
 import socket

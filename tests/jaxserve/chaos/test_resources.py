@@ -1,4 +1,4 @@
-"""What processes hold, read and compared."""
+"""Resources held by processes, read and compared."""
 
 import os
 import subprocess

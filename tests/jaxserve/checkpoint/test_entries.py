@@ -107,7 +107,7 @@ def test_problems_of_rope():
 
 
 def test_yarn_magnitude():
-    """Of DeepSeek-V3 and Kimi K2 among others: with it their scores' scale is 192^-0.5 m^2."""
+    """Used by DeepSeek-V3 and Kimi K2: it makes the scale of scores 192^-0.5 m^2."""
     golden.check_values("checkpoint/yarn_magnitudes.txt", yarn_magnitude, {})
 
 

@@ -81,7 +81,7 @@ def test_files_are_hashed_once(folder, monkeypatch):
 
 
 def test_a_file_that_was_just_written_is_hashed_again(folder, monkeypatch):
-    """It may be written twice while its clock shows the same time."""
+    """A file may be written twice while its clock shows the same time."""
     path = folder / "model.safetensors"
     path.touch()
     file_hash(path)

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def floats():
-    """What the file stands for, FP32."""
+    """The file's values, FP32."""
     return block_quantise(MODEL.tensors(), dequantised=True)
 
 

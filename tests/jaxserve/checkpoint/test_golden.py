@@ -35,7 +35,7 @@ GPTQMODEL = yaml.safe_load(golden.text("checkpoint/gptqmodel.yaml"))
 def check(
     folder: Path, section: Any, parts: dict[str, np.ndarray], cut: tuple[slice, slice]
 ) -> Packing:
-    """That a loader reads a rectangle of the matrix of these parts as the library does; returns how
+    """Checks that a loader reads a rectangle of the matrix as the library does; returns how
     it is packed."""
     expected = parts.pop("expected")
     stored = {name: as_stored(name, part) for name, part in parts.items()}

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def report_of(*arguments):
-    """What a process says that loads, or converts, and measures itself."""
+    """Memory reported by a process that loads, or converts, and measures itself."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.jaxserve.checkpoint.loading", *arguments],
         cwd=REPOSITORY,

@@ -138,7 +138,7 @@ def test_folders_of_one_format(name, tmp_path):
 @pytest.mark.unoptimised
 @pytest.mark.parametrize("name", ["gptq shuffled", "w8a8"])
 def test_floats_in_tiles(name, tmp_path, monkeypatch):
-    """As CPUs have them, several tiles a device and a padded d_ff; new memory is never zero."""
+    """The form for CPUs: several tiles a device and a padded d_ff; new memory is never zero."""
     monkeypatch.setattr(input_major, "TILE", 16)
     monkeypatch.setattr(arrays, "aligned_empty", lambda *a: np.full_like(aligned_empty(*a), np.nan))
     stand_for = write(tmp_path, *FORMATS[name])
@@ -209,7 +209,7 @@ def test_what_becomes_floats_does_not_fit_bf16(name, held, tmp_path):
 
 @pytest.mark.parametrize("name", ["w4a16", "w8a8"])
 def test_parts_that_are_floats_stay_floats(name, tmp_path):
-    """As Kimi K2 Thinking's attention."""
+    """The form of Kimi K2 Thinking's attention."""
     write(tmp_path, *FORMATS[name])
     assert read_config(tmp_path)[0].plain_parts == frozenset()
     with changed(tmp_path) as tensors:
@@ -235,7 +235,7 @@ def test_what_config_json_does_not_say(pack, message, tmp_path):
 
 
 def test_a_section_in_a_file_of_its_own(tmp_path):
-    """As AutoGPTQ wrote it before transformers knew of it."""
+    """The form in which AutoGPTQ wrote it before transformers knew of it."""
     write(tmp_path, *FORMATS["gptq"])
     (tmp_path / "quantize_config.json").write_text("{}")
     edit_config(tmp_path, quantization_config=None)

@@ -134,7 +134,7 @@ def test_a_part_of_a_tile(step3, monkeypatch):
 
 
 def test_ranks_of_the_shared_expert(tmp_path):
-    """Their slots are put together from storage; their other arrays may come from peers."""
+    """Expert slots are put together from storage; other arrays may come from peers."""
     model = write_tiny_step3(tmp_path, TinyStep3(mtp=True, share_expert_dim=32))
     apart, layout = {"ffn.ep": 3, "ffn.shared": "ranks:1"}, {"ffn.ep": 2}
     for theirs, ours in ((layout, apart), (apart, layout)):
@@ -251,7 +251,7 @@ def test_pieces():
 
 
 def test_parts_cut_on_the_device(monkeypatch, step3):
-    """As on accelerators, whose memory cannot be read where it lies."""
+    """Stands for accelerators, whose memory cannot be read in place."""
     peer = load(step3, LAYOUTS["2A4F"])
     shape = peer.held.held()["layers.1.attention"]["attention.up"].shape
     ranges = ((1, shape[0] - 1), (0, shape[1]))

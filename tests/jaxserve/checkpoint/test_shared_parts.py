@@ -40,7 +40,7 @@ COLOCATED = {**layouts.COLOCATED, "attention.dp": 3, "ffn.shared": "ranks:1"}
 
 @pytest.fixture(scope="module")
 def floats():
-    """What the file stands for, FP32."""
+    """The file's values, FP32."""
     return block_quantise(TWO.tensors(), dequantised=True)
 
 

@@ -1,4 +1,4 @@
-"""What a converted checkpoint gives is what the original gives, in every layout and format."""
+"""A converted checkpoint gives the original's results, in every layout and format."""
 
 import itertools
 import json
@@ -161,7 +161,7 @@ class TestWhileLoading:
 
     @pytest.mark.parametrize("replaced", ["chunk", "folder", "manifest"])
     def test_another_revision(self, folders, tmp_path, replaced):
-        """Its shapes are the same: only a comparison tells that its numbers are another model's."""
+        """The shapes are the same: only a comparison shows that the numbers are another model's."""
         folder = shutil.copytree(folders("step3", None)[1], tmp_path / "copy")
         opened = Opened(folder)
         assert len(list(opened.head())) == 2

@@ -1,4 +1,4 @@
-"""What of a deployment no kernel covers on the hardware that it names."""
+"""Parts of a deployment that no kernel covers on the hardware that it names."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_tiny_model_has_no_kernels_on_a_gpu(tiny_model, mode):
 
 
 def test_step3_has_all_kernels_on_hopper():
-    """What `attend` takes of a batch depends on the kernels that the hardware has."""
+    """The batch fields that `attend` takes depend on the hardware's kernels."""
     deployment = load_deployment(CONFIGS / "step3.yaml")
     config, _ = read_config(deployment.model, [], 0)
     assert kernel_gaps(config, deployment, {"attention": "NVIDIA H200"}) == ([], [])
@@ -66,7 +66,7 @@ def test_check_says_it_and_refuses_where_that_is_wanted(strict, capsys, caplog):
 
 
 def checked(folder, capsys, *settings):
-    """What `--check` says of kernels, of the tiny model; the exit code and what it refuses."""
+    """Output of `--check` about kernels for the tiny model, exit code and refusals included."""
     arguments = [word for one in settings for word in ("--set", one)]
     code = serve.main(["--model", str(folder), "--check", "--set", "mode=colocated", *arguments])
     output, error = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What an open key gets where nothing but the hardware decides it."""
+"""Values of open keys that the hardware alone decides."""
 
 import pytest
 

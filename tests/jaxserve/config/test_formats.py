@@ -40,7 +40,7 @@ def test_a_format_of_the_cache_is_one_entry(monkeypatch):
 
 
 KNOWN = {"cache": ("cache format cache_format", 1), "stored": ("weights stored wanted", 4)}
-"""By use: words for a format, and files that compare one with a name; their number only falls."""
+"""Words for a format, by use, and files that compare one with a name; their number only falls."""
 
 
 @pytest.mark.parametrize("use", KNOWN)

@@ -25,7 +25,7 @@ VOCAB = 1000
 
 
 class FakeArray:
-    """As much of a `jax.Array` as the results' thread needs."""
+    """The part of a `jax.Array` that the results' thread needs."""
 
     def __init__(self, value: np.ndarray, wait: Callable[[], None]):
         self._value, self._wait = value, wait

@@ -106,7 +106,7 @@ def step(number, tokens, pages, *groups, lane=0) -> FullStep:
 
 
 def sampled(*groups: dict[int, int], slots: int = GROUP_SLOTS) -> StepResult:
-    """What the device returns, from `{slot: token}` a group."""
+    """Results of the device, from `{slot: token}` a group."""
     tokens = [[own.get(slot, UNSAMPLED) for slot in range(slots)] for own in groups]
     return StepResult(np.asarray(tokens, np.int32), {}, {})
 

@@ -106,7 +106,7 @@ class TestOrder:
         assert finish(loop) == {"a": [7, 7, 7, 7]}
 
     def test_few_are_written_between_two_steps(self):
-        """As long as there are steps; the order of pieces stays."""
+        """Pieces arrive while steps run, in an order that stays."""
         loop = make_loop()
         loop.fetch_policy = FetchPolicy(between_steps=8)
         loop.submit(request("running", 5, salt="other", most=24))

@@ -103,7 +103,7 @@ def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
 
 
 def test_a_prediction_module_s_entries_come_along(tmp_path):
-    """What the module has written for a prompt is in the domain's cache as if it had been computed
+    """The module's rows for a prompt are in the domain's cache as if it had been computed
     there, in pages of another size; and drafts hold after it."""
     sizes = dataclasses.replace(layouts.SIZES, mtp=True, num_hidden_layers=2, moe_layers=(1,))
     write_tiny_step3(tmp_path, sizes, seed=layouts.SEED)
@@ -159,7 +159,7 @@ def test_quantised_entries_are_converted_where_they_arrive(tmp_path):
             at_rest(engine)
 
     def apart(name, other):
-        """By how much the likelier tokens' log-probabilities differ, and how many are in both."""
+        """Difference of the likelier tokens' log-probabilities, and the tokens in both."""
         ((first,), (second,)) = map(collector.outputs, (name, other))
         one, two = dict(first.logprobs[0].top), dict(second.logprobs[0].top)
         both = one.keys() & two.keys()
@@ -365,7 +365,7 @@ class TestIntegrity:
 class TestFailures:
     @pytest.mark.parametrize("every", [1, 2], ids=["all", "every other"])
     def test_corrupt_pieces_never_reach_tokens(self, pair, monkeypatch, every):
-        """What comes with a bit changed is fetched again, then computed here."""
+        """A piece with a changed bit is fetched again, then computed here."""
         source, domain = pair
         count, sent = itertools.count(), pages_server.send_arrays
 
@@ -428,7 +428,7 @@ def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
 
 
 def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
-    """What followers get to do, if there were any: the pieces in their order, before the steps that
+    """Orders that followers would get: the pieces in their order, before the steps that
     need them."""
     source, domain = pair
     told = {"source": [], "domain": []}

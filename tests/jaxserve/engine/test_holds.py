@@ -1,4 +1,4 @@
-"""What a prefill worker may run and hold, and until when; without devices."""
+"""Prompts that a prefill worker may run and hold, and until when; without devices."""
 
 import msgspec
 import numpy as np
@@ -140,7 +140,7 @@ def test_pages_that_do_not_cover_the_prompt_are_not_held(caplog):
 
 
 def test_a_prompt_that_the_scheduler_refuses_waits():
-    """Its queue is full again after a request without numbers went back to it."""
+    """The queue is full again after a request without numbers went back to it."""
     loop, _ = make(max_waiting=1)
     scheduler = loop.schedulers[0]
     scheduler.add(prompt("waits"))

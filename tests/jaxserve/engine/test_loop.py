@@ -128,7 +128,7 @@ class TestRequests:
 
 
 def test_a_lane_whose_steps_are_lost_begins_again_and_others_keep_theirs():
-    """Of lane 0 a step whose tokens are on their way and one that has begun are lost."""
+    """Lane 0 loses a step whose tokens are on their way and one that has begun."""
     loop, _ = make_loop(request("a"), request("b"), groups=1)
     first, other = loop.next([0, 1]).steps
     loop.enqueued(0)

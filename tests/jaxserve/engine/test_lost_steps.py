@@ -29,8 +29,9 @@ def engine(request):
 
 
 class Failing:
-    """As an observer of a stage, in mid-step, where it takes the driver's pages along; or as what
-    reads a step's tokens, on a thread of its own. From the `after`th call on, so many times."""
+    """Fails as an observer of a stage would, in mid-step, where it takes the driver's pages along;
+    or as the reader of a step's tokens, on a thread of its own. `times` calls fail from the
+    `after`th on."""
 
     def __init__(self, driver, after, times):
         self.driver, self.after, self.times = driver, after, times
@@ -54,7 +55,7 @@ class Failing:
 
 
 def answers(engine, salt):
-    """Of prompts that share pages, each greedy and drawn."""
+    """Prompts share pages; each is answered greedily and drawn."""
     collector = Collector()
     for prompt in (PROMPTS[1], PROMPTS[7], PROMPTS[3]):
         for params in PARAMS:

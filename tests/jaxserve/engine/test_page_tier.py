@@ -21,7 +21,7 @@ from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS, Collector, ask, generate, idle
 
 PAGE_BYTES = 8192
-"""Of 8 tokens: keys and values of 64 FP32 numbers in two layers."""
+"""Bytes of 8 tokens: keys and values of 64 FP32 numbers in two layers."""
 
 
 @pytest.fixture(scope="module", params=["colocated", "afd"])

@@ -234,7 +234,7 @@ def _guesses(seed: int, tokens: list[int]) -> list[int]:
 
 
 def least_ring_pages(limits: SchedulerSizes) -> int:
-    """As many as a deployment has (`kv_cache.ring_pages`), with rings for holds."""
+    """Pages of a deployment's rings (`kv_cache.ring_pages`), those for holds included."""
     size = limits.page_size
     ring = -(-(limits.window + 2 * limits.drafts) // size) + 1
     ring += max(1, limits.prefix_cache * -(-(limits.window - 1) // size))

@@ -154,7 +154,7 @@ class TestNoCompilationAfterReady:
     )
     @pytest.mark.unoptimised
     def test_200_requests(self, overrides, buckets, tiny_model):
-        """Of all threads none compiles, though all buckets are used."""
+        """No thread compiles, though all buckets are used."""
         engine = open_engine(layouts.deployment(tiny_model, {"lanes": 2, **overrides}))
         events, used = [], set()
 

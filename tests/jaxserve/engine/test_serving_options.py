@@ -1,4 +1,4 @@
-"""What only some requests ask for, among others that do not: by NumPy, token for token."""
+"""Options that only some requests ask for: by NumPy, token for token."""
 
 import math
 

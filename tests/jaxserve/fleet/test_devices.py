@@ -70,7 +70,7 @@ def test_devices_must_be_exactly_the_share(share: tuple[int, int], there: int) -
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Of a host with cards of 80 and of 96 GiB, by its nvidia-smi."""
+    """Output of nvidia-smi on a host with cards of 80 and of 96 GiB."""
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 98304\necho 81920\n")
     command.chmod(0o755)

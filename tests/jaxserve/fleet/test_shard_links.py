@@ -18,7 +18,7 @@ toys, pytestmark = test_client.toys, pytest.mark.multihost
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_shard_that_is_lost_or_late_costs_the_others_nothing(toys, number):
-    """Their answers have arrived by the time that it is back, and none is asked for again."""
+    """Answers of the others have arrived when it is back, and none is asked for again."""
     with toys.servers({}, {}) as [shard, other], client(shard) as late, client(other) as kept:
         links = ShardClients([late, kept])
         shard.end(number) if number == signal.SIGKILL else shard.send_signal(number)

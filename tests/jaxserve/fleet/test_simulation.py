@@ -93,8 +93,8 @@ def test_a_first_token_takes_one_of_the_steps_that_a_simulated_one_stands_for(tm
 
 
 def test_sequences_that_run_at_the_start(tmp_path):
-    """They have their pages: the one of 20 tokens goes on when the simulation ends with the
-    request's first token, in the first step that begins after its pages have come."""
+    """Both requests have their pages: the one of 20 tokens goes on when the simulation ends with
+    the request's first token, in the first step that begins after its pages have come."""
     simulation = simulate(tmp_path, running=((100, 2), (50, 20)))
     result = simulation.run()
     assert (result.finished, result.refused) == (1, 0)

@@ -45,7 +45,7 @@ def deployment_in(text: str, tmp_path: Any) -> Deployment:
 
 
 def process_of(container: Any, **variables: str) -> tuple[Any, ProcessArguments]:
-    """What `serve` makes of a container's command line, with what the cluster puts into it."""
+    """Returns the options that `serve` reads from a container's command line."""
     command, arguments = container["command"], container["args"]
     assert command == ["python", "-u", "-m", "jaxserve.serve"]
     environment = {}

@@ -44,7 +44,7 @@ def sbom_problems(tree: Any, version: str = "1.6") -> list[str]:
 
 
 def problems(tree: dict[str, Any]) -> list[str]:
-    """What is wrong with an object, by the schema of its kind."""
+    """Lists violations of the schema of an object's kind."""
     kind = (tree["apiVersion"], tree["kind"])
     return [
         f"{kind[1]}.{'.'.join(map(str, error.instance_path))}: {error.message}"

@@ -44,7 +44,7 @@ def test_the_image_begins_with_a_digest_and_has_locked_packages() -> None:
 
 @pytest.mark.parametrize(("base", "code"), [("python:3.12-slim", 1), (f"p@sha256:{'5f' * 32}", 0)])
 def test_without_a_digest_the_build_stops(base: str, code: int) -> None:
-    """It has no default base, and its first step refuses one without a digest."""
+    """The file has no default base, and its first step refuses one without a digest."""
     dockerfile = files_of(ONE)["Dockerfile"]
     assert "\nARG BASE\nFROM ${BASE} AS build\n" in dockerfile
     step = dockerfile.partition("\nRUN ")[2].partition("\nWORKDIR")[0]

@@ -17,7 +17,7 @@ ONE = "--config step3-v6e --hardware v6e --target gke-jobset"
 
 
 def processes(text: str, slices: int) -> list[ProcessArguments]:
-    """What every pod of a JobSet makes of its variables."""
+    """Options that each pod of a JobSet reads from its variables."""
     (jobs,) = objects(text)["JobSet", "jaxserve"]["spec"]["replicatedJobs"]
     job = jobs["template"]["spec"]
     hosts = 16 // slices

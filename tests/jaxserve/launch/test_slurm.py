@@ -36,7 +36,7 @@ def run(files: dict[str, str], folder: Path, *more: str) -> list[list[str]]:
 
 
 def served(call: list[str]) -> Any:
-    """What `serve` makes of a step's command line."""
+    """Options that `serve` reads from a step's command line."""
     start = call.index("jaxserve.serve") + 1
     return serve.parse(serve.parser(), call[start:])
 

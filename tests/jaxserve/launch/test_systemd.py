@@ -18,7 +18,7 @@ KEYS = "--config demo --target systemd --set server.api_keys=/etc/keys"
 
 
 def started(unit: str, instance: str = "") -> Any:
-    """What `serve` makes of a unit's command line."""
+    """Options that `serve` reads from a unit's command line."""
     (line,) = (line for line in unit.splitlines() if line.startswith("ExecStart="))
     words = shlex.split(line.removeprefix("ExecStart=").replace("%i", instance))
     assert words[:4] == ["/opt/jaxserve/bin/python", "-u", "-m", "jaxserve.serve"]

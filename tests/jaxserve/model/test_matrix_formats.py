@@ -66,7 +66,7 @@ def test_matrices_are_as_the_files_have_them(folder):
     ids=str,
 )
 def test_bytes(folder, overrides, attention, ffn):
-    """Of so many a value in matrices; norms, routers and the rest are in `dtype`."""
+    """Bits of a value in matrices; norms, routers and the rest are in `dtype`."""
     config, _ = read_config(folder)
     deployment = layouts.deployment(folder, overrides)
     on_cpus = msgspec.structs.replace(config, platform="cpu")

@@ -76,7 +76,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def made(weights, parts=(), shards=None, dtype=jnp.float32, **dimensions):
-    """What `matrix` makes in a format, or `side_by_side` of several parts."""
+    """Result of `matrix` in a format, or of `side_by_side` for several parts."""
     formats = Formats(jnp.dtype(dtype), weights, shards or {})
     if parts:
         return side_by_side(nnx.Rngs(0), formats, parts, **dimensions)

@@ -131,8 +131,8 @@ class TestGreedy:
 )
 @settings(max_examples=25)
 def test_candidates_and_search_keep_the_smallest_set(seed, top_k, top_p):
-    """Of 1,000 tokens, many with equal logits; steep rows are decided by 64 candidates, flat ones
-    are not."""
+    """Rows of 1,000 tokens, many with equal logits; steep rows are decided by 64 candidates, flat
+    ones are not."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(2, 1000)) * [[4.0], [0.5]], 1).astype(np.float32)
     scaled = in_blocks(logits - logits.max(axis=1, keepdims=True))
@@ -254,7 +254,7 @@ class TestIndependence:
 )
 @settings(max_examples=60)
 def test_processed_logits_are_the_logarithms_of_the_distribution(seed, **row):
-    """Of one block and, beside a row that keeps all tokens, of three."""
+    """Logits of one block and, beside a row that keeps all tokens, of three."""
     for logits, rows in (
         ([random_logits(seed)], [row]),
         ([random_logits(seed, 300), random_logits(9, 300)], [row, {}]),
@@ -396,7 +396,7 @@ def test_log_probabilities():
 
 
 class TestDividedColumns:
-    """What each of several devices finds that has only its columns, the last one fewer."""
+    """Results of devices that have only their columns each, the last one fewer."""
 
     def sampled(self, logits, rows, devices):
         columns = -(-logits.shape[1] // devices)

@@ -1,4 +1,4 @@
-"""What a merge infers of spans: literal numbers, and invariants of any spans."""
+"""Spans inferred by a merge: literal numbers, and invariants of any spans."""
 
 from itertools import pairwise
 
@@ -56,7 +56,7 @@ def test_a_span_starts_when_its_input_and_its_submesh_are_there() -> None:
 
 
 def test_a_pass_gets_the_lane_whose_message_it_answered() -> None:
-    """It ended between the attend and the combine of a lane, which an ffn worker does not know."""
+    """Recording ended between attend and combine of a lane, which an ffn worker cannot know."""
     passes = [ended("ffn", end, lane=0, step=9) for end in (8, 12, 20)]
     found = answered(passes, ATTENTION_PROCESS)
     assert [(span.lane, span.step) for span in found] == [(0, 0), (1, 0), (-1, 9)]

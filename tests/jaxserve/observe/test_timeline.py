@@ -55,7 +55,7 @@ def test_the_steady_window_leaves_the_first_step_and_a_pause_out() -> None:
 
 
 def test_a_short_recording_loses_its_first_and_last_step_all_the_same() -> None:
-    """Its first attend seems to take as long as what was under way when recording began."""
+    """The first attend seems to take as long as the work under way when recording began."""
     starts = [0, 100, 110, 121]
     spans = [ran("attend", at, at + 5 if i else 100, step=i) for i, at in enumerate(starts)]
     assert steady_window(spans, 3) == (100 * MS, 121 * MS)

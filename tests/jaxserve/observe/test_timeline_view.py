@@ -37,7 +37,7 @@ def test_the_words_of_a_summary() -> None:
 
 
 def drawn(html: bytes) -> dict[str, Any]:
-    """What the page's script draws."""
+    """Drawing of the page's script."""
     found = re.search(rb'id="measured">(.*?)</script>', html)
     assert found
     return json.loads(found[1])

@@ -85,7 +85,7 @@ def peak(hardware: Hardware) -> float:
 
 
 def dollars(hardware: Hardware) -> tuple[float, float]:
-    """Of a FLOP and of a byte at full use (table 5)."""
+    """Cost of a FLOP and of a byte at full use (table 5)."""
     each = hardware.price / 3600
     return each / peak(hardware), each / hardware.bandwidth
 

@@ -22,7 +22,7 @@ from tests.jaxserve.planner import published
 from tests.jaxserve.planner.published import LARGE, WORLD, token_cost
 
 FORMATS = ["attention.weights=fp8", "ffn.weights=fp8", "cache.format=fp8", "link.dispatch=fp8"]
-"""Of a shipped deployment of two lanes on TPUs, which is all in BF16."""
+"""A shipped deployment of two lanes on TPUs, all in BF16."""
 STAGE = {"device_kind": "TPU v6 lite", "op": "attend", "model": "qwen3-30b-a3b"}
 POINT = STAGE | {"batch": 64, "context": 4096, "format": "int8"}
 MICROSECONDS = {"attend": 200, "dispatch": 40, "ffn": 300, "combine": 50}

@@ -1,4 +1,4 @@
-"""What `plan compile` makes of the compiler's answers; `test_aot.py` has the real compiler."""
+"""How `plan compile` shows the compiler's answers; `test_aot.py` has the real compiler."""
 
 import msgspec
 import pytest
@@ -97,7 +97,7 @@ WEIGHTS = golden.text("planner/weights.hlo")
 
 
 def test_groups_that_are_listed():
-    """Of devices next to each other it says how many; of others nothing, which is all of them."""
+    """The text counts devices next to each other; without a count, all devices are meant."""
     line = "  %a = u8[64,8]{1,0} all-gather(%x), replica_groups={GROUPS}, dimensions={0}"
     ragged = "  %b = u8[64,8]{1,0} ragged-all-to-all(%x, %y), replica_groups={GROUPS}"
 
@@ -129,7 +129,7 @@ def test_copies_of_weights():
 
 
 def test_activations_do_not_count():
-    """As logits, which are larger than a layer's weights, where their layout changes."""
+    """Logits are larger than a layer's weights and are copied where their layout changes."""
     found = copies(WEIGHTS, 24 * 1024, apart=lambda shape: shape == (4096, 8))
     assert "turned" not in [copy.name for copy in found]
     assert len(found) == 4

@@ -100,7 +100,7 @@ def test_layers_of_a_kind_have_a_fit_of_their_own(tmp_path):
 
 
 def test_without_kernels_a_stage_takes_the_time_of_its_bucket(tmp_path):
-    """Of its tokens, and of as many blocks of 128 positions as the sequences reach into."""
+    """Bytes of its tokens, and of the blocks of 128 positions that the sequences reach into."""
     one = {**ATTEND, "device_kind": "cpu", "format": "float32", "rows": "float32", "batch": 4}
     small, large, held = read_measurements(
         write(

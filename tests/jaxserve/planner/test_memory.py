@@ -1,4 +1,4 @@
-"""What the search keeps free is what `serve` counts, from the templates of the engine."""
+"""The search keeps the bytes free that `serve` counts from the templates of the engine."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What a deployment's keys are in the planner's words."""
+"""A deployment's keys in the planner's words."""
 
 import json
 import shutil
@@ -72,8 +72,8 @@ def on(hardware: str, folder: Path, stored: type, changes: dict[str, str]) -> Sc
     ],
 )
 def test_float_matrices_are_counted_as_they_are_held(folder, hardware, stored, changes, size):
-    """By hand. Attention: 64 layers of 5120 x (2 x 8192 + 2 x 1024) and tables of 151936 x 5120
-    twice; dense layers 3 x 5120 x 25600. CPUs keep BF16 matrices beside FP32 activations."""
+    """Worked out by hand. Attention: 64 layers of 5120 x (2 x 8192 + 2 x 1024) and tables of 151936
+    x 5120 twice; dense layers 3 x 5120 x 25600. CPUs keep BF16 matrices beside FP32 activations."""
     made = on(hardware, folder, stored, changes)
     assert made.attention.attention_weights(1) == size * 7_595_622_400
     mesh = made.layout.ffn_mesh._replace(attention=None)

@@ -45,8 +45,8 @@ def test_rings_go_the_shorter_way() -> None:
 
 
 def test_the_layout_with_the_fewest_bytes_times_hops() -> None:
-    """By blocks where experts are divided over tp groups, whose rows would go seven hops; both
-    roles on each host where only messages cross."""
+    """Blocks are chosen where experts are divided over tp groups, whose rows would go seven hops;
+    both roles on each host where only messages cross."""
     found = []
     for name in ("step3-v6e", "step3-v7x", "qwen3-235b-v6e", "deepseek-v3-v7x"):
         made, lines = on_slice(load_deployment(name), "")

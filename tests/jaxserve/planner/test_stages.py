@@ -213,7 +213,7 @@ class TestFFN:
         assert whole.ffn_weights(mesh, H100) - cut.ffn_weights(mesh, H100) == pytest.approx(more)
 
     def test_few_attention_devices_fill_few_ffn_devices(self):
-        """What arrives on one of eight devices leaves from it."""
+        """Bytes that arrive on one of eight devices leave from it."""
         qwen = calculator("qwen3-235b-a22b")
         group = qwen.model.ffn[0]
         one, eight = (

@@ -1,4 +1,4 @@
-"""What `plan search --write` writes, `serve --check` takes; for TPUs, the compiler, too."""
+"""Files of `plan search --write` pass `serve --check` and, for TPUs, the compiler."""
 
 import subprocess
 import sys

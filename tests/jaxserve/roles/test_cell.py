@@ -1,4 +1,4 @@
-"""What a cell enqueues and in which order; what the stages compute is tested elsewhere."""
+"""Stages that a cell enqueues, and their order; their results are tested elsewhere."""
 
 from unittest.mock import Mock
 
@@ -136,7 +136,7 @@ def test_tokens_of_experts_are_those_of_the_reference(mode, tiny_model, request)
 
 
 class TestOneRole:
-    """What a process that plays one of the two roles runs, and what it leaves to the other."""
+    """Stages that a process of one role runs, and those that it leaves to the other."""
 
     def worker(self, ran, name):
         def begin(step):

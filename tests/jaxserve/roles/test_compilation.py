@@ -1,4 +1,4 @@
-"""What is compiled, how often, and who shares it; nothing is compiled here."""
+"""Which programs are compiled, how often, and which are shared; nothing is compiled here."""
 
 import subprocess
 import sys

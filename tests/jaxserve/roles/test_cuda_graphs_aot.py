@@ -67,7 +67,7 @@ def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device
 
 @pytest.mark.parametrize(("name", "most"), [compiled("leave", 20)])
 def test_the_sampler_is_one_graph_with_its_branches(name, most):
-    """What a greedy step runs, one condition included; the rest is in its branches."""
+    """Nodes that a greedy step runs, one condition included; its branches hold the rest."""
     sequence = sequences()[name]
     assert [kind for _, kind in kinds(sequence)] == ["CommandBuffer", "AllGather"]
     inside = [kind for _, kind in kinds(sequence, 1)]
@@ -86,7 +86,7 @@ def test_messages_travel_beside_the_kernels_of_a_whole_step(name, least):
 
 
 def compile_programs():
-    """Their names, one after the other, as they are compiled."""
+    """Names of the nodes in their compiled order."""
     config, deployment = load("step3")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
     attention = programs_of(AttentionPrograms, deployment, config, meshes)

@@ -1,4 +1,4 @@
-"""What is decided, and when it is due; no devices."""
+"""Decisions of the expert balancer and when they are due; no devices."""
 
 import threading
 import time
@@ -224,7 +224,7 @@ def test_experts_from_the_checkpoint_are_waited_for(make):
 
 
 def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
-    """By the counts that were asked for when it should have read; others say nothing of it."""
+    """The decision uses the counts asked for at the time of the reading, and no later ones."""
     worker = make(source="checkpoint", window_seconds=10)
     balancer = worker.balancer
     worker.unread = "process 3: OSError: no such file"  # of a round long ago

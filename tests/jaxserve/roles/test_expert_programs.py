@@ -1,4 +1,4 @@
-"""What moves experts between GPUs that are not there: lowered for them, and compiled with JAX's
+"""Programs that move experts between absent GPUs: lowered for them, and compiled with JAX's
 CUDA wheels for hosts of eight, a process each."""
 
 import json
@@ -32,7 +32,7 @@ def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
 
 
 def received() -> list[str]:
-    """What arrives of each leaf of an expert, and in which memory."""
+    """Shapes in which the leaves of an expert arrive, and their memory."""
     config, deployment = load("step3-alltoall")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
     programs = programs_of(FFNPrograms, deployment, config, meshes)
@@ -44,8 +44,8 @@ def received() -> list[str]:
 @gpu_aot.NEEDS_CUDA
 @pytest.mark.timeout(gpu_aot.SECONDS)
 def test_between_processes_it_goes_as_rows_go():
-    """By XLA's kernel on the device, into memory that all of them see (`S(7)`), of Step-3's experts
-    in pieces of 4 MB at most: 256 and 183 rows, and the one."""
+    """XLA's kernel on the device moves them, into memory that all devices see (`S(7)`), of Step-3's
+    experts in pieces of 4 MB at most: 256 and 183 rows, and the one."""
     found = gpu_aot.printed_by("tests.jaxserve.roles.test_expert_programs")
     down = ["f32[257,1]{1,0:S(7)}", "u8[257,5120]{1,0:S(7)}"]
     gate = ["f32[184,1]{1,0:S(7)}", "u8[184,7168]{1,0:S(7)}"]

@@ -266,7 +266,7 @@ def test_counts_are_read_as_they_were(tmp_path):
 
 
 def test_counts_say_that_they_began_anew(tmp_path):
-    """What a snapshot says of itself is of the time when it was taken."""
+    """A snapshot describes the time when it was taken."""
     slots, _, _ = make(tmp_path, COLOCATED)
     slots.renew()
     slots.carry_out(CountExperts(1))

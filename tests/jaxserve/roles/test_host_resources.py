@@ -1,4 +1,4 @@
-"""What simulated devices have of a host's memory."""
+"""Share of a host's memory for simulated devices."""
 
 import os
 from pathlib import Path

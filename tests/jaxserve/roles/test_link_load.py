@@ -1,4 +1,4 @@
-"""What a step takes of the link between runtimes, against bytes counted by hand."""
+"""Load of a step on the link between runtimes, against bytes counted by hand."""
 
 import pytest
 

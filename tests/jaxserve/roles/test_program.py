@@ -1,4 +1,4 @@
-"""What a program is compiled with."""
+"""Compiler options of programs."""
 
 import functools
 from types import SimpleNamespace

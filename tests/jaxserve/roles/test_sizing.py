@@ -1,4 +1,4 @@
-"""What an open deployment becomes, on machines that are not here: numbers worked out by hand."""
+"""Sizes chosen for an open deployment on absent machines: numbers worked out by hand."""
 
 from pathlib import Path
 

@@ -136,7 +136,7 @@ def test_what_waits():
 
 
 def crowded(engine: FakeEngine) -> Shedding:
-    """By its load two requests wait, and one begins every ten seconds."""
+    """The load says that two requests wait, and that one begins every ten seconds."""
     engine.allowed = 0
     front = Shedding(engine, LIMIT, lambda: 40.0)
     for now in range(0, 50, 10):

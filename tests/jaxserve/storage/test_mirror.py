@@ -37,7 +37,7 @@ def test_the_same_folder_while_nothing_changes(objects):
 
 
 def test_converted(objects):
-    """By its manifest: chunks are not listed."""
+    """The manifest is read: chunks are not listed."""
     manifest = {"files": {"config.json": "00", "../escape": "00"}, "blocks": {}}
     objects.files |= {"m/manifest.json": json.dumps(manifest).encode(), "m/config.json": b"{}"}
     folder = local_folder("s3://models/m")

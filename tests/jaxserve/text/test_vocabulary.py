@@ -20,7 +20,7 @@ def test_letters():
 
 
 def test_bytes_of_tokens():
-    """As SentencePiece spells them, and as byte-level BPE does."""
+    """Spellings of SentencePiece and of byte-level BPE."""
     words = {"<unk>": 0, "▁é": 1, "<0x0A>": 2, "<0x0A>▁": 3, "a": 4}
     vocabulary = TokenizersVocabulary(tokenizers.Tokenizer(models.WordLevel(words, "<unk>")))
     found = [vocabulary.token_bytes(token_id) for token_id in range(6)]

@@ -1,4 +1,4 @@
-"""What every backend of `chunk_attention` must do, against NumPy. Backends' tests inherit it."""
+"""Tests of every backend of `chunk_attention`, against NumPy. Backends' tests inherit it."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

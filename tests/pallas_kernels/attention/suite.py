@@ -1,4 +1,4 @@
-"""What every backend of `paged_attention` must do, against NumPy: inherit, and say for what target.
+"""Tests of every backend of `paged_attention`, against NumPy: inherit, and say for what target.
 
 Pages hold NaN wherever no token was written, tables have ids outside of the pool wherever no page
 is needed, and the queries of padding tokens are NaN: nothing of that may show.

@@ -20,7 +20,8 @@ SPAN = {
 each. `-m nightly` has the product."""
 
 MOST_CYCLES = 60_000
-"""By XLA's estimate beside the kernel. Where scales are moved, v6e has 209 thousand, v7x 81."""
+"""Cycles beside the kernel, by XLA's estimate. Where scales are moved, v6e has 209 thousand, v7x
+81."""
 
 
 def most_temporary_bytes(case):

@@ -88,7 +88,7 @@ class TestMosaicGpu(PagedAttentionSuite):
 
     @pytest.mark.parametrize("ranges", [8, *nightly(3, 11)])
     def test_partial_results(self, ranges, monkeypatch):
-        """As many ranges as units and steps in one, and more ranges than steps.
+        """Cases: one range a unit, all steps in one range, and more ranges than steps.
 
         Memory that no block wrote is NaN here; on a GPU it holds its last contents.
         """

@@ -1,4 +1,4 @@
-"""What is counted beside what was compiled."""
+"""Counts of operations beside compiled programs."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,7 @@ def test_instructions():
 
 
 def test_the_way_round():
-    """What leads back without a condition is no loop, and the cheaper branch is taken, unless the
+    """A jump back without a condition is no loop, and the cheaper branch is taken, unless the
     other one has what is looked for."""
     program = sass.parse(PROGRAM)
     assert sass.loops(program) == [(1, 7)]

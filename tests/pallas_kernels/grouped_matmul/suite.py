@@ -1,4 +1,4 @@
-"""What every backend of `grouped_matmul` must do, against NumPy. Backends' tests inherit it.
+"""Tests of every backend of `grouped_matmul`, against NumPy. Backends' tests inherit it.
 
 Everything that must not be read is poison: rows that belong to no group, the weights and the scales
 of groups without rows.

@@ -95,7 +95,7 @@ def int8_weight(values, scale):
 
 
 class TestRowFormat:
-    """What `row_format` means; 127 and 448 are the largest values, where scales are to be 1."""
+    """Meaning of `row_format`; 127 and 448 are the largest values, where scales are to be 1."""
 
     def test_literal_int8(self):
         """Two blocks of 128 columns, the second one of two: scales 1 and 2."""

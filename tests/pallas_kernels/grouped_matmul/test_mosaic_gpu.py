@@ -48,7 +48,7 @@ FORMS = {"weights": lambda monkeypatch: None, "parts": rows_have_parts, "rows": 
 
 
 class Shipped:
-    """What is compiled for the GPU, replayed with few blocks of threads and two stages."""
+    """The kernel as compiled for the GPU, replayed with few blocks of threads and two stages."""
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
@@ -136,7 +136,7 @@ def product(rows, weights, sizes, tiles=None):
 
 
 def agrees_with_the_reference(format, sizes, rows, d_out, tiles=None):
-    """What the reference gives, after it was compared."""
+    """Output of the reference, after it was compared."""
     rng = np.random.default_rng(0)
     weights = quantize_weight(jnp.asarray(rng.normal(size=(len(sizes), d_out, 256))), format)
     rows = rng.normal(size=(rows, 256)).astype(jnp.bfloat16)

@@ -44,7 +44,8 @@ ROWS = (8, 16, 128, 192, 256, 384, 576, 768, 1536, 3064, 3072, 6136, 6144, 12288
 
 
 def test_tiles():
-    """By call and rows: a tile's rows, columns, inner columns and stages, and the other fields."""
+    """Choices by call and rows: a tile's rows, columns, inner columns and stages, and the other
+    fields."""
 
     def said(call):
         weights, options = eval(f"(lambda *one, **more: (one, more))({call}\n)", globals())

@@ -231,7 +231,7 @@ def test_one_weight_for_all_rows(d_out, d_in):
     ],
 )
 def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_by_xla):
-    """By gathers and copies alone: rows are not added up one by one, nor sorted before they are
+    """Gathers and copies alone do it: rows are not added up one by one, nor sorted before they are
     multiplied, unless that is less than fetching them for each tile of columns."""
     shape = SHAPES[name]
     x, *weights, _ = swiglu_arguments(shape, tokens, format)
@@ -282,7 +282,7 @@ def test_sums_of_rows_are_rounded_where_they_are_made():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("generation", "dtype"), [("v6e", jnp.int8), ("v7x", jnp.float8_e4m3fn)])
 def test_a_message_is_read_as_it_came(generation, dtype):
-    """By products of all its rows, too: XLA neither cuts nor converts it."""
+    """Products of all its rows do so, too: XLA neither cuts nor converts it."""
     tokens, d_in, d_out = 512, 7168, 320
     one = weight(1, d_out, d_in, "int8" if dtype == jnp.int8 else "fp8")
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
@@ -299,7 +299,7 @@ def test_a_message_is_read_as_it_came(generation, dtype):
 
 @pytest.mark.nightly
 def test_a_token_is_quantised_once():
-    """Its choices are not; the kernel quantises the hidden rows of each choice."""
+    """Choices of rows are not quantised; the kernel quantises the hidden rows of each choice."""
     shape, tokens = SHAPES["step3_2a2f"], 512
     _, *weights, sizes = swiglu_arguments(shape, 8, "int8")
     x = jax.ShapeDtypeStruct((tokens, shape.d_model), jnp.bfloat16)

@@ -71,7 +71,7 @@ def choices_of(rng, tokens=TOKENS):
     [(True, True, (2, 4)), (False, True, (1, 8)), (True, False, (1, 1))],
 )
 def test_sums_are_packed(target, has_base, has_choices, major):
-    """What a choice of no group has may be anything; blocks of rows change places."""
+    """Values of a choice of no group may be anything; blocks of rows change places."""
     rng = np.random.default_rng(0)
     choices, order = choices_of(rng)
     rows = rng.normal(size=(TOKENS * TOP_K, D)).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What every backend of `rms_norm_quantize` has to do; subclasses say which one."""
+"""Tests of every backend of `rms_norm_quantize`; subclasses say which one."""
 
 import functools
 

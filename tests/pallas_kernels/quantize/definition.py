@@ -1,4 +1,4 @@
-"""What it means to quantise rows, in NumPy; for the tests of everything that does."""
+"""Quantisation of rows, in NumPy; for the tests of all code that does it."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What every backend of `norm_and_write` has to do, against NumPy; subclasses say which one.
+"""Tests of every backend of `norm_and_write`, against NumPy; subclasses say which one.
 
 Tokens, pages and places are those of `suite.py`.
 """

@@ -1,4 +1,4 @@
-"""What every backend of `rotate_and_write` has to do, against NumPy; subclasses say which one.
+"""Tests of every backend of `rotate_and_write`, against NumPy; subclasses say which one.
 
 Pages hold something wherever nothing is written, which stays there.
 """
@@ -54,12 +54,12 @@ def turned(low, high, angles, dtype):
 
 
 def near(cache):
-    """By how much of itself a number may miss."""
+    """Relative error that a number may have."""
     return {"fp8": 2**-3, "int8": 2e-2}.get(cache, 2**-6)
 
 
 def meant(kept, scales, rows, cache):
-    """What rows that are kept in 8 bits stand for; their scales are checked."""
+    """Values of rows kept in 8 bits; their scales are checked."""
     kept = kept.view(ml_dtypes.float8_e4m3fn) if cache == "fp8" else kept
     largest = np.abs(rows.astype(np.float32)).max(axis=-1)
     np.testing.assert_allclose(scales, largest / LARGEST[cache], rtol=2e-2)

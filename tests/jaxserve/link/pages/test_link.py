@@ -200,7 +200,7 @@ class TestRefusals:
 
 
 def _changing(monkeypatch, pieces: set[int]) -> None:
-    """Of the pieces that servers send, counted from 0, these have a bit changed on the way."""
+    """Numbers of pieces, counted from 0, in which a bit is changed on the way."""
     count = itertools.count()
 
     def changed(channel, *arguments, **options):
@@ -302,7 +302,7 @@ def test_a_worker_that_times_out_is_left_alone_for_a_while(monkeypatch):
 
 
 def test_a_saturated_worker_is_told_from_a_dead_link(caplog):
-    """It answers echoes while pages have to wait."""
+    """The server answers echoes while pages have to wait."""
     deadlines = msgspec.structs.replace(toy.DEADLINES, suspect=0.3)
     with serving() as (server, holder), client(deadlines=deadlines) as link:
         slow, _ = ask(link, server, "slow")

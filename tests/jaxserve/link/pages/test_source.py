@@ -1,4 +1,4 @@
-"""What names a hand-off."""
+"""Names of a hand-off."""
 
 import itertools
 

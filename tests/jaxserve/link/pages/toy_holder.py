@@ -86,7 +86,7 @@ def toy_server(holder: ToyHolder, **options) -> PagesServer:
 
 
 def toy_source(address: str, epoch: int, hand_off: str, tokens: int) -> PagesSource:
-    """Of the prompt 0, 1, 2, …"""
+    """Pages of the prompt 0, 1, 2, …"""
     digest = pages_digest(range(tokens), facts_digest(FACTS), "int32")
     return PagesSource(address, hand_off, tokens, digest, epoch)
 

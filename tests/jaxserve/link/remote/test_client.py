@@ -121,7 +121,7 @@ def test_two_domains_at_once_get_their_own_answers(toys, cohorts):
 
 
 def test_nothing_of_a_message_stays_once_it_is_answered(server):
-    """Its memory on the device does not wait for the garbage collector."""
+    """A message's memory on the device does not wait for the garbage collector."""
     gc.disable()
     try:
         with client(server) as link:

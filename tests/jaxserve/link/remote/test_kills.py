@@ -31,7 +31,7 @@ class Load:
     def __init__(self, link):
         self.link = link
         self.times: list[float] = []
-        """Of all answers."""
+        """Sum of all answers."""
         self.error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -23,7 +23,7 @@ from tests.jaxserve.waiting import until
 
 DEVICES = 2
 ROWS, WORDS = 4, 32
-"""Of a piece of most messages; what a worker has compiled before it serves."""
+"""Shape of a piece of most messages; compiled before a worker serves."""
 UNKNOWN_ROWS, UNFIT_ROWS = 5, 6
 """For the first it gets ready when it is asked, and for the second it cannot."""
 BULK_ROWS = 16
@@ -34,7 +34,7 @@ REFUSED_LAYER = 9
 
 
 def kind_of(pieces: int, words: int) -> str:
-    """What the toy's messages are called, and tell of themselves; a piece has `ROWS` rows."""
+    """Name of a kind of message, from which its shape follows; a piece has `ROWS` rows."""
     return f"{pieces}x{words}"
 
 
@@ -169,7 +169,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 def serve(options: dict) -> None:
-    """What a worker's process does, until SIGTERM."""
+    """Runs a worker's process until SIGTERM."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -259,7 +259,7 @@ def serve(options: dict) -> None:
 
 
 def keep_sending(options: dict) -> None:
-    """What a doomed client's process does: 1 MB on each of three lanes, again and again."""
+    """Runs a doomed client's process: 1 MB on each of three lanes, again and again."""
     import jax
     import numpy as np
     from jax.sharding import Mesh

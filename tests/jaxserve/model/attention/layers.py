@@ -48,7 +48,7 @@ def inputs(d_model: int) -> list[np.ndarray]:
 
 
 def numpy_attention(model: Model) -> list[np.ndarray]:
-    """What layer 0 gives for the inputs, float64."""
+    """Output of layer 0 for the inputs, float64."""
     tensors = {name: tensor.astype(np.float64) for name, tensor in model.tensors().items()}
     tree = model.config()
     rows = [x.astype(np.float64) for x in inputs(tree["hidden_size"])]
@@ -121,7 +121,8 @@ class Layer:
         )
 
     def step(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """What comes of `rows`, the sum of all devices' shares; padding tokens fill a bucket."""
+        """Returns the layer's results for `rows`, the sum of all devices' shares; padding tokens
+        fill a bucket."""
         lengths = [len(x) for _, _, x in rows]
         padding = (3 if sum(lengths) <= 3 else 24) - sum(lengths)
         d_model = rows[0][2].shape[1]
@@ -230,7 +231,7 @@ EXACT = 2e-5
 
 
 class FamilySuite:
-    """What the attention of every family does with ragged sequences.
+    """Tests of ragged sequences that the attention of every family must pass.
 
     Attributes:
       variants: Models by name; "plain" is one of them.

@@ -53,7 +53,7 @@ GROUPED = architecture(TinyQwen3(num_key_value_heads=2, head_dim=16).config())
 
 @golden.table("model/cache_formats.yaml")
 def test_formats(cache, dtype, kind):
-    """Those in 8 bits have a scale a token and head."""
+    """Arrays of 8 bits have a scale a token and head."""
     overrides = {"cache.format": cache, "dtype": dtype}
     eight_bits = cache in ("fp8", "int8")
     scales = [((2, 2, 4), "float32")] * 2 * eight_bits
@@ -99,7 +99,7 @@ def write(pages, row, batch, epsilon=1.0) -> Latents:
 
 
 def normed(row, epsilon=1.0):
-    """What `write` writes, before it is rounded."""
+    """Rows that `write` writes, before rounding."""
     row = np.array(row, np.float32)
     mean = np.mean(row[..., :32] ** 2, axis=-1, keepdims=True)
     row[..., :32] /= np.sqrt(mean + epsilon)
@@ -107,7 +107,7 @@ def normed(row, epsilon=1.0):
 
 
 class TestWrite:
-    """What is read back is what writing returns, and that is close to what was written."""
+    """Reading returns the same rows as writing did, and these are close to the rows written."""
 
     @pytest.mark.parametrize(
         ("cache", "error"),

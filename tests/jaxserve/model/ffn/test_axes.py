@@ -13,7 +13,7 @@ AXES = Axes("ep", "tp", ("ep", "tp"), "instance")
 
 
 def on_devices(body, *arguments, instances=2):
-    """What four devices make of their parts of the arguments, one after the other."""
+    """Results of four devices for their parts of the arguments, one after the other."""
     devices = np.array(jax.devices()[:4]).reshape(instances, -1, 1)
     mesh = Mesh(devices, ("instance", "ep", "tp"))
     spec = PartitionSpec(mesh.axis_names)

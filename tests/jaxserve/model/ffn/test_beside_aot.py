@@ -1,5 +1,5 @@
-"""What XLA schedules beside the collectives of an FFN layer on GPUs: `ffn_moe` of Step-3, compiled
-for H200s that are not there.
+"""Work that XLA schedules beside the collectives of an FFN layer on GPUs: `ffn_moe` of Step-3,
+compiled for H200s that are not there.
 
 In a process of its own, which prints what it found: JAX's settings stay.
 """

@@ -79,7 +79,7 @@ class Layer(NamedTuple):
         return [self.weights[f"experts.{name}"][slot] for name in ("gate", "up", "down")]
 
     def shared(self, x, experts):
-        """What the shared expert gives, in NumPy; with ranks of its own it leaves padding out."""
+        """The shared expert's output, in NumPy; with ranks of its own it leaves padding out."""
         names, first = ("gate", "up", "down"), self.sizes.total
         if not self.sizes.shared_ranks:
             return swiglu(x, *(self.weights[f"dense.{name}"] for name in names))

@@ -1,4 +1,4 @@
-"""What the exchanges are on TPUs: the collectives of one layer, compiled for a slice that is not
+"""Exchanges on TPUs: the collectives of one layer, compiled for a slice that is not
 there.
 
 In a process of its own, which prints what it found: libtpu looks at the environment once. With

@@ -28,7 +28,7 @@ def weights(seed=0):
 
 
 def device_share(values, ranks, rank, tensor_rank) -> RoutedExperts:
-    """What one device holds: its experts and its part of their d_ff, zeros behind the last."""
+    """Arrays of one device: its experts and its part of their d_ff, zeros behind the last."""
     expert_ranks, tensor_ranks = ranks
     module = RoutedExperts(CONFIG, CONFIG.moe, ranks, Formats(jnp.dtype(jnp.float32)), nnx.Rngs(0))
     for name, value in values.items():

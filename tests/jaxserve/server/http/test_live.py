@@ -90,7 +90,7 @@ def run(page: Any, ends: str = "stop") -> None:
 
 
 def test_a_completion_streams(rig, visit):
-    """Its text is no markup."""
+    """Text of the stream is no markup."""
     written = "one t<img src=x onerror=alert(1)>"
     rig.engine.script = ids_of(written)
     rig.engine.allowed = 5

@@ -111,7 +111,7 @@ class TestLogprobs:
 
 class TestStored:
     def test_a_conversation_goes_on(self, sdk: openai.OpenAI, wide: HttpRig) -> None:
-        """By the id alone: with the items of all turns, and without earlier instructions."""
+        """The id alone suffices: it brings the items of all turns, without earlier instructions."""
         wide.engine.script = ids_of(f"<think>\nHm.\n</think>\n\n{CALL}")
         first = sdk.responses.create(model="fake", input="hi", instructions="Brief.", tools=[TOOL])
         assert (first.store, first.previous_response_id) == (True, None)
@@ -155,7 +155,7 @@ class TestStored:
         assert "server.processes" in answer.text
 
     def test_bounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of time, of bytes (the oldest go first), and between tenants."""
+        """Limits of time, of bytes (the oldest go first), and between tenants."""
         monkeypatch.setattr(response_store, "MAX_BYTES", 10)
         now = 0.0
         store = ResponseStore(lambda: now)
