@@ -169,21 +169,27 @@ class MessageClient:
         """
         message = self._unanswered[lane]
         while True:
-            for connection in message.connections:
-                connection.wait_for(message)
+            self._wait_for_answer(message)
             if message.error is not None:
                 raise message.error
             with self._changed:
-                if message.connections and not message.missing:
+                if message.whole:
                     pieces = [message.pieces[piece] for piece in self._own]
                     message.pieces.clear()
                     del self._unanswered[lane]
                     if self._shared:
                         self._answered[lane] = message
+                    else:  # a late worker's connection may refer to it
+                        message.connections = ()
                     self.counters.messages += 1
                     return message.answer_shape.put(pieces)
             self._check(message)
             self._wait_for_connection()
+
+    def _wait_for_answer(self, message: Unanswered) -> None:
+        """Waits until a message has its answer or an error, or has been lost."""
+        for connection in message.connections:
+            connection.wait_for(message)
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
@@ -248,12 +254,14 @@ class MessageClient:
                 message
                 for message in (*self._answered.values(), *self._unanswered.values())
                 if connections and message.connections != connections and message.error is None
+                # Other processes may lack an answer that has arrived here.
+                if self._shared or not message.whole
             ]
             for message in due:
                 self.counters.resends += bool(message.connections)
                 message.posts += 1
                 message.pieces.clear()
-                message.missing, message.connections = set(connections), connections
+                message.connections = connections
         for message in due:
             for connection in connections:
                 connection.post(message, here)

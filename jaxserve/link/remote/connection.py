@@ -52,8 +52,8 @@ class Unanswered:
       answer_shape: form in which the answer is put on the devices.
       connections: all connections of the latest send, to the processes of one ffn worker; empty
         before the first send.
-      missing: connections that have brought no answer yet.
-      pieces: pieces of the answer that have arrived, by number.
+      pieces: pieces of the answer that have arrived since the latest send, by number. Any of the
+        connections that the message ever went to may bring them.
       error: why the message could not be computed.
       posts: number of sends.
       refusals: number of times that an ffn worker refused to answer.
@@ -67,7 +67,6 @@ class Unanswered:
     packed: jax.Array
     answer_shape: AnswerShape
     connections: "Sequence[MessageConnection]" = ()
-    missing: "set[MessageConnection]" = dataclasses.field(default_factory=set)
     pieces: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     error: Exception | None = None
     posts: int = 0
@@ -75,6 +74,11 @@ class Unanswered:
 
     def __str__(self) -> str:
         return f"layer {self.layer} of lane {self.lane} ({self.rows} rows a piece)"
+
+    @property
+    def whole(self) -> bool:
+        """True once its answer has arrived."""
+        return len(self.pieces) == len(self.answer_shape.pieces)
 
     @property
     def lost(self) -> bool:
@@ -137,10 +141,15 @@ class MessageConnection(Session):
             self._to_send.put(message)
 
     def wait_for(self, message: Unanswered, end: float = math.inf) -> None:
-        """Waits until a posted message has its answer from here, or an error, or one of its
-        connections has failed, or `time.monotonic` has reached `end`."""
+        """Waits until a posted message has the pieces that cross this connection, from here or from
+        another worker, or an error, or one of its connections has failed, or `time.monotonic` has
+        reached `end`."""
         with self._reading:
-            while self in message.missing and message.error is None and not message.lost:
+            while (
+                any(place not in message.pieces for place in self.places)
+                and message.error is None
+                and not message.lost
+            ):
                 if (left := end - time.monotonic()) <= 0:
                     return
                 self.read_frame(min(left, TICK_SECONDS))
@@ -227,7 +236,6 @@ class MessageConnection(Session):
         shapes = message.answer_shape.pieces[: len(self.places)]
         pieces = self._transfers.receive(result.bulk, shapes)
         message.pieces.update(zip(self.places, pieces, strict=True))
-        message.missing.discard(self)
         # Earlier messages of the lane, sent again for other processes, get no answer any more.
         for number, one in list(self._posted.items()):
             if one.lane == message.lane and number <= result.number:

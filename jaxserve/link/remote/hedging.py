@@ -4,6 +4,7 @@ Only links to shards are such ones (`fleet/shard_links.py`): a slow shard would 
 all others.
 """
 
+import math
 import time
 from typing import Any
 
@@ -41,21 +42,28 @@ class HedgedClient(MessageClient):
 
     def receive(self, lane: int) -> jax.Array:
         """See `MessageClient`."""
-        message, sent = self._unanswered[lane], self._sent[lane]
-        if self._usual and not self._shared:
-            late = sent + max(LEAST_LATE_SECONDS, LATE * self._usual)
-            if not self._answered_by(late, message) and late - self._changed_at > PAUSE_SECONDS:
-                self._ask_another()
         answer = super().receive(lane)
-        took = time.monotonic() - sent
-        self._usual = took if not self._usual else self._usual + (took - self._usual) / 16
+        took = time.monotonic() - self._sent[lane]
+        # An outage is no measure of what is usual.
+        took = min(took, LATE * self._usual or took)
+        self._usual += (took - self._usual) / (16 if self._usual else 1)
         return answer
 
+    def _wait_for_answer(self, message: Unanswered) -> None:
+        """See `MessageClient`; asks one holder after the other until an answer comes from any."""
+        due = math.inf
+        if self._usual and not self._shared:
+            late = self._sent[message.lane] + max(LEAST_LATE_SECONDS, LATE * self._usual)
+            due = max(late, self._changed_at + PAUSE_SECONDS)
+        while not self._answered_by(due, message):
+            self._ask_another()
+            due = time.monotonic() + PAUSE_SECONDS
+
     def _answered_by(self, end: float, message: Unanswered) -> bool:
-        """Waits for an answer until a time; also returns True if there is none to be waited for."""
+        """Waits for an answer until a time; also returns True if no connection can bring one."""
         for connection in message.connections:
             connection.wait_for(message, end)
-        return not message.missing or message.error is not None or message.lost
+        return message.whole or message.error is not None or message.lost or not message.connections
 
     def _ask_another(self) -> None:
         """Makes another worker that is up the one in use, and sends it what waits for an answer."""

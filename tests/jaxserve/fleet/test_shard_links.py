@@ -24,7 +24,7 @@ def test_a_shard_that_is_lost_or_late_costs_the_others_nothing(toys, number):
         shard.end(number) if number == signal.SIGKILL else shard.send_signal(number)
         for lane in range(LANES):
             links.send(lane, KIND, lane, toy_server.ROWS, on_mesh(values(lane)))
-        until(lambda: not any(one.missing for one in kept._unanswered.values()))
+        until(lambda: all(one.whole for one in kept._unanswered.values()))
         shard.start() if number == signal.SIGKILL else shard.send_signal(signal.SIGCONT)
         for lane in range(LANES):
             for answer in links.receive(lane):

@@ -348,7 +348,7 @@ def test_an_ffn_worker_that_reads_slowly_delays_no_other_thread(monkeypatch):
     slow, read = Mock(), threading.Event()
     slow.post.side_effect = lambda message, here: read.wait(30)
     monkeypatch.setattr(link, "_usable", lambda: [slow])
-    link._unanswered[0] = Mock(connections=(), error=None, posts=0)
+    link._unanswered[0] = Mock(connections=(), error=None, posts=0, whole=False)
     posting = threading.Thread(target=link._post_waiting)
     posting.start()
     until(lambda: slow.post.called)
