@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import joined, reference
 from pallas_kernels.attention.checks import (
     check_pages,
     check_places,
@@ -213,7 +213,7 @@ def paged_attention(
     arrays: _Pages = (k_pages, v_pages, k_scales, v_scales, rope_pages)
     cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
-    gap = functools.partial(kernel_gap, queries=queries, cache=cache)
+    gap = functools.partial(_call_gap, queries=queries, cache=cache, page_table=page_table)
     target = kernel_target(
         "paged_attention", implementation, gap, _COST, tiles, backends=WITH_ATTENTION
     )
@@ -223,8 +223,13 @@ def paged_attention(
     ) -> tuple[Array, Array | None]:
         cache = _cache(arrays, width, int8_products)
         call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted)
+        out: Array
+        sums: Array | None
         if target is None:
             out, sums = reference.paged_attention(call)
+        elif rows := joined.joined_rows(cache, target):
+            kernel = functools.partial(_kernels(target).paged_attention, target=target, tiles=tiles)
+            out, sums = joined.attend(call, rows, kernel)
         else:
             out, sums = _kernels(target).paged_attention(call, target, tiles, places or None)
         return out.astype(wanted), sums
@@ -257,9 +262,9 @@ def attention_places(
     width = v_width if v_pages is None else v_pages.shape[3]
     arrays = k_pages, v_pages, None, None, rope_pages
     cache = _cache(arrays, width)
-    gap = functools.partial(kernel_gap, queries=queries, cache=cache)
+    gap = functools.partial(_call_gap, queries=queries, cache=cache, page_table=page_table)
     target = kernel_target("paged_attention", "auto", gap, _COST, backends=WITH_ATTENTION)
-    if target is None:
+    if target is None or joined.joined_rows(cache, target):
         return ()
     position = _inside(position, page_table, k_pages)
     where = reference.Where(page_table, sequence_of_token, position)
@@ -373,6 +378,18 @@ def _kernels(target: Target) -> ModuleType:
     `places_of(call, target)` returns its `places`.
     """
     return importlib.import_module(f"pallas_kernels.attention.{target.backend}")
+
+
+def _call_gap(target: Target, queries: _Shaped, cache: reference.Cache, page_table: Array) -> str:
+    """Returns the property of a call that the kernels do not cover, over copies of small pages
+    either."""
+    rows = joined.joined_rows(cache, target)
+    if not rows:
+        return kernel_gap(target, queries, cache)
+    sequences, size = page_table.shape[0], joined.copied_bytes(cache, page_table)
+    if queries.shape[0] > sequences and size > joined.MOST_BYTES:
+        return f"pages of {cache.k_pages.shape[2]} rows, {size} bytes in all that would be copied"
+    return kernel_gap(target, queries, joined.larger_pages(cache, rows))
 
 
 def kernel_gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:

@@ -30,6 +30,9 @@ BATCHES = {
 }
 """Sequences and tokens per sequence of a decode step, of verified drafts, and of prefill chunks."""
 
+FEW_ROWS = 256
+"""Compressed rows of a sequence of 32,768 tokens."""
+
 CHUNK_TOKENS = 2048
 """Tokens of a prefill that attend to each other."""
 
@@ -48,7 +51,7 @@ def cases(generation: str) -> list[Case]:
     """Returns cases of the named shapes, in all formats of a TPU generation."""
     return (
         [_inside(name) for name in NAIVE]
-        + [_apart("deepseek-v3-tp8")]
+        + [_apart("deepseek-v3-tp8"), few_rows(256), few_rows(128)]
         + [
             _layer(name, each)
             for name in ("step3", "qwen3-235b")
@@ -82,7 +85,8 @@ def gpu_cases() -> list[Case]:
     decode = [(name, SEQUENCES, 1) for name in SHAPES]
     drafts = [(name, SEQUENCES, tokens) for name in WHOLE_MODELS for tokens in (2, 4, 8)]
     prefill = [(name, *BATCHES[" chunk"]) for name in WHOLE_MODELS]
-    return [_gpu(form, *batch) for batch in (*decode, *drafts, *prefill) for form in GPU_FORMATS]
+    batches = (*decode, *drafts, *prefill)
+    return [few_rows(256), *(_gpu(form, *batch) for batch in batches for form in GPU_FORMATS)]
 
 
 def before_hopper() -> list[Case]:
@@ -178,6 +182,26 @@ def _apart(name: str) -> Case:
         )[0]
 
     return Case(f"{name} int8 and bf16", attend, (*arrays, _where(SEQUENCES, 1)))
+
+
+def few_rows(page_size: int) -> Case:
+    """Returns a decode step of DeepSeek-V4 Flash over rows that stand for 128 tokens: `FEW_ROWS`
+    a sequence, in a pool with four times the pages. Some rows are written first."""
+    pages = SEQUENCES * FEW_ROWS * 128 // page_size
+    pool = jax.ShapeDtypeStruct((4 * pages, 1, page_size // 128, 512), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((SEQUENCES, 64, 512), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((16, 1, 512), jnp.bfloat16)
+    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    where = integers((SEQUENCES, pages // SEQUENCES)), *(integers((SEQUENCES,)),) * 2
+
+    def step(pool: Array, rows: Array, at: Any, queries: Array, where: Any) -> tuple[Any, Any]:
+        (pool,) = write_rows((pool,), (rows,), where[0], *at)
+        options: dict[str, Any] = {"scale": 512**-0.5, "v_width": 512, "with_lse": True}
+        return paged_attention(queries, pool, None, *where, **options), pool
+
+    at = (integers((16,)),) * 2
+    name = f"deepseek-v4 bf16 rows, pages of {page_size}"
+    return Case(name, step, (pool, rows, at, queries, where), donated=(0,))
 
 
 def _inside(name: str) -> Case:

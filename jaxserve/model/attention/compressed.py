@@ -15,7 +15,9 @@ With an indexer, rows overlap: each is also made of the tokens of the row before
 attends to the rows that the indexer chooses by keys compressed in the same way. Without one it
 attends to all.
 
-Plain XLA: pages of compressed rows have too few rows for the kernels.
+The kernels of attention and of sparse attention run where a device has them. A page with one or two
+rows that stand for 128 tokens each is too small for them: these are copied into larger pages first
+(`pallas_kernels/attention/joined.py`).
 """
 
 import functools
@@ -172,7 +174,7 @@ class CompressedAttention(nnx.Module):
 
     @staticmethod
     def walk(*_: Any) -> tuple[()]:
-        """Nothing: plain XLA has no walk over pages."""
+        """Nothing: the places of the two kinds of rows differ."""
         return ()
 
     def __call__(
@@ -208,7 +210,7 @@ class CompressedAttention(nnx.Module):
                         query, (rows,), chosen, *where[:2], scale=width**-0.5, v_width=width
                     )
                 else:
-                    before, sums = attend(rows, None, *where, implementation="reference")
+                    before, sums = attend(rows, None, *where)
                 mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
             share = jax.nn.sigmoid(lse - self.sinks[...])[:, :, None]
         mixed = (mixed * share).astype(x.dtype)

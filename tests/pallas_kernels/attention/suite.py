@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention_places, paged_attention
+from pallas_kernels.attention import attention_places, joined, paged_attention
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.nightly import nightly
@@ -264,6 +264,15 @@ class PagedAttentionSuite:
         """Values are the first elements of the keys; a draft of two tokens beside decode."""
         sizes = Sizes(shared=True, head_dim=24, v_width=16)
         self.check(self.case(sizes, [(self.page_size + 1, 1), (10 * self.page_size, 2)]))
+
+    @pytest.mark.parametrize("chunks", [((20, 1), (131, 1), (1, 1)), *nightly([(9, 1), (130, 2)])])
+    def test_pages_of_two_rows(self, chunks, monkeypatch):
+        """They are joined: two tokens' pages at a time, and those of the whole table; the tables
+        fill no whole number of larger pages."""
+        monkeypatch.setattr(joined, "COPIED_BYTES", 2 * 256 * 128 * 4)
+        self.page_size = 2
+        sizes = Sizes(q_heads=16, shared=True, head_dim=128, v_width=128)
+        self.check(self.case(sizes, chunks, pages_per_sequence=70))
 
     @pytest.mark.parametrize("sizes", EDGES)
     @pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunk"])

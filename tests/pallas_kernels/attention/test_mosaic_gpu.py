@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import mosaic_gpu, mosaic_gpu_plan, paged_attention, reference, tiles
+from pallas_kernels.attention.api import _call_gap
 from pallas_kernels.attention.mosaic_gpu_kernel import _Warpgroup
 from pallas_kernels.mosaic_gpu import processors
 from pallas_kernels.target import Target, current_target
 from tests import golden
 from tests.pallas_kernels.attention.suite import PADDING, PagedAttentionSuite, Sizes
 from tests.pallas_kernels.hopper_memory import Unordered
-from tests.pallas_kernels.hopper_replay import mutated, replay
+from tests.pallas_kernels.hopper_replay import TARGET, mutated, replay
 from tests.pallas_kernels.nightly import nightly
 
 PLAIN = Sizes()
@@ -62,10 +63,10 @@ class TestMosaicGpu(PagedAttentionSuite):
         return super().case(fitting(sizes), chunks, **options | {"dtype": jnp.bfloat16})
 
     def check(self, case, tolerance=4e-2):
-        queries, k_pages, v_pages, *_ = case.arguments
+        queries, k_pages, v_pages, table, *_ = case.arguments
         width = case.options["v_width"] if v_pages is None else v_pages.shape[3]
         cache = reference.Cache(k_pages, v_pages, None, None, width)
-        assert not mosaic_gpu.gap(queries, cache)
+        assert not _call_gap(TARGET, queries, cache, table)
         super().check(case, tolerance)
 
     @pytest.mark.parametrize(
