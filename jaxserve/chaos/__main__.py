@@ -101,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--clients", type=count, default=8, help="at the same time (%(default)s)")
     add("--calm", type=amount, default=8.0, help="seconds before the first fault (%(default)g)")
+    add("--pause", type=float, default=0.0, help="further seconds before each fault (%(default)g)")
     add("--questions", type=count, default=12, help="different ones (%(default)s)")
     add(
         "--systems",
@@ -140,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.5,
         help="from the end of a process to its new start (%(default)g)",
     )
+    add("--warm-spares", action="store_true", help="the launcher's option")
     add("--json", type=Path, metavar="FILE", help="write every number there")
     add("--keep", type=Path, metavar="FOLDER", help="keep logs there")
     return made
@@ -199,6 +201,7 @@ def _launch(options: argparse.Namespace, admin: str) -> list[str]:
     arguments += ["--standbys", f"{options.standbys}"]
     if not options.requests:
         arguments += ["--apart", "--restart", "--restart-seconds", f"{options.restart_seconds:g}"]
+        arguments += ["--warm-spares"] * options.warm_spares
     for name in ("config", "model"):
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name}", value]

@@ -48,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
       kills: greatest number of faults.
       clients: clients that ask at the same time.
       calm: seconds of undisturbed load at the beginning.
+      pause: undisturbed seconds before each fault, beside those that are drawn.
       requests: requests after which the load ends, without any fault; None: a storm of faults.
       resets: resets of all prefix caches, evenly spread over the requests.
       cancelled: part of the requests that clients cancel.
@@ -62,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kills: int
     clients: int
     calm: float
+    pause: float
     requests: int | None
     resets: int
     cancelled: float
@@ -205,7 +207,7 @@ class Storm:
             over = time.perf_counter() - begin > 60.0 * plan.minutes or self._over.is_set()
             if over or fault.number >= plan.kills:
                 return
-            await asyncio.sleep(fault.pause)
+            await asyncio.sleep(fault.pause + plan.pause)
             # All processes are ready: an ffn worker has its connections to all domains.
             await asyncio.to_thread(self._census.take)
             there = self._deployment.roles()

@@ -54,6 +54,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         devices.
     """
     share = own_share(arguments, deployment)
+    if jax.distributed.is_initialized():  # when it was a spare (`prepared.py`)
+        return share
     platform = choose_platform()
     if platform == "cpu":
         _set_cpu_devices(share, alone=arguments.processes == 1)

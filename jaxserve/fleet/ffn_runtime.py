@@ -143,10 +143,8 @@ def open_ffn(
         make = functools.partial(runtime_of, worker)
     role = open_role(deployment, "ffn", ffn_bytes, make)
     deployment = role.deployment
-    if group is None:
-        source = open_weights(deployment, role.names, token=token)
-    else:
-        source = open_folder(deployment, role.names)
+    open_source = open_folder if group else functools.partial(open_weights, token=token)
+    source = open_source(deployment, role.names)
     return message_server(role, deployment, source, token, address, group)
 
 
@@ -167,8 +165,8 @@ def message_server(
     own = {role.role: role.mesh.local_devices}
     memory = available_memory(role.config, deployment, own, ffn_bytes)
     most = most_messages(role.config, deployment, memory[role.role])
-    make = role.templates or FFNTemplates
-    templates = make(role.config, deployment, AbstractSubmeshes(deployment))
+    meshes = AbstractSubmeshes(deployment)
+    templates = (role.templates or FFNTemplates)(role.config, deployment, meshes)
     built = build_ffn(templates, deployment, role.mesh, source, role.names)
     policy = POLICIES[deployment.link.batching](most)
     work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)

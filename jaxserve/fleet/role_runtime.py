@@ -115,10 +115,8 @@ def open_role(
     revision(deployment.model)
     use_compilation_cache()
     refuse_fallbacks(deployment.strict_kernels)
-    config, names = read_model(deployment)
-    runtime = make(config, names, deployment, role)
-    own = {role: runtime.mesh.local_devices}
-    check_memory(runtime.config, runtime.deployment, own, sizes)
+    runtime = make(*read_model(deployment), deployment, role)
+    check_memory(runtime.config, runtime.deployment, {role: runtime.mesh.local_devices}, sizes)
     return runtime
 
 

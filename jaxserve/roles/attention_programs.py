@@ -350,5 +350,5 @@ def build_attention(
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers):
         weights = AttentionWeights(source, names, programs)
-    executables = compile_steps(attention_executables, programs, buckets)
+    executables = compile_steps(attention_executables, programs, buckets, deployment)
     return programs, executables, weights

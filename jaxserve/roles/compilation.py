@@ -5,7 +5,6 @@ Processes of a host share a folder of compiled programs. Hosts may share a folde
 """
 
 import concurrent.futures
-import contextlib
 import logging
 import os
 import threading
@@ -88,22 +87,35 @@ def compile_all[Key](
     programs: Mapping[Key, Program], workers: int = 2
 ) -> dict[Key, jax.stages.Compiled]:
     """Compiles all programs, `workers` at a time; the result has their order."""
-    done: dict[Key, jax.stages.Compiled] = {}
     with (
         Progress("compile", len(programs), process=jax.process_index()) as progress,
         concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool,
     ):
-        futures = {pool.submit(program.compile): key for key, program in programs.items()}
-        for future in concurrent.futures.as_completed(futures):
-            key = futures[future]
-            done[key] = future.result()
-            progress.advance(note=programs[key].name)
-    return {key: done[key] for key in programs}
+        names = {pool.submit(program.compile): program.name for program in programs.values()}
+        for future in concurrent.futures.as_completed(names):
+            progress.advance(note=names[future])
+    return {key: future.result() for key, future in zip(programs, names, strict=True)}
 
 
-def compile_steps[Steps](steps: Callable[..., Steps], programs: Any, sizes: Sequence[Any]) -> Steps:
+prepared: list[tuple[tuple[Any, ...], Any]] = []
+"""Steps that this process compiled while it was a spare (`fleet/prepared.py`), each after all that
+its programs follow from: arguments of `compile_steps`, with configuration and mesh in place of the
+programs. The code that made them is that of this process, and so are JAX's options."""
+
+
+def compile_steps[Steps](
+    steps: Callable[..., Steps], programs: Any, sizes: Sequence[Any], deployment: Any = None
+) -> Steps:
     """Compiles the programs that `steps(programs, sizes, get)` asks for; returns its result with
-    these executables."""
+    these executables.
+
+    Args:
+      deployment: what the programs were made for, with their mesh and configuration and nothing
+        else; None: they have other sources, too, and cannot be in `prepared`.
+    """
+    for origin, made in prepared:
+        if origin == (steps, programs.config, programs.mesh, sizes, deployment):
+            return made
     compiled = compile_all(wanted(steps, programs, sizes))
     return steps(programs, sizes, lambda *one: compiled[ProgramKey.of(*one)])
 
@@ -133,10 +145,8 @@ class WholeEntries(lru_cache.LRUCache):
         try:
             part.write_bytes(value)
             part.replace(file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+        finally:
+            part.unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return Path(str(self.path)) / f"{key}-cache"

@@ -159,7 +159,7 @@ def build_ffn(
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
     with load_progress(source, templates.config.all_layers):
         weights = FFNWeights(source, names, programs)
-    executables = compile_steps(ffn_executables, programs, sizes)
+    executables = compile_steps(ffn_executables, programs, sizes, deployment)
     slots = open_slots(programs, weights, names, source)
     return programs, executables, weights, slots
 

@@ -20,7 +20,8 @@ starts a process each for router, prefill workers and domains, as many as the de
 with `link.transport: pull` an ffn worker and `--standbys` further ones. The router's end is the end
 of all. A process that dies stays dead, unless `--restart` is given: then it is started again, the
 router included, and a worker of several processes as a whole. A worker takes a spare (`spare.py`),
-a process that has imported everything already; another one is then prepared.
+a process that has imported everything already; another one is then prepared. With `--warm-spares`
+each role has spares that have also compiled its programs.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from jaxserve.errors import ConfigError
 from jaxserve.launch.local.children import say
@@ -63,13 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[list[Member], Rules]:
+    spares: Literal["imported", "warm"] = "warm" if options.warm_spares else "imported"
     if options.runtimes:
         deployment = deployment_for(forwarded)
         members = roles_apart(deployment, options.standbys)
         ffn = [number for number, member in enumerate(members) if member.runtime]
         # One of several processes may end because another did.
         hopeless = (2,) if deployment.ffn.processes > 1 else (1, 2)
-        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=hopeless, spares=True)
+        rules = Rules(ffn, RUNTIME_SECONDS, hopeless=hopeless, spares=spares)
         return with_peers(members) if options.peers else members, rules
     if options.fleet:
         deployment = deployment_for(forwarded)
@@ -77,7 +80,7 @@ def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[lis
         if options.peers:
             members = [members[0], *with_peers(members[1:])]
         return members, Rules(
-            range(len(members)) if options.restart else (), options.restart_seconds, spares=True
+            range(len(members)) if options.restart else (), options.restart_seconds, spares=spares
         )
     members = runtime_of(options.processes, Member("", [], 0))
     return members, Rules(grace=options.grace, followers=FOLLOWER_SECONDS)
@@ -125,6 +128,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="with --restart: from a death to the new start (%(default)g)",
     )
     parser.add_argument(
+        "--warm-spares",
+        action="store_true",
+        help="with --runtimes or --restart: on CPUs, spares of each role also compile its programs "
+        "in advance",
+    )
+    parser.add_argument(
         "--apart",
         action="store_true",
         help="with --fleet: workers listen elsewhere than where others dial; it says where, and "
@@ -164,6 +173,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("restart", "apart"):
         if getattr(options, name) and not options.fleet:
             parser.error(f"--{name}: only with --fleet")
+    if options.warm_spares and not (options.restart or options.runtimes):
+        parser.error("--warm-spares: only with --runtimes or --restart")
     if options.restart_seconds < 0:
         parser.error(f"--restart-seconds {options.restart_seconds:g}: expected 0 or more")
     if options.peers and not (options.fleet or options.runtimes):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from jaxserve.commands.children import started
-from jaxserve.launch.local.spare import Spares
+from jaxserve.launch.local.spare import Spare
 
 STOP_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL for a process that should have ended already."""
@@ -26,9 +26,9 @@ def start(
     pin: bool,
     log: Path | None = None,
     nicer: int = 0,
-    spares: Spares | None = None,
+    spare: Spare | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process, or gives its part to a spare. It ends when this launcher does.
+    """Starts a process, or makes a spare the process. It ends when this launcher does.
 
     Args:
       command: common command line, before the process's own arguments.
@@ -36,7 +36,7 @@ def start(
       log: file to which output is appended; None: output is printed here, line by line, with the
         process's number.
       nicer: what is added to the niceness.
-      spares: one of them becomes the process if any is left.
+      spare: becomes the process if it lives.
     """
     cores = sorted(os.sched_getaffinity(0)) if pin else []
     core = cores[process % len(cores)] if cores else None
@@ -47,9 +47,9 @@ def start(
         else:
             out = err = stack.enter_context(log.open("ab"))
         taken = None
-        if spares is not None:
+        if spare is not None:
             outputs = [out.fileno(), err.fileno()]
-            taken = spares.take(arguments, environment, outputs, core, nicer)
+            taken = spare.become(arguments, environment, outputs, core, nicer)
         return taken or started(
             [*command, *arguments],
             signal.SIGTERM,

@@ -87,7 +87,7 @@ def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
     first = Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)
     members = runtime_of(attention, first)
     for runtime, own in enumerate(itertools.batched(addresses, ffn), 1):
-        worker = Member("role ffn, runtime ffn", [*shared, "--role", "ffn"], runtime)
+        worker = Member("role ffn, runtime ffn", [*shared, "--role", "ffn"], runtime, role="ffn")
         members += listening_at(own, runtime_of(ffn, worker))
     return members
 
@@ -164,7 +164,7 @@ def fleet_of(
     places = zip(listening[len(names) :], rest[domains:], strict=True)
     for runtime, pairs in enumerate(itertools.batched(places, of_ffn), len(names) + 1):
         name = "standby" if runtime > len(names) + shards else "ffn worker"
-        worker = Member(f"{name}, role ffn", [*shared, "--role", "ffn"], runtime)
+        worker = Member(f"{name}, role ffn", [*shared, "--role", "ffn"], runtime, role="ffn")
         made = listening_at([listens for listens, _ in pairs], runtime_of(of_ffn, worker))
         for process, (listens, dialled) in zip(made, pairs, strict=True):
             at = process._replace(listens=listens, dialled=dialled)

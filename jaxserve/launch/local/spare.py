@@ -1,16 +1,20 @@
-"""Spares: processes that have imported what workers share, and wait for the arguments of one.
+"""Spares: processes that have done in advance what workers do at their start, and wait.
 
     python -u -m jaxserve.launch.local.spare jaxserve.serve
+    python -u -m jaxserve.launch.local.spare jaxserve.serve --config demo-fleet-afd --role ffn
 
-Any worker of a deployment can take one when a process has died; until then a spare has no devices
-and has started no JAX backend. It gets arguments, variables and outputs in one message over a
-socket, its standard input, and then runs the module as `python -m` would. It ends when the socket
-closes without one. `children.py` starts processes from it, and `supervisor.py` replaces those that
-were taken.
+The first has imported what a worker of any role imports. It has no devices and has started no JAX
+backend. The second is warm: one of the processes of a runtime in reserve, with their arguments.
+`fleet/prepared.py` says what it has done besides.
+
+A spare gets arguments, variables and outputs in one message over a socket, its standard input, and
+then runs the module as `python -m` would. It ends when the socket closes without one. `children.py`
+starts processes from it, and `supervisor.py` replaces those that were taken.
 """
 
 import contextlib
 import importlib
+import itertools
 import os
 import runpy
 import socket
@@ -18,23 +22,75 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from signal import SIGTERM
+from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.commands import priority
 from jaxserve.commands.children import started
+from jaxserve.ports import free_port
 
 PARTS = ("jaxserve.fleet.ffn_group", "jaxserve.fleet.ffn_runtime", "jaxserve.link.transports.pull")
 """Modules that a worker of any role imports. With those of the engine and of servers, 0.4 s more,
 an ffn worker would hold 23 MB more than one that was started without a spare."""
 PIECE = 1 << 16
-NICENESS = 5
-"""Niceness of a spare: while it imports, it gets a third of the CPU share of a serving process."""
+NICENESS, MOST_NICENESS = 5, 19
+"""Niceness added to a spare. While it prepares, it gets a third of the CPU share of a serving
+process, and a seventieth while another process starts for which requests may wait."""
 MOST_ENDED = 3
 """Spares that may end by themselves before no more are started."""
 
 Part = tuple[list[str], dict[str, str]]
-"""Arguments of the process that a spare becomes, and the variables that it alone has."""
+"""Arguments of a process, and variables."""
+
+
+class Spare(NamedTuple):
+    """A process in reserve.
+
+    Attributes:
+      child: the process.
+      own: this end of its socket.
+      common: arguments of every process.
+      variables: variables whose values it keeps: processes of a warm runtime have joined JAX's
+        coordination service at an address of their own.
+      niced: what was added to its niceness.
+    """
+
+    child: subprocess.Popen[bytes]
+    own: socket.socket
+    common: list[str]
+    variables: dict[str, str]
+    niced: int
+
+    def become(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: Sequence[int],
+        core: int | None,
+        nicer: int,
+    ) -> subprocess.Popen[bytes] | None:
+        """Makes the spare the process with these arguments; None if it has ended.
+
+        Args:
+          environment: all variables of the process.
+          outputs: file descriptors of its standard output and standard error.
+          core, nicer: as for `commands.children.started`.
+        """
+        part: Part = [*self.common, *arguments], {**environment, **self.variables}
+        with self.own, contextlib.suppress(OSError):
+            if core is not None:
+                os.sched_setaffinity(self.child.pid, {core})
+            if self.niced:
+                priority.renice(self.child.pid, os.nice(0) + nicer, nicer)
+            socket.send_fds(self.own, [msgspec.json.encode(part)], outputs)
+            return self.child
+        return None
+
+    def end(self) -> None:
+        """Ends the process, which holds nothing."""
+        self.own.close()
+        self.child.kill()
 
 
 class Spares:
@@ -43,80 +99,104 @@ class Spares:
     Args:
       command: common command line of the processes: `python -u -m MODULE ARGUMENT…`.
       environment: common variables of the processes.
-      count: number of spares: processes of the largest runtime that may be started again.
+      reserves: role → arguments and variables of the processes of a runtime of that role; under ""
+        spares for any role, without arguments. Spares of a role are taken and end together.
       niced: whether a spare may be nicer than the process that it becomes.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], count: int, niced: bool
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        reserves: Mapping[str, Sequence[Part]],
+        niced: bool,
     ):
         self._common, self._environment = list(command[4:]), environment
         self._command = [*command[:3], __name__, command[3]]
-        self._count, self._nicer = count, NICENESS if niced else 0
-        self._waiting: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self._reserves, self._nicer = reserves, NICENESS if niced else 0
+        self._waiting: dict[str, list[Spare]] = {role: [] for role in reserves}
         self._ended = 0
+        self._held = False
+
+    def hold(self) -> None:
+        """Slows down what spares prepare, because a worker starts beside them, until `fill`."""
+        self._held = self._nicer > 0
+        if self._held:
+            self._renice(MOST_NICENESS)
+
+    def _renice(self, nicer: int) -> None:
+        for spare in itertools.chain(*self._waiting.values()):
+            priority.renice(spare.child.pid, os.nice(0) + nicer, nicer)
 
     def fill(self) -> Sequence[subprocess.Popen[bytes]]:
-        """Starts the spares that are missing. Returns spares that have ended by themselves."""
-        ended = [(child, own) for child, own in self._waiting if child.poll() is not None]
-        for one in ended:
-            one[1].close()
-            self._waiting.remove(one)
-            self._ended += 1
-        if len(self._waiting) < self._count and self._ended < MOST_ENDED:
-            own, theirs = socket.socketpair()
-            with theirs:
-                child = started(
-                    self._command,
-                    SIGTERM,
-                    nicer=self._nicer,
-                    env=self._environment,
-                    stdin=theirs.fileno(),
-                )
-            self._waiting.append((child, own))
-        return [child for child, _ in ended]
+        """Starts missing spares of one role. Returns spares that have ended by themselves."""
+        ended = []
+        if self._held:
+            self._held = False
+            self._renice(self._nicer)
+        for role, waiting in self._waiting.items():
+            if dead := [spare.child for spare in waiting if spare.child.poll() is not None]:
+                ended += dead
+                self._ended += 1
+                self._end(role)
+        for role, parts in self._reserves.items():
+            waiting = self._waiting[role]
+            if len(waiting) < len(parts) and self._ended < MOST_ENDED:
+                apart = role and len(parts) > 1
+                own = {"JAXSERVE_COORDINATOR": f"127.0.0.1:{free_port()}"} if apart else {}
+                try:
+                    for part in parts[len(waiting) :]:
+                        waiting.append(self._start(part, own))
+                except (OSError, subprocess.SubprocessError):  # no process can be made
+                    self._end(role)
+                    raise
+                break
+        return ended
 
-    def take(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        outputs: Sequence[int],
-        core: int | None,
-        nicer: int,
-    ) -> subprocess.Popen[bytes] | None:
-        """Makes a spare the process with these arguments; None if no spare lives.
+    def _start(self, part: Part, variables: dict[str, str]) -> Spare:
+        arguments, environment = part
+        own, theirs = socket.socketpair()
+        with theirs:
+            child = started(
+                [*self._command, *(self._common if arguments else []), *arguments],
+                SIGTERM,
+                nicer=self._nicer,
+                env={**self._environment, **environment, **variables},
+                stdin=theirs.fileno(),
+            )
+        return Spare(child, own, self._common, variables, self._nicer)
 
-        Args:
-          environment: all variables of the process.
-          outputs: file descriptors of its standard output and standard error.
-          core, nicer: as for `commands.children.started`.
-        """
-        differing = environment.items() - self._environment.items()
-        part: Part = [*self._common, *arguments], dict(differing)
-        while self._waiting:
-            child, own = self._waiting.pop(0)
-            with own, contextlib.suppress(OSError):  # it has ended
-                if core is not None:
-                    os.sched_setaffinity(child.pid, {core})
-                if self._nicer:
-                    priority.renice(child.pid, os.nice(0) + nicer, nicer)
-                socket.send_fds(own, [msgspec.json.encode(part)], outputs)
-                return child
-        return None
+    def take(self, role: str, count: int) -> list[Spare]:
+        """Takes the spares of a runtime with this number of processes; fewer, or none, where they
+        are missing."""
+        waiting = self._waiting.get(role, self._waiting.get("", []))
+        if any(spare.child.poll() is not None for spare in waiting):
+            return []  # `fill` replaces them
+        taken, waiting[:] = waiting[:count], waiting[count:]
+        return taken
+
+    def _end(self, role: str) -> None:
+        for spare in self._waiting[role]:
+            spare.end()
+        for spare in self._waiting[role]:
+            spare.child.wait()
+        self._waiting[role].clear()
 
     def close(self) -> None:
         """Ends the spares, which hold nothing."""
-        for child, own in self._waiting:
-            own.close()
-            child.kill()
-            child.wait()
-        self._waiting.clear()
+        for role in self._waiting:
+            self._end(role)
 
 
-def main(module: str) -> None:
-    """Imports, waits for a part, and plays it; returns if the socket closes first."""
+def main(module: str, *given: str) -> None:
+    """Prepares, waits for a part, and plays it; returns if the socket closes first."""
     for name in PARTS:
         importlib.import_module(name)
+    if given:
+        from jaxserve.fleet.prepared import prepare
+
+        prepare(given)
+        print(f"[local] a spare is ready, pid {os.getpid()}", file=sys.stderr, flush=True)
     with socket.socket(fileno=os.dup(0)) as waiting:
         message, outputs, _, _ = socket.recv_fds(waiting, PIECE, 2)
         while piece := waiting.recv(PIECE):
@@ -135,4 +215,4 @@ def main(module: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

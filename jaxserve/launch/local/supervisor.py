@@ -1,6 +1,7 @@
 """Runs the processes of a deployment on this host, and starts those again that die, as a service
 manager does on a cluster. The processes of one runtime die and start together."""
 
+import itertools
 import math
 import os
 import resource
@@ -8,15 +9,15 @@ import secrets
 import signal
 import subprocess
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxserve.commands import priority
 from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
 from jaxserve.launch.local.members import Member
-from jaxserve.launch.local.spare import Spares
+from jaxserve.launch.local.spare import Part, Spare, Spares
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
@@ -48,7 +49,9 @@ class Rules(NamedTuple):
       grace: seconds that the first process has to end after another one that is not started again;
         infinite: it need not.
       followers: seconds that the others have to end after the first.
-      spares: whether spares become the processes that are started again, except the first.
+      spares: spares that become the processes that are started again, except the first: those of
+        the largest runtime, which have "imported" what any role needs, or those of a runtime of
+        each role, which are "warm" (`fleet/prepared.py`).
     """
 
     restarted: Collection[int] = ()
@@ -56,7 +59,7 @@ class Rules(NamedTuple):
     hopeless: Collection[int] = (2,)
     grace: float = math.inf
     followers: float = 0.0
-    spares: bool = False
+    spares: Literal["none", "imported", "warm"] = "none"
 
 
 class Supervisor:
@@ -85,9 +88,8 @@ class Supervisor:
             **os.environ,
             "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16),
         }
-        sizes = Counter(members[n].runtime for n in rules.restarted if n)
-        count = max(sizes.values(), default=0) if rules.spares else 0
-        self._spares = Spares(command, self._environment, count, may_become_less_nice())
+        reserves, niced = reserves_of(members, rules), may_become_less_nice()
+        self._spares = Spares(command, self._environment, reserves, niced)
         self._calm = 0.0  # when spares are prepared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()  # for good
@@ -143,7 +145,7 @@ class Supervisor:
             names = ", ".join(map(str, sorted(late)))
             say(f"still there: process {names}; ending what is left")
 
-    def _begin(self, number: int, again: bool = False) -> None:
+    def _begin(self, number: int, again: bool = False, spare: Spare | None = None) -> None:
         member = self._members[number]
         environment, nicer = {**self._environment, **member.environment}, 0
         if again and member.spared_by and may_become_less_nice():
@@ -151,9 +153,8 @@ class Supervisor:
             nicer = START_NICENESS
             self._starting[number] = time.monotonic() + PATIENCE_SECONDS
         log = None if self._logs is None else self._logs / f"{number}.log"
-        spares = self._spares if again and number else None
         own = member.arguments, environment, number
-        child = start(self._command, *own, self._pin, log, nicer, spares)
+        child = start(self._command, *own, self._pin, log, nicer, spare)
         self._children[number] = child
         self._calm = time.monotonic() + CALM_SECONDS
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
@@ -224,6 +225,7 @@ class Supervisor:
                 self._recent.append(now)
                 self._due[runtime] = now + self._rules.seconds
                 self._kill_at[runtime] = now + LAST_WORDS_SECONDS
+                self._spares.hold()
         return True
 
     def _said(self, number: int, code: int) -> str:
@@ -241,12 +243,30 @@ class Supervisor:
                     self._children[number].kill()
             if not left and now >= due:
                 del self._due[runtime]
+                role = self._members[own[0]].role
+                spares = self._spares.take(role, len(own)) if own[0] else []
                 try:
-                    for number in own:
-                        self._begin(number, again=True)
+                    for number, spare in itertools.zip_longest(own, spares):
+                        self._begin(number, again=True, spare=spare)
                 except (OSError, subprocess.SubprocessError) as error:  # no process can be made
+                    for spare in spares:
+                        spare.end()
                     say(f"runtime {runtime} could not be started: {error}; trying again")
                     self._due[runtime] = self._kill_at[runtime] = now + RETRY_SECONDS
+
+
+def reserves_of(members: Sequence[Member], rules: Rules) -> dict[str, list[Part]]:
+    """Returns what spares do in advance, as `Spares` takes it."""
+    runtimes: dict[int, list[Member]] = {}
+    for number in rules.restarted:
+        if number and rules.spares != "none":
+            runtimes.setdefault(members[number].runtime, []).append(members[number])
+    if rules.spares == "warm":
+        return {
+            own[0].role: [(one.arguments, dict(one.environment)) for one in own]
+            for own in runtimes.values()
+        }
+    return {"": [([], {})] * max(map(len, runtimes.values()), default=0)}
 
 
 def may_become_less_nice() -> bool:

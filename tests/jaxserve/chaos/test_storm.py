@@ -95,4 +95,5 @@ def test_processes_of_both_roles_over_pull_are_killed(tiny_model, tmp_path):
     overrides["ffn"] = {"runtime": "ffn", "ep": 2, "processes": 2}
     overrides["link"] = {"transport": "pull", "addresses": ["h:1", "h:2"]}
     options = ("--kills", "3", "--only", "attention,ffn,follower", "--clients", "4")
+    options += ("--warm-spares", "--pause", "10")
     check(*storm(tiny_model, tmp_path, overrides, *options, seconds=LONG_SECONDS))

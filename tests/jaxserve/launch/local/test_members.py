@@ -99,7 +99,7 @@ def test_standbys_of_the_ffn_worker_and_work_that_others_do(read):
     members = fleet_of(read("demo-fleet-afd"), standbys=1)
     assert [(member.role, member.spared_by) for member in members] == [
         *(("", ""), ("prefill", "domain"), ("domain", "domain"), ("domain", "domain")),
-        *(("", ""), ("", "")),
+        *(("ffn", ""), ("ffn", "")),
     ]
     *_, domain, first, second = members
     assert names([first, second]) == ["ffn worker, role ffn", "standby, role ffn"]

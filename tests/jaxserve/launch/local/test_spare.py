@@ -1,6 +1,7 @@
 """Spares of a fleet whose processes, this module, only say how they were started."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -35,6 +36,29 @@ def test_a_spare_becomes_what_was_killed_and_none_outlives_a_killed_launcher() -
         left = children()
         run.process.kill()
         assert [alive(pid, 5.0) for pid in left] == [False] * 4, run.output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_warm_spares_of_both_roles_compile_no_step_when_they_are_needed() -> None:
+    settings = ("domains=1", "prefill.workers=0", "attention.dp=2", "attention.processes=2")
+    settings += ("ffn.processes=2", "ffn.ep=2", "link.addresses=['h:1','h:2']")
+    settings += ("scheduler.token_budget=16", "scheduler.token_buckets=[16]")
+    settings += ("scheduler.max_length=256", "scheduler.page_buckets=[16]")
+    settings += ("server.http_port=0", "server.grpc_port=0")
+    command = ["-m", "jaxserve.launch.local", "--fleet", "--restart", "--warm-spares"]
+    command += ["--config", "demo-fleet-afd", *(f"--set={one}" for one in settings)]
+    with started(command, {"JAX_PLATFORMS": "cpu"}) as run:
+        run.wait_for(r"(?s)^\[0\] ready  .*(a spare is ready, pid.*){4}", 300.0)
+        warm = set(map(int, re.findall(r"a spare is ready, pid (\d+)", run.output)))
+        for victim, partner in ((4, 3), (2, 1)):  # followers, whose leaders are started anew, too
+            pid = re.findall(rf"process {victim}: .*, pid (\d+)", run.output)[0]
+            os.kill(int(pid), signal.SIGKILL)
+            run.wait_for(rf"(?s)starting it again.*^\[{partner}\] ready  .*\Z")
+        again = run.output.partition("starting it again")[2]
+        assert set(map(int, re.findall(r"process [1-4]: .*, pid (\d+)", again))) == warm
+        counts = re.findall(r"\[[1-4]\].* compile: \d+ of (\d+)", again)
+        assert set(counts) <= {"3"}, again  # expert slots, whose shapes follow from the weights
 
 
 if __name__ == "__main__":
