@@ -13,7 +13,6 @@ from jax._src import compilation_cache as private
 from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.roles import compilation
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.colocated import colocated_executables
@@ -82,14 +81,6 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     assert small.sampling.choose is not large.sampling.choose
 
 
-def test_ffn_programs_by_kind_and_size(compiled, tmp_path):
-    made = compile_steps(ffn_executables, ffn_of(tmp_path), [8, 24])
-    sizes = [MessageSize(1, 8), MessageSize(1, 24)]
-    assert sorted((spec.kind, size) for spec, size in made) == [
-        (kind, size) for kind in ("dense", "moe") for size in sizes
-    ]
-
-
 def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
     programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, layouts.COLOCATED))
     bound = compile_steps(colocated_executables, programs, BUCKETS)
@@ -120,7 +111,6 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", [None, "steps", "config", "mesh", "sizes", "deployment"])
 def test_steps_compiled_in_advance_serve_equal_sources_alone(monkeypatch, changed):
-    """They serve no step, configuration, mesh, list of sizes or deployment but their own."""
     own = {"steps": lambda *given: "new", "config": "a", "mesh": "b", "sizes": [8], "deployment": 1}
     monkeypatch.setattr(compilation, "prepared", [(tuple(own.values()), "old")])
     if changed:
@@ -132,17 +122,13 @@ def test_steps_compiled_in_advance_serve_equal_sources_alone(monkeypatch, change
     assert compile_steps(own["steps"], programs, own["sizes"]) == "new"
 
 
-def test_hot_call_returns_what_the_program_does():
+def test_hot_call_returns_what_the_program_does_or_the_program():
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
     call = hot_call(compiled)
     assert call is not compiled
     assert [int(call(np.int32(n))) for n in (1, 2)] == [2, 3]
     assert hot_call(compiled) is call
-
-
-def test_hot_call_where_jax_has_no_private_one():
-    compiled = Mock(spec=jax.stages.Compiled, _call=None)
-    compiled._executable = object()
+    compiled = Mock(spec=jax.stages.Compiled, _call=None, _executable=object())  # another JAX's
     assert hot_call(compiled) is compiled
 
 
@@ -164,22 +150,17 @@ def options():
 
 @pytest.mark.usefixtures("options")
 class TestPlace:
-    def test_is_private_to_the_user(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    @pytest.mark.parametrize("place", ["", ".cache"])
+    def test_is_private_to_the_user(self, tmp_path, monkeypatch, place):
+        """An empty variable does not mean the working directory."""
+        monkeypatch.setenv("XDG_CACHE_HOME", place and str(tmp_path / place))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
         use_compilation_cache()
-        folder = tmp_path / "jaxserve" / f"xla-{jax.__version__}"
+        folder = tmp_path / ".cache/jaxserve" / f"xla-{jax.__version__}"
         assert jax.config.jax_compilation_cache_dir == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
-
-    def test_an_empty_variable_is_not_the_working_directory(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", "")
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        monkeypatch.chdir(tmp_path)
-        use_compilation_cache()
-        folder = tmp_path / "home/.cache/jaxserve" / f"xla-{jax.__version__}"
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-        assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
     @pytest.mark.parametrize("seconds", [None, "7.0"])
     def test_or_where_jax_was_told(self, tmp_path, monkeypatch, seconds):

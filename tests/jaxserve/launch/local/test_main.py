@@ -33,14 +33,6 @@ def test_refused_follower_ends_everything() -> None:
         ), run.output
 
 
-def test_stuck_follower_is_ended_with_the_rest() -> None:
-    with launched(followers_end_in=0.5) as run:
-        run.wait_for(r"^\[0\] boundary 49 ")
-        os.kill(run.pid(1), signal.SIGSTOP)
-        assert run.end() == 1, run.output
-        assert "[0] CRITICAL failed: process 1" in run.output
-
-
 @pytest.mark.nightly
 def test_leader_that_does_not_end_is_ended_after_the_grace() -> None:
     with launched("--grace", "1") as run:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from jaxserve.launch.local import supervisor
-from jaxserve.launch.local.children import describe
 from jaxserve.launch.local.members import Member
 from jaxserve.launch.local.supervisor import Rules, Supervisor
 from tests import golden
@@ -86,8 +85,3 @@ def test_who_may_become_less_nice():
     code = "import os; os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, os.nice(0) - 1)"
     tried = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert found == (tried.returncode == 0)
-
-
-def test_how_a_process_ended():
-    told = [describe(code) for code in (0, 2, -9)]
-    assert told == ["exit code 0", "exit code 2", "signal SIGKILL"]
