@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,16 +180,11 @@ def ring[D](devices: Sequence[D]) -> list[D]:
         path = [
             before | {axis: place}
             for turn, before in enumerate(path)
-            for place in (sides[axis] if turn % 2 == 0 else sides[axis][::-1])
+            for place in sides[axis][:: -1 if turn % 2 else 1]
         ]
     plane = _cycle(len(path), long[last])
-    return [
-        device
-        for row, column in plane
-        for device in chips[
-            tuple(value for _, value in sorted((path[row] | {last: sides[last][column]}).items()))
-        ]
-    ]
+    order = (path[row] | {last: sides[last][column]} for row, column in plane)
+    return [device for at in order for device in chips[tuple(at[axis] for axis in sorted(at))]]
 
 
 def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -201,11 +196,8 @@ def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
         first, back = 0, []
     else:
         first, back = 1, [(row, 0) for row in reversed(range(1, rows))]
-    there = [
-        (row, column)
-        for row in range(rows)
-        for column in (range(first, columns) if row % 2 == 0 else range(columns - 1, first - 1, -1))
-    ]
+    across = range(first, columns)
+    there = [(row, column) for row in range(rows) for column in across[:: -1 if row % 2 else 1]]
     return [(0, 0), *there, *back] if first else there
 
 
@@ -221,17 +213,6 @@ def _domain_devices[D](devices: Sequence[D], domains: int) -> list[list[D]]:
         for domain, part in enumerate(parts):
             part += own[domain * share : (domain + 1) * share]
     return parts
-
-
-class RoleMeshes(Protocol):
-    """The meshes and rules that templates read."""
-
-    @property
-    def attention(self) -> AnyMesh: ...
-    @property
-    def ffn(self) -> AnyMesh: ...
-    @property
-    def ffn_rules(self) -> Rules: ...
 
 
 class AbstractSubmeshes:
@@ -250,6 +231,18 @@ class AbstractSubmeshes:
             sizes = outer | dict(zip(FFN_AXES, (f.ep // f.instances, f.tp), strict=True))
             self.ffn = AbstractMesh(tuple(sizes.values()), tuple(sizes))
             self.ffn_rules = ffn_rules(self.ffn)
+
+
+class GivenMeshes(NamedTuple):
+    """Meshes that were made elsewhere; see `Submeshes`."""
+
+    attention: AnyMesh
+    ffn: Mesh
+    ffn_rules: Rules
+
+
+RoleMeshes = Submeshes | AbstractSubmeshes | GivenMeshes
+"""The meshes and rules that templates read."""
 
 
 def mesh_rows[D](devices: Sequence[D], rows: int, columns: int, role: str) -> list[list[D]]:
@@ -277,9 +270,7 @@ def partition_spec(dimensions: Sequence[str | None], rules: Rules) -> PartitionS
       ValueError: two dimensions of one array would use the same mesh axis.
     """
     entries = [rules.get(name) if name else None for name in dimensions]
-    used = [
-        axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    ]
+    used = [axis for entry in entries for axis in _names(entry)]
     if len(used) != len(set(used)):
         raise ValueError(f"dimensions {tuple(dimensions)} use a mesh axis twice: {used}")
     return PartitionSpec(*entries)
@@ -308,17 +299,18 @@ def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShard
 
 
 @functools.lru_cache(maxsize=64)
-def _zeros_maker(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding
-) -> jax.stages.Wrapped:
+def _zeros_maker(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Any:
     """Compiles a function that makes zeros; cached, so that layers share it."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def axis_product(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     """Number of shards that `axes` cut a dimension into."""
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+    return int(np.prod([mesh.shape[name] for name in _names(axes)], dtype=int))
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def shards(mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, int]:

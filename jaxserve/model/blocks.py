@@ -49,10 +49,10 @@ class AttentionBlock(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.dispatch = config, dispatch
-        self.input_norm = scale(formats.norms, d_model=config.d_model)
+        self.input_norm = scale(rngs, formats.norms, d_model=config.d_model)
         self.attention = attention_module(config, kind, formats, rngs)
         self.spec = config.attentions().index(kind.attention)
-        self.post_norm = scale(formats.norms, d_model=config.d_model)
+        self.post_norm = scale(rngs, formats.norms, d_model=config.d_model)
         rule = kind.ffn.router
         self.router = ExpertRouter(config.d_model, rule, formats.dtype, rngs) if rule else None
         mixers = [StreamMixer(config, rngs) if config.streams else None for _ in range(2)]
@@ -110,7 +110,7 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         vocab = -(-config.vocab // tensor_ranks) * tensor_ranks
-        self.norm = scale(formats.norms, d_model=config.d_model)
+        self.norm = scale(rngs, formats.norms, d_model=config.d_model)
         formats = dataclasses.replace(formats, weights="plain")
         self.weight = matrix(rngs, formats, vocab=vocab, d_model=config.d_model)
         self.streams = StreamMixer(config, rngs, 1) if config.streams else None
@@ -148,8 +148,8 @@ class Prediction(nnx.Module):
     def __init__(self, config: ModelConfig, tensor_ranks: int, formats: Formats, rngs: nnx.Rngs):
         self.config = config
         d_model = config.d_model
-        self.token_norm = scale(formats.norms, d_model=d_model)
-        self.hidden_norm = scale(formats.norms, d_model=d_model)
+        self.token_norm = scale(rngs, formats.norms, d_model=d_model)
+        self.hidden_norm = scale(rngs, formats.norms, d_model=d_model)
         # Of streams, the token's matrix and the hidden state's.
         sizes = {"inputs": 2, "embedding": d_model} if config.streams else {"embedding": d_model}
         joined = d_model if config.streams else 2 * d_model
@@ -158,7 +158,7 @@ class Prediction(nnx.Module):
         self.head = Head(config, tensor_ranks, formats, rngs) if own else None
         if self.head and config.streams:
             del self.head.weight
-        self.norm = None if own else scale(formats.norms, d_model=d_model)
+        self.norm = None if own else scale(rngs, formats.norms, d_model=d_model)
 
     def enter(
         self, hidden: Float[Array, "tokens width"], embedded: Float[Array, "tokens residual"]

@@ -6,6 +6,7 @@ puts them in their places inside `shard_map`, where every module sees its device
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
@@ -94,7 +95,7 @@ class Weight(nnx.Param[Any]):
         """Returns the matrix or stack in the layout of `InputMajor`; no tile spans two devices."""
         *outer, d_out, d_in = self.dimensions
         width = width_of(self.shape[-2] // shards.get(d_out or "", 1))
-        tiles = in_tiles(self.get_raw_value(), width)
+        tiles = _made_of(self.get_raw_value(), in_tiles, width)
         return Weight(tiles, (*outer, d_out, d_in, None), input_major=True)
 
 
@@ -117,13 +118,13 @@ class QuantWeight(nnx.Module):
         *,
         zero_points: bool = False,
     ):
-        quantised = quantize_weight(value, weights, block)
+        quantised = _made_of(value, quantize_weight, weights, block)
         *outer, d_out, d_in = dimensions
         self.block = block
         self.values = Weight(quantised.values, dimensions=dimensions)
         of_blocks = (*outer, d_out, d_in if block[1] else None)
         self.scales = Weight(quantised.scales, dimensions=of_blocks)
-        points = jnp.zeros(quantised.scales.shape, jnp.int8)
+        points = _made_of(quantised.scales, jnp.zeros_like, jnp.int8)
         self.zeros = Weight(points, dimensions=of_blocks) if zero_points else None
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
@@ -132,15 +133,43 @@ class QuantWeight(nnx.Module):
         return QuantArray(self.values[...], self.scales[...], self.block, zeros)
 
 
+def _made_of(value: Any, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function makes of a matrix or of each one of a stack; of a shape, shapes."""
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return make(value, *arguments)
+    matrix = jax.ShapeDtypeStruct(value.shape[-2:], value.dtype)
+    stack, one = value.shape[:-2], _shapes(make, matrix, *arguments)
+    return jax.tree.map(lambda part: jax.ShapeDtypeStruct((*stack, *part.shape), part.dtype), one)
+
+
+@functools.lru_cache(4096)
+def _shapes(make: Callable[..., Any], matrix: jax.ShapeDtypeStruct, *arguments: Any) -> Any:
+    return jax.eval_shape(lambda value: make(value, *arguments), matrix)
+
+
+def _filled(rngs: nnx.Rngs, dtype: jnp.dtype, sizes: dict[str, int], fill: Any) -> Weight:
+    """Makes a weight, without values if `rngs` has no streams (`Template`).
+
+    Args:
+      fill: makes an array of a shape and a dtype.
+    """
+    shape = tuple(sizes.values())
+    value = fill(shape, dtype) if len(rngs) else jax.ShapeDtypeStruct(shape, dtype)
+    return Weight(value, dimensions=_names(sizes))
+
+
 def weight(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """Makes a weight with normally distributed values of standard deviation 1/√(last axis). The
     keywords name the axes, in order.
 
     A trailing underscore in a name keeps two equal dimensions apart (`d_model`, `d_model_`).
     """
-    shape = tuple(dimensions.values())
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
-    return Weight(value.astype(dtype), dimensions=_names(dimensions))
+
+    def normal(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
+        return value.astype(dtype)
+
+    return _filled(rngs, dtype, dimensions, normal)
 
 
 def matrix(rngs: nnx.Rngs, formats: Formats, **dimensions: int) -> Weight | QuantWeight:
@@ -193,14 +222,14 @@ def _block(size: int, shards: int, most: int = BLOCK) -> int:
     return most if shards == 1 else math.gcd(most, size // shards)
 
 
-def zeros(dtype: jnp.dtype, **dimensions: int) -> Weight:
+def zeros(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """Makes a bias, zero everywhere."""
-    return Weight(jnp.zeros(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
+    return _filled(rngs, dtype, dimensions, jnp.zeros)
 
 
-def scale(dtype: jnp.dtype, **dimensions: int) -> Weight:
+def scale(rngs: nnx.Rngs, dtype: jnp.dtype, **dimensions: int) -> Weight:
     """Makes a norm's weight, one everywhere."""
-    return Weight(jnp.ones(tuple(dimensions.values()), dtype), dimensions=_names(dimensions))
+    return _filled(rngs, dtype, dimensions, jnp.ones)
 
 
 def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
@@ -279,7 +308,8 @@ class Template:
     ):
         self.build = build
         self.entries, self.parts = entries or {}, parts or {}
-        self._structure, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        # Tracing the initialisation says the same, and takes twenty times as long.
+        self._structure, state = nnx.split(build(nnx.Rngs()))
         self._tree = jax.tree.structure(state)
         self.leaves = tuple(
             TemplateLeaf(".".join(map(str, path)), weight)

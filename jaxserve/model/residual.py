@@ -59,8 +59,8 @@ class StreamMixer(nnx.Module):
         fp32, count = jnp.dtype(jnp.float32), self.own.count
         rows = count if parts == 1 else count * (2 + count)
         self.map = weight(rngs, fp32, mixed=rows, streams=count * config.d_model)
-        self.base = zeros(fp32, mixed=rows)
-        self.gain = scale(fp32, gains=parts)
+        self.base = zeros(rngs, fp32, mixed=rows)
+        self.gain = scale(rngs, fp32, gains=parts)
 
     def join(self, x: Float[Array, "tokens residual"]) -> Float[Array, "tokens d_model"]:
         """Joins the streams to one row."""

@@ -6,7 +6,7 @@ and by `jaxserve preflight`.
 
 import argparse
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from jaxserve.fleet.role_runtime import role_mesh
 from jaxserve.mesh import (
     FFN_AXES,
     AbstractSubmeshes,
-    AnyMesh,
-    Rules,
+    GivenMeshes,
     Submeshes,
     expert_axes,
     ffn_rules,
@@ -50,14 +49,6 @@ CALLS = 10
 
 _Pieces = list[tuple[tuple[int, int], np.ndarray]]
 """Answers of this process's devices, by device and slot."""
-
-
-class _Meshes(NamedTuple):
-    """The part of `Submeshes` that templates use."""
-
-    attention: AnyMesh
-    ffn: Mesh
-    ffn_rules: Rules
 
 
 def exchange(deployment: Deployment, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -112,24 +103,24 @@ def narrow(
     return msgspec.structs.replace(config, decoder=tuple(map(narrowed, config.decoder))), names
 
 
-def meshes_of(deployment: Deployment) -> _Meshes:
+def meshes_of(deployment: Deployment) -> GivenMeshes:
     """The meshes of the deployment's devices; colocated, one for both roles."""
     if not deployment.topology.has("ffn"):
         mesh = Submeshes(deployment).attention
         ffn = Mesh(mesh.devices, FFN_AXES)
-        return _Meshes(mesh, ffn, ffn_rules(ffn))
+        return GivenMeshes(mesh, ffn, ffn_rules(ffn))
     if deployment.topology.crosses_runtimes:
         ffn = role_mesh(deployment, "ffn")
-        return _Meshes(AbstractSubmeshes(deployment).attention, ffn, ffn_rules(ffn))
+        return GivenMeshes(AbstractSubmeshes(deployment).attention, ffn, ffn_rules(ffn))
     both = Submeshes(deployment)
-    return _Meshes(both.attention, both.ffn, both.ffn_rules)
+    return GivenMeshes(both.attention, both.ffn, both.ffn_rules)
 
 
 def _answers(
     deployment: Deployment,
     config: ModelConfig,
     names: CheckpointNames,
-    meshes: _Meshes,
+    meshes: GivenMeshes,
     kind: ExchangeKind,
 ) -> tuple[list[_Pieces], float]:
     """The answers to both messages, and seconds of a call."""

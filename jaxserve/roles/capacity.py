@@ -128,14 +128,9 @@ def check_capacity(
 def _refusal(
     config: ModelConfig, deployment: Deployment, part: RoleBytes, available: int, sizes: Sizes
 ) -> str:
-    parts = [f"weights {gb_text(part.weights)}"]
-    if part.role == "attention":
-        parts.append(f"KV pages {gb_text(part.cache)}")
-    if part.rings:
-        parts.append(f"rings {gb_text(part.rings)}")
-    parts.append(f"activations {gb_text(part.activations)}")
-    if part.moving:
-        parts.append(f"room for moving experts {gb_text(part.moving)}")
+    names = ("weights", "KV pages", "rings", "activations", "room for moving experts")
+    counted = part.weights, part.cache, part.rings, part.activations, part.moving
+    parts = [f"{name} {gb_text(size)}" for name, size in zip(names, counted, strict=True) if size]
     key = f"{part.role}.memory_gb"
     said = key if available == round(getattr(deployment, part.role).memory_gb * GB) else "reported"
     advice = "; ".join(_what_fits(config, deployment, part, available, sizes))

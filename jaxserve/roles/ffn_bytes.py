@@ -51,10 +51,10 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
 def _moving(experts: ExpertLeaves, ranks: int) -> int:
     """Returns the bytes of room for one expert on its way to a device; 0 without ranks that could
     exchange experts. Experts that are read take a second room."""
-    if ranks == 1:
-        return 0
     return sum(
-        shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, sharding) for leaf, sharding in experts
+        shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, sharding)
+        for leaf, sharding in experts
+        if ranks > 1
     )
 
 

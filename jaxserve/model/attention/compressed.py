@@ -66,8 +66,8 @@ class Compressor(nnx.Module):
         self.columns = (2 if sizes.indexer else 1) * width
         d_model, fp32 = config.d_model, jnp.dtype(jnp.float32)
         self.map = weight(rngs, formats.dtype, compressed=2 * self.columns, d_model=d_model)
-        self.bias = zeros(fp32, every=sizes.every, compressed=self.columns)
-        self.norm = scale(formats.norms, compressed=width)
+        self.bias = zeros(rngs, fp32, every=sizes.every, compressed=self.columns)
+        self.norm = scale(rngs, formats.norms, compressed=width)
 
     def mapped(
         self, x: Float[Array, "tokens d_model"], position: Int[Array, " tokens"]
@@ -159,11 +159,11 @@ class CompressedAttention(nnx.Module):
         self.epsilon, d_model, width = config.norm_epsilon, config.d_model, sizes.head_dim
         heads, groups = sizes.q_heads * width, sizes.out_groups
         self.query_down = matrix(rngs, formats, latent=sizes.q_latent, d_model=d_model)
-        self.query_norm = scale(formats.norms, latent=sizes.q_latent)
+        self.query_norm = scale(rngs, formats.norms, latent=sizes.q_latent)
         self.query_up = matrix(rngs, formats, q_heads=heads, latent=sizes.q_latent)
         self.row = matrix(rngs, formats, row=width, d_model=d_model)
-        self.row_norm = scale(formats.norms, row=width)
-        self.sinks = zeros(jnp.dtype(jnp.float32), q_heads=sizes.q_heads)
+        self.row_norm = scale(rngs, formats.norms, row=width)
+        self.sinks = zeros(rngs, jnp.dtype(jnp.float32), q_heads=sizes.q_heads)
         inside = {"out_latent": sizes.out_latent, "head_columns": heads // groups}
         self.out_down = weight(rngs, formats.dtype, q_heads=groups, **inside)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=groups * sizes.out_latent)

@@ -73,9 +73,9 @@ class GatedDeltaNet(nnx.Module):
         self.query_taps = weight(rngs, dtype, q_heads=keys, taps=taps)
         self.key_taps = weight(rngs, dtype, q_heads=keys, taps=taps)
         self.value_taps = weight(rngs, dtype, q_heads=values, taps=taps)
-        self.decay = zeros(fp32, q_heads=sizes.q_heads)
-        self.step_bias = zeros(fp32, q_heads=sizes.q_heads)
-        self.norm = scale(dtype, head_dim=sizes.value_dim)
+        self.decay = zeros(rngs, fp32, q_heads=sizes.q_heads)
+        self.step_bias = zeros(rngs, fp32, q_heads=sizes.q_heads)
+        self.norm = scale(rngs, dtype, head_dim=sizes.value_dim)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=values)
 
     @staticmethod

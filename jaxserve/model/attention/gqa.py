@@ -56,16 +56,16 @@ class GroupedQueryAttention(nnx.Module):
         one = {"head_dim": sizes.head_dim}
         query, key = (heads, kv) if sizes.qk_norm == "columns" else (one, one)
         normed = sizes.qk_norm != "none"
-        self.query_norm = scale(formats.norms, **query) if normed else None
-        self.key_norm = scale(formats.norms, **key) if normed else None
-        self.query_bias = zeros(dtype, **heads) if sizes.qkv_bias else None
-        self.key_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
-        self.value_bias = zeros(dtype, **kv) if sizes.qkv_bias else None
-        self.out_bias = zeros(dtype, d_model=d_model) if sizes.out_bias else None
+        self.query_norm = scale(rngs, formats.norms, **query) if normed else None
+        self.key_norm = scale(rngs, formats.norms, **key) if normed else None
+        self.query_bias = zeros(rngs, dtype, **heads) if sizes.qkv_bias else None
+        self.key_bias = zeros(rngs, dtype, **kv) if sizes.qkv_bias else None
+        self.value_bias = zeros(rngs, dtype, **kv) if sizes.qkv_bias else None
+        self.out_bias = zeros(rngs, dtype, d_model=d_model) if sizes.out_bias else None
         gated = sizes.gate == "heads"
         self.gate = weight(rngs, dtype, q_heads=sizes.q_heads, d_model=d_model) if gated else None
         fp32 = jnp.dtype(jnp.float32)
-        self.sinks = zeros(fp32, q_heads=sizes.q_heads) if sizes.sinks else None
+        self.sinks = zeros(rngs, fp32, q_heads=sizes.q_heads) if sizes.sinks else None
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch

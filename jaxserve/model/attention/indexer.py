@@ -42,8 +42,8 @@ class TokenIndexer(nnx.Module):
         heads, width = self.sizes.heads, self.sizes.head_dim
         self.query = matrix(rngs, formats, index_heads=heads * width, latent=sizes.q_latent)
         self.key = matrix(rngs, formats, index_key=width, d_model=config.d_model)
-        self.key_norm = scale(formats.norms, index_key=width)
-        self.key_bias = zeros(formats.norms, index_key=width)
+        self.key_norm = scale(rngs, formats.norms, index_key=width)
+        self.key_bias = zeros(rngs, formats.norms, index_key=width)
         self.weights = weight(rngs, formats.dtype, index_heads=heads, d_model=config.d_model)
 
     def write(

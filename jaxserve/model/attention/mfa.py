@@ -38,7 +38,7 @@ class FactorizedAttention(nnx.Module):
         self.down = side_by_side(
             rngs, formats, parts, latent_and_kv=sum(parts), d_model=config.d_model
         )
-        self.inter_norm = scale(formats.norms, latent=sizes.latent)
+        self.inter_norm = scale(rngs, formats.norms, latent=sizes.latent)
         self.up = matrix(rngs, formats, q_heads=heads, latent=sizes.latent)
         self.out = matrix(rngs, formats, d_model=config.d_model, q_heads=heads)
 

@@ -89,17 +89,17 @@ class LatentAttention(nnx.Module):
         low = sizes.q_latent
         parts = (low, latent + sizes.rope_dim) if low else (latent + sizes.rope_dim,)
         self.down = side_by_side(rngs, formats, parts, latents=sum(parts), d_model=d_model)
-        self.down_bias = zeros(dtype, latents=sum(parts)) if biased else None
-        self.query_norm = scale(formats.norms, latent=low) if low else None
+        self.down_bias = zeros(rngs, dtype, latents=sum(parts)) if biased else None
+        self.query_norm = scale(rngs, formats.norms, latent=low) if low else None
         self.query_up = matrix(
             rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
         )
-        self.latent_norm = scale(formats.norms, latent=latent)
+        self.latent_norm = scale(rngs, formats.norms, latent=latent)
         # Not quantised: they are small for each head, and absorption needs full precision.
         self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
-        self.out_bias = zeros(dtype, d_model=d_model) if biased else None
+        self.out_bias = zeros(rngs, dtype, d_model=d_model) if biased else None
         self.indexer = TokenIndexer(config, sizes, formats, rngs) if sizes.indexer else None
 
     @staticmethod

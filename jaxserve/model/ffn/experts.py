@@ -68,8 +68,8 @@ class RoutedExperts(nnx.Module):
         self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
         self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)
         biased, dtype = spec.expert_bias, formats.dtype
-        self.bias = zeros(dtype, slots=slots, expert_d_ff=2 * d_ff) if biased else None
-        self.down_bias = zeros(dtype, slots=slots, d_model=d_model) if biased else None
+        self.bias = zeros(rngs, dtype, slots=slots, expert_d_ff=2 * d_ff) if biased else None
+        self.down_bias = zeros(rngs, dtype, slots=slots, d_model=d_model) if biased else None
 
     def choices(
         self,

@@ -34,11 +34,11 @@ class ExpertRouter(nnx.Module):
         self.rule = rule
         self.gate = weight(rngs, dtype, router_experts=rule.experts, d_model=d_model)
         fp32 = jnp.dtype(jnp.float32)
-        self.bias = zeros(fp32, router_experts=rule.experts) if rule.bias else None
+        self.bias = zeros(rngs, fp32, router_experts=rule.experts) if rule.bias else None
         biased = rule.logit_bias
-        self.logit_bias = zeros(fp32, router_experts=rule.experts) if biased else None
+        self.logit_bias = zeros(rngs, fp32, router_experts=rule.experts) if biased else None
         ids, rows = jnp.dtype(jnp.int32), rule.token_table
-        self.table = zeros(ids, token_ids=rows, chosen=rule.top_k) if rows else None
+        self.table = zeros(rngs, ids, token_ids=rows, chosen=rule.top_k) if rows else None
 
     def __call__(
         self,

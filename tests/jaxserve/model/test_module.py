@@ -22,7 +22,7 @@ from tests import golden
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.norm = scale(jnp.dtype(jnp.float32), d_model=4)
+        self.norm = scale(rngs, jnp.dtype(jnp.float32), d_model=4)
         self.square = weight(rngs, jnp.dtype(jnp.bfloat16), d_model=4, d_model_=4)
         self.experts = weight(rngs, jnp.dtype(jnp.float32), experts=6, d_model=4, d_ff=8)
 
@@ -134,7 +134,7 @@ class Quantised(nnx.Module):
         formats = Formats(FLOAT32, weights, {"q_heads": 2})
         self.up = matrix(rngs, formats, q_heads=64, d_model=128)
         self.down = matrix(rngs, formats, d_model=128, q_heads=64)
-        self.bias = zeros(FLOAT32, q_heads=64)
+        self.bias = zeros(rngs, FLOAT32, q_heads=64)
 
 
 class TestQuantisedTemplate:

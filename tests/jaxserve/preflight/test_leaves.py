@@ -15,7 +15,7 @@ class Block(nnx.Module):
     def __init__(self, rngs, weights):
         formats = Formats(jnp.dtype(jnp.float32), weights)
         self.map = linear_map(rngs, formats, d_ff=64, d_model=256)
-        self.norm = scale(jnp.dtype(jnp.float32), d_model=256)
+        self.norm = scale(rngs, jnp.dtype(jnp.float32), d_model=256)
 
 
 @pytest.mark.parametrize("weights", ["plain", "int8", "fp8"])
