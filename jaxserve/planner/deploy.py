@@ -43,8 +43,6 @@ TRIED = 3
 SIMULATED = 16
 """Kinds of prefill workers that are simulated at most. A kind that costs more than the best one
 takes two simulations."""
-KEPT = 0.25
-"""Least part of a prefill worker's memory that is left for pages."""
 MOST_BUSY = 0.85
 """Share of the time, and of the slots, that are planned to be taken at most: nearer to 1 a percent
 more requests multiplies their waits."""
@@ -270,20 +268,14 @@ class Sizer:
             if asked.prefill_devices not in (0, layout.devices) or layout.shared_ranks:
                 continue
             hardware = hosts[layout.attention]
-            weights, _ = memory.kept(layout, 0)
-            free = hardware.memory * (1 - calculator.assumed.reserve) - weights
-            if free < hardware.memory * KEPT:
-                continue
-            page = calculator.sequence_bytes(layout.tp) / self.context * asked.page
             for chunk in CHUNKS:
-                (held,) = memory.held(layout, 1, chunk)
-                longest = held._replace(cache=held.cache * asked.longest / self.context)
-                if not longest.fits(hardware, calculator.assumed.reserve):
+                pages = memory.pages(layout, chunk, asked.longest)
+                if pages < 1:
                     continue
-                chunks, pages = self._chunks(layout, (hardware,) * 2, chunk), 0.9 * free / page
+                chunks = self._chunks(layout, (hardware,) * 2, chunk)
                 capacity = layout.dp / chunks.busy(requests)
                 alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
-                yield PrefillWorker(layout, chunk, hardware, int(pages), capacity, alone)
+                yield PrefillWorker(layout, chunk, hardware, pages, capacity, alone)
 
     def _least_workers(self, worker: PrefillWorker) -> int:
         return _ceil(self.demand.rate / (MOST_BUSY * worker.capacity))

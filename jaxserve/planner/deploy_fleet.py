@@ -6,7 +6,7 @@ a prompt of its own, and all groups step together, because the experts are divid
 decode unit decodes by itself: an attention and an ffn role together, or a colocated worker.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,8 +14,8 @@ import numpy as np
 from jaxserve.observe.spans import STAGES
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
+from jaxserve.planner.layout_keys import Tree, unit_keys
 from jaxserve.planner.layouts import Layout, Target
-from jaxserve.planner.memory import token_budget
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Found, Pace, Plan
 from jaxserve.planner.simulate import FleetResult
@@ -25,8 +25,6 @@ QUANTILES, POINTS = 5, 3
 """Prompts, and chunks of each, whose seconds stand for all prompts."""
 HELD_SLOTS = 16
 """Concurrent prompts of a DP group of a prefill worker."""
-
-Tree = dict[str, Any]
 
 Part = Literal["prefill", "decode", "whole"]
 """Part of a fleet: prefill with decode units that keep their pace; decode with computed prompts; or
@@ -161,36 +159,6 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, tokens: float) -> float:
         """Time that the bytes of these tokens keep both ends busy."""
         return tokens * self.token_bytes / self.bytes_per_second
-
-
-def unit_keys(
-    layout: Layout, slots: int, longest: int, page: int, pages: int, domains: int = 1
-) -> Tree:
-    """Configuration keys, dotted, of a decode unit's meshes, cache and scheduler; None: not set.
-
-    Args:
-      slots: sequences of a DP group and lane.
-      longest: most tokens of a sequence.
-      page: tokens of a page.
-      pages: pages of a DP group.
-      domains: runtimes that the DP groups are divided over.
-    """
-    colocated, budget = layout.topology.has("colocated"), token_budget(slots, layout.drafts)
-    return {
-        "mode": "colocated" if colocated else "afd",
-        "lanes": layout.lanes,
-        "domains": domains if domains > 1 else None,
-        "attention.dp": layout.dp // domains,
-        "attention.tp": layout.tp,
-        "ffn.ep": None if colocated else layout.ep,
-        "ffn.tp": None if colocated else layout.ffn_tp,
-        "cache.page_size": page,
-        "cache.pages": pages,
-        "scheduler.slots": slots,
-        "scheduler.max_length": longest,
-        "scheduler.token_budget": budget,
-        "scheduler.token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
-    }
 
 
 class Fleet(NamedTuple):

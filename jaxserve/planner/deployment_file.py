@@ -10,30 +10,26 @@ import contextlib
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import yaml
 
-from jaxserve.config.auto import page_tokens
 from jaxserve.config.deployment import Deployment as Config
-from jaxserve.config.load import deployment_of, known_keys, load_deployment, set_key
+from jaxserve.config.load import deployment_of, known_keys, load_deployment
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
 from jaxserve.planner.demand import Requests
-from jaxserve.planner.deploy_fleet import Asked, Deployment, Tree, unit_keys
+from jaxserve.planner.deploy_fleet import Asked, Deployment
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.memory import usable
+from jaxserve.planner.layout_keys import Tree, layout_keys, sections, usable
 from jaxserve.planner.models import model_config, model_folder
-from jaxserve.planner.search import Plan, Searcher
+from jaxserve.planner.search import Plan
 from jaxserve.planner.stages import Calculator
 
-REBALANCE_SECONDS = 600
-"""Interval of plans with slots for replicas, whose predicted balance needs a placement by counts:
-ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
 PORT = 9100
 """Where workers listen."""
 PRECISION = 0.02
@@ -58,8 +54,7 @@ class PlanFile(NamedTuple):
     calculator: Calculator
 
     def write(self, text: str) -> None:
-        """Writes a deployment, unless `serve` would refuse it: a search sums up weights by formula,
-        `serve` by the model's own templates (`roles/capacity.py`).
+        """Writes a deployment, unless `serve` would refuse it.
 
         Raises:
           ConfigError: the deployment does not fit on its devices, or takes more of the link between
@@ -114,21 +109,6 @@ def plan_file(
     return PlanFile(options.write, folder.resolve(), config, hardware, calculator)
 
 
-def write_plan(file: PlanFile, plan: Plan, searcher: Searcher) -> None:
-    """Writes a plan, or its layout with the largest batch that `serve` would take: the search knows
-    neither the templates' padding nor the pages that the longest sequence takes.
-
-    Raises:
-      ConfigError: `serve` would refuse even one sequence a DP group and lane.
-    """
-
-    def write(batch: int) -> None:
-        made = plan if batch == plan.batch else searcher.evaluate(plan.layout, batch)
-        file.write(deployment_text(file, made))
-
-    largest_written(file, write, plan.batch)
-
-
 def deployment_text(file: PlanFile, plan: Plan) -> str:
     """The deployment of a plan as YAML, with what is predicted as comments."""
     return _yaml(_keys(file, plan), _comments(file, plan))
@@ -141,60 +121,25 @@ def _yaml(keys: Tree, comments: Sequence[str]) -> str:
     def place(key: str) -> int:
         return next(n for n, known in enumerate(declared) if f"{key}.".startswith(f"{known}."))
 
-    head, tree = "".join(f"# {line}\n" for line in comments), Tree()
-    for key in sorted(keys, key=place):
-        if keys[key] is not None:
-            set_key(tree, key, keys[key])
+    head = "".join(f"# {line}\n" for line in comments)
+    tree = sections({key: keys[key] for key in sorted(keys, key=place)})
     return head + yaml.safe_dump(tree, sort_keys=False, width=100, default_flow_style=None)
 
 
 def _keys(file: PlanFile, plan: Plan) -> Tree:
     """Configuration keys of a plan's deployment, dotted; None: not set."""
-    layout, calculator = plan.layout, file.calculator
-    formats, assumed = calculator.formats, calculator.assumed
-    a, f = file.hardware[layout.attention], file.hardware[layout.ffn]
-    colocated, apart = layout.topology.has("colocated"), layout.topology.crosses_runtimes
-    # Over `pull` a domain is one process of one host; the ffn worker has one on each host.
-    domains = max(1, layout.attention_devices // a.devices_per_host) if apart else 1
-    processes = -(-layout.ffn_devices // f.devices_per_host) if apart else 1
-    page = page_tokens(a.platform, formats.cache)
-    longest = min(file.config.max_positions, 2 * calculator.context)
-    sequences = layout.lanes * plan.batch
-    pages = max(-(-longest // page), sequences * -(-calculator.context // page))
-    unit = unit_keys(layout, plan.batch, longest, page, pages, domains)
-    kept = file.config.stored == "fp8_block" and formats.weights == "fp8"
-    weights = "auto" if kept else formats.weights
-    group = max(calculator.model.ffn, key=lambda each: each.experts)
-    exchange = calculator.exchange_kind(group, layout.ffn_mesh, f)
+    layout = plan.layout
+    on = file.hardware[layout.attention], file.hardware[layout.ffn]
+    keys = layout_keys(file.calculator, layout, on, plan.batch)
     near = os.path.relpath(file.model, file.path.resolve().parent)
-
-    def of_role(role: str, name: str, hardware: Hardware) -> Tree:
-        return {
-            f"{role}.weights": weights,
-            f"{role}.memory_gb": round(usable(hardware, assumed.reserve) / 1e9, 1),
-            f"{role}.hardware": name if hardware_file(name) else None,
-            f"{role}.runtime": role if apart else None,
-        }
-
-    return {
-        "model": str(file.model) if near.startswith("../..") else near,
-        "dtype": "float32" if a.platform == "cpu" else "bfloat16",
-        **unit,
-        **of_role("attention", layout.attention, a),
-        **({"ffn.weights": weights} if colocated else of_role("ffn", layout.ffn, f)),
-        "ffn.processes": processes if processes > 1 else None,
-        "ffn.redundant_slots": layout.redundant_slots or None,
-        "ffn.shared": f"ranks:{layout.shared_ranks}" if layout.shared_ranks else None,
-        "ffn.exchange": exchange if assumed.alltoall and exchange == "alltoall" else None,
-        "link.dispatch": formats.dispatch,
-        "link.combine": None if formats.combine == "auto" else formats.combine,
-        "link.transport": "pull" if apart else None,
-        "link.addresses": [f"ffn-{n}:{PORT}" for n in range(processes)] if apart else None,
-        "cache.format": formats.cache,
-        "experts.rebalance_seconds": REBALANCE_SECONDS if layout.redundant_slots else None,
-        "speculative.method": "mtp" if layout.drafts else None,
-        "speculative.drafts": layout.drafts or None,
-    }
+    keys["model"] = str(file.model) if near.startswith("../..") else near
+    for role in layout.topology.roles:
+        name = getattr(layout, role)
+        keys[f"{role}.hardware"] = name if hardware_file(name) else None
+    if layout.topology.crosses_runtimes:
+        ports = range(keys["ffn.processes"] or 1)
+        keys["link.addresses"] = [f"ffn-{number}:{PORT}" for number in ports]
+    return keys
 
 
 def _comments(file: PlanFile, plan: Plan) -> list[str]:
@@ -217,54 +162,39 @@ def _beyond(calculator: Calculator) -> list[str]:
     return [f"Assumed, and not what this engine does: {beyond}."] if beyond else []
 
 
-def largest_written(
-    file: PlanFile, write: Callable[[int], None], most: int, part: float = 0.0
-) -> int:
-    """Writes with the largest accepted number from 1 to `most`, perhaps less by `part` of `most`.
-    Returns the number, and prints a note if it is below `most`.
-
-    Args:
-      write: writes with a number; raises ConfigError if `serve` would refuse the result.
-
-    Raises:
-      ConfigError: even 1 is refused.
-    """
-
-    def taken(number: int) -> bool:
-        with contextlib.suppress(ConfigError):
-            write(number)
-            return True
-        return False
-
-    numbers = [*range(most, 1, -max(1, int(part * most))), 1]
-    if taken(most):
-        return most
-    found = numbers[min(bisect_left(numbers, True, key=taken), len(numbers) - 1)]
-    write(found)
-    print(
-        f"{file.path}: {found} sequences a DP group and lane, not {most}: with activations, as "
-        "serve counts them, more do not fit",
-        file=sys.stderr,
-    )
-    return found
-
-
 def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Requests) -> int:
-    """Writes the file of a fleet; returns its slots.
+    """Writes the file of a fleet with as many slots as `serve` takes, within `PRECISION`. Returns
+    their number, and prints a note if it is below the fleet's: it was sized for sequences of mean
+    length, and the file holds the longest one, too.
 
     Raises:
       ConfigError: `serve` would refuse it whatever the slots.
     """
+    comments, most = _fleet_comments(file, asked, made), made.fleet.slots
 
     def write(slots: int) -> None:
         keys = _fleet_keys(file, asked, made, requests, slots)
-        comments = _fleet_comments(file, asked, made)
         file.write(_yaml(keys, comments))
         if made.fleet.workers:
             keys["prefill.cache.pages"] = file.pages_beside()
             file.write(_yaml(keys, comments))
 
-    return largest_written(file, write, made.fleet.slots, PRECISION)
+    def taken(slots: int) -> bool:
+        with contextlib.suppress(ConfigError):
+            write(slots)
+            return True
+        return False
+
+    if taken(most):
+        return most
+    numbers = [*range(most, 1, -max(1, int(PRECISION * most))), 1]
+    found = numbers[min(bisect_left(numbers, True, key=taken), len(numbers) - 1)]
+    write(found)
+    print(
+        f"{file.path}: {found} sequences a DP group and lane, not {most}: more do not fit",
+        file=sys.stderr,
+    )
+    return found
 
 
 def _fleet_keys(

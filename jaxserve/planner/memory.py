@@ -1,75 +1,33 @@
-"""Memory of a layout's devices (weights, cache, a step's activations) and the sequences that fit.
-
-Activations come from `roles/activations.py`, by which `serve` refuses a deployment, so that `serve`
-accepts every plan. Weights are sums by formula: the engine's templates need JAX, take a second a
-layout, and do not know models that can only be planned. Both agree within `TEMPLATES`.
+"""Memory of a layout's devices, and the sequences that fit: what `serve --check` counts of the
+deployment that the layout is written as (`layout_keys.py`, `roles/role_bytes.py`).
 """
 
 import functools
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from jaxserve.config.model import FFN
-from jaxserve.planner.assumptions import number_bytes
+import msgspec
+
+from jaxserve.config.auto import page_tokens
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig, platform_of
+from jaxserve.errors import ConfigError
+from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.layout_keys import deployment_of_layout, layout_keys, usable
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.stages import Calculator
-from jaxserve.roles.activations import (
-    StepSizes,
-    attention_activations,
-    ffn_activations,
-    head_width,
-    shared_width,
-)
 
-TEMPLATES = 0.005
-"""Share of the weights that their sum by formula may lack."""
-MOST_TOKENS = 65536
-"""Most tokens of a DP group's step."""
+if TYPE_CHECKING:
+    from jaxserve.roles.capacity import RoleBytes
 
-
-class RoleMemory(NamedTuple):
-    """Bytes on a device of a role."""
-
-    weights: float = 0.0
-    cache: float = 0.0
-    activations: int = 0
-    """Activations of the largest step."""
-    moving: float = 0.0
-    """Room for an expert on its way."""
-
-    @property
-    def step(self) -> float:
-        """Bytes of the largest step and of moving experts."""
-        return self.activations + self.moving
-
-    def fits(self, hardware: Hardware, reserve: float) -> bool:
-        """Whether weights and cache leave the reserve free, and the step half of the reserve."""
-        kept = self.weights + self.cache
-        whole = kept + TEMPLATES * self.weights + self.step
-        return bool(kept <= hardware.memory * (1 - reserve) and whole <= usable(hardware, reserve))
-
-
-def usable(hardware: Hardware, reserve: float) -> float:
-    """Bytes that a deployment may fill: written as `memory_gb`, in tenths of a GB."""
-    return round(hardware.memory_gb * (1 - reserve / 2), 1) * 1e9
-
-
-def token_budget(batch: int, drafts: int) -> int:
-    """Tokens of a DP group's largest step: every sequence's, and some of prompts."""
-    return min(batch * (1 + drafts) + max(batch, 128), MOST_TOKENS)
-
-
-class _Fixed(NamedTuple):
-    """Sizes of a layout that do not depend on the batch."""
-
-    roles: tuple[RoleMemory, ...]
-    """Weights, and room for an expert on its way."""
-    sequence: float
-    """Bytes of a sequence's cache."""
-    kinds: dict[FFN, bool]
-    """See `ffn_activations`."""
+KEPT = 0.25
+"""Least part of a prefill worker's memory that is left for pages."""
+USED = 0.9
+"""Part of that which becomes pages."""
+MOST = 2**17
+"""Sequences of a DP group and lane that are asked about at most."""
 
 
 class Memory:
@@ -88,103 +46,172 @@ class Memory:
     ):
         self._calculator, self._attention, self._ffn = calculator, attention, ffn
         self._reserve = calculator.assumed.reserve
-        self._drafting = calculator._replace(model=calculator.model.with_module())
-        self._fixed = functools.lru_cache(maxsize=1)(self._sum_up)
+        self._of_attention = functools.lru_cache(2**16)(self._attention_bytes)
+        self._attention_room = functools.lru_cache(2**12)(self._room_of_attention)
+        self._configs = functools.cache(self._config_on)
+        self._attention_weights = dict[object, int]()
+        self._ffn_parts: dict[object, RoleBytes] = {}
+        self.refused = ""
+        """Why the engine cannot divide the model as the last such layout asked; empty: it can."""
 
     def on(self, layout: Layout) -> tuple[Hardware, Hardware]:
         """Hardware of attention and of the FFN, the same in a colocated layout."""
         attention = self._attention[layout.attention]
         return attention, self._ffn.get(layout.ffn, attention)
 
-    def held(self, layout: Layout, batch: int, budget: int = 0) -> tuple[RoleMemory, ...]:
-        """Memory of the attention and the ffn role, or of the one mesh of a colocated layout.
+    def held(
+        self, layout: Layout, batch: int, budget: int = 0, length: int = 0
+    ) -> list["RoleBytes"]:
+        """Bytes on a device of the attention and of the ffn role, or of the one mesh of a colocated
+        layout.
 
         Args:
           batch: sequences of a DP group and lane.
           budget: tokens of a DP group's largest step; 0: `token_budget`.
-        """
-        fixed, step = self._fixed(layout), self._step_sizes(layout, batch, budget)
-        attending = max(
-            attention_activations(
-                step, spec.q_heads, layout.tp, head_width(spec), shared_width(spec)
-            )
-            for spec in (group.spec for group in self._calculator.model.attention)
-        )
-        pieces = layout.attention_devices
-        multiplying = ffn_activations(step, layout.ffn_mesh, layout.dp, pieces, fixed.kinds)
-        attention, *ffn = fixed.roles
-        attention = attention._replace(
-            cache=layout.lanes * batch * fixed.sequence,
-            activations=attending if ffn else attending + multiplying,
-        )
-        return attention, *(part._replace(activations=multiplying) for part in ffn)
+          length: tokens of the longest sequence; 0: as the layout is written.
 
-    def kept(self, layout: Layout, batch: int) -> tuple[float, float]:
+        Raises:
+          ConfigError: the engine cannot divide the model like that.
+        """
+        from jaxserve.roles.role_bytes import on_one_mesh  # imports JAX
+
+        attention = self._of_attention(_attention_alone(layout), batch, budget, length)
+        attention = attention._replace(devices=layout.attention_devices)
+        ffn = self._ffn_bytes(layout, self._deployment(layout, batch, budget, length))
+        if layout.topology.has("colocated"):
+            return [on_one_mesh(attention, ffn)]
+        return [attention, ffn]
+
+    def kept(self, layout: Layout, batch: int) -> tuple[int, int]:
         """Bytes of weights and cache on a device of the attention role, and of the ffn role; 0 for
         the latter, if colocated."""
-        fixed = self._fixed(layout)
-        attention, ffn, *_ = *fixed.roles, RoleMemory()
-        return attention.weights + layout.lanes * batch * fixed.sequence, ffn.weights
+        attention, *ffn = map(_kept, self.held(layout, batch))
+        return attention, sum(ffn)
 
     def fits(self, layout: Layout, batch: int) -> bool:
         """Whether `batch` sequences of each DP group and lane fit."""
-        parts = zip(self.held(layout, batch), self.on(layout), strict=False)
-        return all(part.fits(hardware, self._reserve) for part, hardware in parts)
+        try:
+            parts = self.held(layout, batch)
+        except ConfigError as error:
+            self.refused = str(error)
+            return False
+        return all(map(self._leaves, parts, self.on(layout)))
+
+    def _leaves(self, part: "RoleBytes", hardware: Hardware) -> bool:
+        """Whether weights and cache leave the reserve free, and the step half of the reserve."""
+        reserve = self._reserve
+        return _kept(part) <= hardware.memory * (1 - reserve) and part.total <= usable(
+            hardware, reserve
+        )
 
     def room(self, layout: Layout) -> int:
         """Sequences of a DP group and lane that fit; 0: not even one."""
-        weights, _ = self.kept(layout, 0)
-        one = self.kept(layout, 1)[0] - weights
-        there = self._attention[layout.attention].memory * (1 - self._reserve)
-        most = int((there - weights) // one)
-        if most < 1 or self.fits(layout, most):  # activations rarely need more than is kept free
-            return max(0, most)
+        most = self._attention_room(_attention_alone(layout))
+        if most < 1 or self.fits(layout, most):
+            return most
         return bisect_left(range(1, most), True, key=lambda n: not self.fits(layout, n))
 
-    def shortage(self, layout: Layout) -> tuple[str, float, float]:
+    def pages(self, layout: Layout, budget: int, length: int) -> int:
+        """Pages of a DP group of a colocated layout that computes prompts; 0: it cannot, or has
+        too little memory beside weights and activations.
+
+        Args:
+          budget, length: as in `held`.
+        """
+        hardware, reserve = self.on(layout)[0], self._reserve
+        try:
+            (held,) = self.held(layout, 1, budget, length)
+        except ConfigError:
+            return 0
+        free = hardware.memory * (1 - reserve) - held.weights
+        if free < hardware.memory * KEPT or not self._leaves(held, hardware):
+            return 0
+        page = page_tokens(hardware.platform, self._calculator.formats.cache)
+        return int(USED * free * -(-length // page) / (held.cache + held.rings))
+
+    def shortage(self, layout: Layout) -> tuple[str, float, float] | None:
         """(role, bytes that one sequence takes there, available bytes) for the role that has too
-        few, or for attention."""
-        names = ("attention", "ffn")
-        attention, *ffn = zip(names, self.held(layout, 1), self.on(layout), strict=False)
-        lacking = [one for one in ffn if not one[1].fits(one[2], self._reserve)]
-        name, part, hardware = lacking[0] if lacking else attention
-        kept, there = part.weights + part.cache, hardware.memory * (1 - self._reserve)
-        if kept > there:
-            return name, kept, there
-        return name, kept + part.step, usable(hardware, self._reserve)
+        few, or for attention; None: the engine cannot divide the model like that."""
+        try:
+            attention, *ffn = zip(self.held(layout, 1), self.on(layout), strict=False)
+        except ConfigError:
+            return None
+        lacking = [one for one in ffn if not self._leaves(*one)]
+        part, hardware = lacking[0] if lacking else attention
+        there = hardware.memory * (1 - self._reserve)
+        if _kept(part) > there:
+            return part.role, _kept(part), there
+        return part.role, part.total, usable(hardware, self._reserve)
 
-    def _sum_up(self, layout: Layout) -> _Fixed:
-        # With drafts, weights and cache of the module count, too.
-        calculator = self._drafting if layout.drafts else self._calculator
-        mesh, model, (_, hardware) = layout.ffn_mesh, calculator.model, self.on(layout)
-        moving = 0.0
-        if mesh.routed > 1 and model.moe is not None:
-            expert = 3 * model.d_model * model.moe.expert_d_ff / mesh.tensor
-            moving = expert * calculator.formats.weight_bytes
-        kinds = {
-            group.spec: calculator.exchange_kind(group, mesh, hardware) == "alltoall"
-            for group in model.ffn
-        }
-        entrance = calculator.entrance_bytes if layout.drafts else 0.0
-        attention = calculator.attention_weights(layout.tp) + entrance
-        ffn = calculator.ffn_weights(mesh, hardware, layout.redundant_slots)
-        roles: tuple[RoleMemory, ...] = (RoleMemory(attention + ffn, moving=moving),)
-        if layout.topology.has("ffn"):
-            roles = RoleMemory(attention), RoleMemory(ffn, moving=moving)
-        return _Fixed(roles, calculator.sequence_bytes(layout.tp), kinds)
+    def _room_of_attention(self, layout: Layout) -> int:
+        """The same of the attention role alone; `layout` as `_attention_alone` makes it."""
+        hardware, _ = self.on(layout)
 
-    def _step_sizes(self, layout: Layout, batch: int, budget: int) -> StepSizes:
-        calculator = self._calculator
-        tokens = budget or token_budget(batch, layout.drafts)
-        if layout.topology.has("ffn"):  # all pieces of a message are equal
-            tokens = -(-tokens // layout.tp) * layout.tp
-        return StepSizes(
-            tokens=tokens,
-            slots=batch,
-            lanes=layout.lanes,
-            drafts=layout.drafts,
-            d_model=calculator.model.d_model,
-            vocab=calculator.model.vocab,
-            packed=calculator.dispatch_bytes(),
-            size=number_bytes(calculator.formats.rows),
+        def full(batch: int) -> bool:
+            try:
+                return not self._leaves(self._of_attention(layout, batch, 0, 0), hardware)
+            except ConfigError as error:
+                self.refused = str(error)
+                return True
+
+        least = 1
+        while least < MOST and not full(least):
+            least *= 2
+        return least // 2 + bisect_left(range(least // 2 + 1, least), True, key=full)
+
+    def _attention_bytes(self, layout: Layout, batch: int, budget: int, length: int) -> "RoleBytes":
+        """Bytes on an attention device; `layout` as `_attention_alone` makes it."""
+        from jaxserve.roles.attention_bytes import attention_bytes, attention_weights
+
+        deployment = self._deployment(layout, batch, budget, length)
+        config, _ = self._configs(self.on(layout)[1].platform, deployment.modules)
+        key = layout.attention, layout.tp, deployment.modules
+        if key not in self._attention_weights:
+            self._attention_weights[key] = attention_weights(config, deployment)
+        return attention_bytes(config, deployment, self._attention_weights[key])[0]
+
+    def _ffn_bytes(self, layout: Layout, deployment: Deployment) -> "RoleBytes":
+        """Bytes on an ffn device. Its weights depend on attention's devices by the exchange that
+        these lead to alone, and not on the batch."""
+        from jaxserve.roles.ffn_bytes import ffn_bytes, pass_activations
+
+        config, short = self._configs(self.on(layout)[1].platform, deployment.modules)
+        step, mesh = pass_activations(short, deployment), layout.ffn_mesh
+        split, exchange = mesh.attention is not None, exchange_of(short, deployment)
+        key = (
+            *(mesh._replace(attention=None), split, exchange),
+            *(layout.ffn, layout.redundant_slots, deployment.modules),
         )
+        if key not in self._ffn_parts:
+            (part,) = ffn_bytes(config, deployment)
+            self._ffn_parts[key] = part._replace(activations=part.activations - step)
+        part = self._ffn_parts[key]
+        return part._replace(activations=part.activations + step)
+
+    def _deployment(self, layout: Layout, batch: int, budget: int, length: int) -> Deployment:
+        """The deployment that a layout is written as."""
+        keys = layout_keys(self._calculator, layout, self.on(layout), batch)
+        if budget:
+            keys["scheduler.token_budget"] = budget
+        if length:
+            keys["scheduler.max_length"] = length
+            keys["cache.pages"] = -(-length // keys["cache.page_size"])
+        return deployment_of_layout(keys)
+
+    def _config_on(self, platform: str, modules: int) -> tuple[ModelConfig, ModelConfig]:
+        """The model as a deployment loads it, and one with a layer of each kind alone, which takes
+        as much in a step."""
+        told = {"platform": platform_of(platform), "modules": modules}
+        config = msgspec.structs.replace(self._calculator.model.config, **told)
+        return config, msgspec.structs.replace(config, decoder=tuple(config.kinds()), modules=0)
+
+
+def _kept(part: "RoleBytes") -> int:
+    """Bytes that are held between steps."""
+    return part.weights + part.cache + part.rings
+
+
+def _attention_alone(layout: Layout) -> Layout:
+    """A layout whose attention devices hold what those of this one hold."""
+    alone = {"dp": 1, "ep": 1, "ffn_tp": 1, "redundant_slots": 0, "shared_ranks": 0}
+    return msgspec.structs.replace(layout, **alone)

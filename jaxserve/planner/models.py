@@ -211,14 +211,21 @@ class CostModel(NamedTuple):
 
     name: str
     """Name of its folder, which measurements name it by."""
-    d_model: int
-    vocab: int
+    config: ModelConfig
     attention: list[AttentionLayers]
     ffn: list[FFNLayers]
     order: tuple[tuple[int, int], ...]
     """For every layer, the index of its group in `attention` and in `ffn`."""
     modules: tuple[tuple[AttentionLayers, FFNLayers], ...]
     """Layers of the multi-token-prediction modules, which are not among the layers above."""
+
+    @property
+    def d_model(self) -> int:
+        return self.config.d_model
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
 
     @property
     def layers(self) -> int:
@@ -246,14 +253,6 @@ class CostModel(NamedTuple):
         groups = [group for group in self.ffn if group.experts]
         return max(groups, key=lambda group: group.layers, default=None)
 
-    def with_module(self) -> "CostModel":
-        """The model with its first prediction module as a layer like the others, for weights and
-        cache."""
-        if not self.modules:
-            return self
-        attention, ffn = self.modules[0]
-        return self._replace(attention=[*self.attention, attention], ffn=[*self.ffn, ffn])
-
 
 def cost_model(config: ModelConfig, name: str) -> CostModel:
     """Describes the costs of a model. Kinds of layers with equal costs are one group."""
@@ -263,8 +262,7 @@ def cost_model(config: ModelConfig, name: str) -> CostModel:
     ffn = sorted(counts[1], key=lambda one: one.experts)
     return CostModel(
         name,
-        config.d_model,
-        config.vocab,
+        config,
         [group._replace(layers=counts[0][group]) for group in attention],
         [group._replace(layers=counts[1][group]) for group in ffn],
         tuple((attention.index(a), ffn.index(f)) for a, f in layers),

@@ -18,6 +18,7 @@ import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
+from jaxserve.config.model import Compressed, DeltaNet
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
@@ -302,15 +303,21 @@ def price_lines(
 
 
 def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> Formats:
-    """Returns the number formats; the default is FP8, or INT8 if some of the hardware has no FP8.
+    """Returns the number formats; the default is FP8, or INT8 if some of the hardware has no FP8;
+    of a cache with states or compressed rows, which the engine keeps in no 8 bits, BF16.
 
     Raises:
       ConfigError: FP8 is asked of hardware that has none.
     """
+    config = model_config(model_folder(options.model, options.configs))
+    plain = any(isinstance(spec, Compressed | DeltaNet) for spec in config.attentions())
     without = [name for name, each in hardware.items() if not each.stores("fp8")]
     asked = {name: getattr(options, name) for name in ("combine", "compute", "core")}
     for name in ("weights", "cache", "dispatch"):
-        asked[name] = getattr(options, name) or ("int8" if without else "fp8")
+        smallest = "int8" if without else "fp8"
+        asked[name] = getattr(options, name) or smallest
+        if name == "cache" and plain:
+            asked[name] = options.cache or "bfloat16"
         if asked[name] == "fp8" and without:
             raise ConfigError(f"--{name} fp8: {', '.join(without)} has no FP8; int8 or bfloat16")
     return Formats(**asked)

@@ -102,9 +102,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     dollars: float
     """USD per million tokens."""
-    attention_bytes: float
-    """Memory of an attention device: weights and cache."""
-    ffn_bytes: float
+    attention_bytes: int = 0
+    """Memory of an attention device: weights and cache; 0: not asked (`Searcher.search`)."""
+    ffn_bytes: int = 0
     """Memory of an ffn device; 0 if colocated."""
     tokens_a_step: float = 1.0
     """Tokens that a sequence gets in a step, with its accepted drafts."""
@@ -185,9 +185,9 @@ class Searcher:
         for layout in self.layouts(target):
             room = self.memory.room(layout)
             if room < 1:
-                shortage = self.memory.shortage(layout)
-                if short is None or shortage[1] - shortage[2] < short[2] - short[3]:
-                    short = (layout, *shortage)
+                lack = self.memory.shortage(layout)
+                if lack and (short is None or lack[1] - lack[2] < short[2] - short[3]):
+                    short = (layout, *lack)
                 continue
             most = 0  # largest batch so far that meets the target
             for batch in _batches(room):
@@ -200,9 +200,14 @@ class Searcher:
             if most:
                 larger = range(most + 1, min(room, 2 * most) + 1)
                 more = bisect_right(larger, target.tpot, key=functools.partial(self._tpot, layout))
-                plans.append(self.evaluate(layout, most + more))
+                plans.append(self._with_memory(layout, most + more))
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
+
+    def _with_memory(self, layout: Layout, batch: int) -> Plan:
+        attention, ffn = self.memory.kept(layout, batch)
+        plan = self.evaluate(layout, batch)
+        return msgspec.structs.replace(plan, attention_bytes=attention, ffn_bytes=ffn)
 
     def _tpot(self, layout: Layout, batch: int) -> float:
         return self.evaluate(layout, batch).tpot
@@ -245,7 +250,6 @@ class Searcher:
         gained = tokens_a_step(self.acceptance, layout.drafts)
         tpot = step / gained
         rate = layout.dp * layout.lanes * batch / tpot
-        attention_bytes, ffn_bytes = self.memory.kept(layout, batch)
         return Plan(
             layout=layout,
             batch=batch,
@@ -253,8 +257,6 @@ class Searcher:
             stages=stages,
             tokens_per_second=rate,
             dollars=layout.dollars(*self.memory.on(layout)) / 3600 / rate * 1e6,
-            attention_bytes=attention_bytes,
-            ffn_bytes=ffn_bytes,
             tokens_a_step=gained,
         )
 
@@ -427,6 +429,7 @@ def why_not(searcher: Searcher, target: Target, found: Found) -> str:
         )
     else:
         text = f"there is no layout of up to {target.max_devices} devices"
+        text += f": {searcher.memory.refused}" if searcher.memory.refused else ""
         attention, ffn = (
             {one.platform for one in role.values()} for role in (searcher.attention, searcher.ffn)
         )

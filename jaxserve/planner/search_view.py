@@ -20,7 +20,7 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.comparison import speed_range
-from jaxserve.planner.deployment_file import plan_file, write_plan
+from jaxserve.planner.deployment_file import deployment_text, plan_file
 from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
     check_positions,
@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     cheapest, calculator = found.plans[0], searcher.calculator
     if options.write:
-        write_plan(plan_file(options, hardware, calculator), cheapest, searcher)
+        file = plan_file(options, hardware, calculator)
+        file.write(deployment_text(file, cheapest))
     title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
     picture = front_svg(title, found, target, cheapest)
     if options.svg:

@@ -417,18 +417,6 @@ class Calculator(NamedTuple):
         """Bytes of a token in one layer on a device; of lightning attention, of the whole state."""
         return group.row_bytes(self.formats, tp) + group.index_row_bytes(self.formats)
 
-    def sequence_bytes(self, tp: int) -> float:
-        """Bytes of cache that one sequence takes on a device of its DP group."""
-        formats, context = self.formats, self.context
-        return sum(
-            group.layers
-            * (
-                group.row_bytes(formats, tp) * group.seen(context)
-                + group.index_row_bytes(formats) * group.scored(context)
-            )
-            for group in self.model.attention
-        )
-
     @property
     def handed_over(self) -> float:
         """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
@@ -436,35 +424,6 @@ class Calculator(NamedTuple):
             group.layers * self.cache_row(group, 1) * group.rows_a_token
             for group in self.model.attention
         )
-
-    def attention_weights(self, tp: int) -> float:
-        """Bytes of weights on an attention device."""
-        groups, form, d_model = self.model.attention, self.formats, self.model.d_model
-        maps = sum(group.layers * group.linear_bytes(form, d_model, tp) for group in groups)
-        routers = sum(group.layers * group.experts for group in self.model.ffn)
-        tables = 2 * self.model.vocab / tp
-        rows, table = number_bytes(self.formats.rows), number_bytes(self.formats.table)
-        return maps + self.model.d_model * (rows * routers + table * tables)
-
-    def ffn_weights(self, mesh: ExchangeMesh, hardware: Hardware, redundant: int = 0) -> float:
-        """Bytes of weights on an ffn device.
-
-        Args:
-          redundant: slots of a rank beyond its share of the experts.
-        """
-        total, tp = 0.0, mesh.tensor
-        for group in self.model.ffn:
-            slots = -(-group.experts // mesh.routed) + redundant if group.experts else 0
-            width = slots * group.expert_d_ff / tp
-            if not (group.experts and mesh.shared):  # else it has such slots
-                apart = self.exchange_kind(group, mesh, hardware) == "alltoall"
-                whole = apart or self._is_whole(group, mesh)
-                parts = tp * mesh.instances if whole else mesh.ranks * tp
-                if group.experts and mesh.whole:
-                    parts = mesh.instances if mesh.split else tp
-                width += group.shared_d_ff / parts
-            total += group.layers * 3 * self.model.d_model * width
-        return total * self.formats.weight_bytes
 
 
 def _place[Layers](groups: Sequence[Layers], group: Layers) -> int:

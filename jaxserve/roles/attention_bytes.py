@@ -11,8 +11,8 @@ from jaxserve.roles.activations import attention_activations, head_width, shared
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
 
 
-def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
-    """Returns the bytes on a device of the attention role; see `role_bytes`.
+def attention_weights(config: ModelConfig, deployment: Deployment) -> int:
+    """Returns the bytes of weights on a device of the attention role; see `role_bytes`.
 
     Raises:
       ConfigError: the model cannot be divided over the role's mesh.
@@ -26,7 +26,23 @@ def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBy
         (templates.prediction, config.modules),
         *((template, kinds.count(kind)) for kind, template in templates.attention.items()),
     ]
-    sharding = NamedSharding(meshes.attention, PAGES_SPEC)
+    return block_bytes(blocks, meshes.attention, ATTENTION_RULES)
+
+
+def attention_bytes(
+    config: ModelConfig, deployment: Deployment, weights: int | None = None
+) -> tuple[RoleBytes]:
+    """Returns the bytes on a device of the attention role; see `role_bytes`.
+
+    Args:
+      weights: their bytes, if they are known.
+
+    Raises:
+      ConfigError: the model cannot be divided over the role's mesh.
+    """
+    if weights is None:
+        weights = attention_weights(config, deployment)
+    sharding = NamedSharding(AbstractSubmeshes(deployment).attention, PAGES_SPEC)
     held = {0: 0, 1: 0}
     for pool in page_pools(config, deployment):
         for table, array in zip(pool.tables, pool.arrays, strict=True):
@@ -35,7 +51,7 @@ def attention_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBy
     part = RoleBytes(
         "attention",
         deployment.attention.devices,
-        block_bytes(blocks, meshes.attention, ATTENTION_RULES),
+        weights,
         held[0],
         _activations(config, deployment),
         rings=held[1],

@@ -20,9 +20,13 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     (attention,), (ffn,) = attention_bytes(config, deployment), ffn_bytes(config, deployment)
     if not deployment.topology.has("colocated"):
         return attention, ffn
-    both = attention._replace(
+    return (on_one_mesh(attention, ffn),)
+
+
+def on_one_mesh(attention: RoleBytes, ffn: RoleBytes) -> RoleBytes:
+    """Returns the bytes on a device that has both roles."""
+    return attention._replace(
         weights=attention.weights + ffn.weights,
         activations=attention.activations + ffn.activations,
         moving=ffn.moving,
     )
-    return (both,)

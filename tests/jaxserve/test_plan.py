@@ -8,7 +8,6 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
-from jaxserve.serve import main as serve
 from tests import golden
 
 SEARCH = ["search", "--model", "qwen3-30b-a3b", "--context", "4K", "--max-devices", "8"]
@@ -69,19 +68,7 @@ class TestSearch:
         ElementTree.fromstring(picture.read_text(encoding="utf-8"))
         assert picture.read_text(encoding="utf-8").strip() in html.read_text(encoding="utf-8")
 
-    def test_a_batch_that_serve_would_refuse_is_written_smaller(
-        self, capsys, tmp_path, monkeypatch
-    ):
-        monkeypatch.setattr("jaxserve.planner.memory.Memory.fits", lambda *_: True)
-        path = tmp_path / "plan.yaml"
-        asked = [*SEARCH, "--hardware", "h100", "--tpot", "50ms", "--modes", "afd"]
-        assert main([*asked, "--assume", "reserve=0", "--write", str(path)]) == 0
-        said = "199 sequences a DP group and lane, not 200: with activations, as serve counts them"
-        assert said in capsys.readouterr().err
-        assert load_deployment(path).scheduler.slots == 199
-        assert serve(["--config", str(path), "--check"]) == 0
-
-    def test_a_deployment_that_serve_would_refuse_whatever_the_batch_is_not_written(
+    def test_a_deployment_that_serve_would_refuse_is_not_written(
         self, capsys, tmp_path, monkeypatch
     ):
         def refuse(config, deployment, memory, sizes):
