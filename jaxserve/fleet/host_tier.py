@@ -4,6 +4,8 @@ Called before a model is loaded, which refuses what cannot work, and again after
 and before it starts. Only a process with such a tier imports this.
 """
 
+from typing import Any
+
 import jax
 
 from jaxserve.checkpoint.int8_products import read_model
@@ -17,7 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
-from jaxserve.roles.page_spread import page_access
+from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
 PAGES = (1, 4, 16, 64)
 """Pages of the pieces that cross between device and host."""
@@ -64,8 +66,12 @@ def open_host_tier(engine: Engine) -> PageTier:
     if limit < page_bytes:
         raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {page_bytes:,} bytes")
     pieces = [size * pages for pages in PAGES if pages == 1 or pages * page_bytes <= PIECE_BYTES]
-    options = {"exports": True, "imports": [deployment.cache_format], "pieces": pieces}
-    accesses = [page_access(each, **options) for each in arrays]
+    formats = [deployment.cache_format]
+    options: dict[str, Any] = {"exports": True, "imports": formats, "pieces": pieces}
+    accesses = [
+        PageAccess(PageTransfer(each.programs, stacked=each.stacked, **options), each)
+        for each in arrays
+    ]
     made: list[PageTier] = []
 
     def ended() -> bool:
