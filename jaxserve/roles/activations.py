@@ -1,7 +1,6 @@
 """Estimates the bytes that a step's activations take on a device, from sizes alone, without JAX.
 
-Used by `capacity.py`, and so by `serve`, and by the planner, so that both arrive at the same
-number.
+Used by `attention_bytes.py` and `ffn_bytes.py`, and so by `serve` and by the planner.
 """
 
 import itertools
@@ -44,12 +43,9 @@ def head_width(spec: Attention) -> int:
     return 3 * spec.head_dim
 
 
-def shared_width(spec: object) -> int:
+def shared_width(spec: Attention) -> int:
     """Returns how many numbers attention computes for one token that its heads share: an indexer's
     queries before and after RoPE, and the chosen positions, each as large as two numbers.
-
-    Args:
-      spec: attention of any kind, the planner's own included.
     """
     indexer = spec.indexer if isinstance(spec, MLA | Compressed) else None
     return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
