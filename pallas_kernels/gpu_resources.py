@@ -26,7 +26,10 @@ from jax.experimental import topologies
 
 from pallas_kernels.aot import Case, compile_on
 
-OPS = ("attention", "gated_delta", "grouped_matmul", "norm_quantize", "rotate_and_write")
+OPS = (
+    *("attention", "gated_delta", "grouped_matmul"),
+    *("norm_quantize", "rotate_and_write", "sparse_attention"),
+)
 """Ops whose `cases.py` has `gpu_cases`."""
 DESCRIPTIONS: dict[str, tuple[bytes, tuple[tuple[str, str], ...]]] = {
     "h200": (b"NVIDIA H200 141GB HBM3e", ()),

@@ -80,6 +80,10 @@ def choose_positions(
     def compute(call: reference.ChoiceCall) -> Array:
         if target is None:
             return reference.choose_positions(call, top_k)
+        if target.backend == "mosaic_gpu":
+            from pallas_kernels.sparse_attention import mosaic_gpu
+
+            return mosaic_gpu.choose_positions(call, top_k, target)
         from pallas_kernels.sparse_attention import mosaic_tpu
 
         return mosaic_tpu.choose_positions(call, top_k, target)
@@ -154,8 +158,10 @@ def attend_chosen(
 
 def _gap(call: reference.ChoiceCall, target: Target) -> str:
     """Returns the property of a choice that no kernel of a target covers."""
-    if target.backend != "mosaic_tpu":
-        return "index scores of cached keys"
+    if target.backend == "mosaic_gpu":
+        from pallas_kernels.sparse_attention import mosaic_gpu
+
+        return mosaic_gpu.gap(call)
     from pallas_kernels.sparse_attention import mosaic_tpu
 
     return mosaic_tpu.gap(call, target)

@@ -1,7 +1,7 @@
-"""Steps of DeepSeek-V3.2 with sparse attention, to be compiled for TPUs.
+"""Steps of DeepSeek-V3.2 and V4 with sparse attention, to be compiled ahead of time.
 
-Called by `pallas_kernels/aot.py`. Hopper multiplies the chosen rows by the kernels of attention,
-with the shapes of `deepseek-v3` there.
+Called by `pallas_kernels/aot.py` for TPUs, and by `pallas_kernels/gpu_resources.py` for Hopper,
+which multiplies chosen rows by the kernels of attention, with the shapes of `deepseek-v3` there.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.aot import Case, Loop
-from pallas_kernels.attention.cases import FORMATS, formats
+from pallas_kernels.attention.cases import FORMATS, GPU_PAGE_SIZE, formats
 from pallas_kernels.sparse_attention.api import attend_chosen, choose_positions
 from pallas_kernels.sparse_attention.mosaic_tpu import BLOCK_TOKENS
 
@@ -30,6 +30,23 @@ def cases(generation: str) -> list[Case]:
         for form in formats(generation)
         for kind in BATCHES
     ]
+
+
+def gpu_cases() -> list[Case]:
+    """Returns the choices of decode steps: DeepSeek-V3.2, and V4 Flash with a row for 4 tokens."""
+    models = {"deepseek-v3.2": (CONTEXT, TOP_K), "deepseek-v4": (CONTEXT // 4, TOP_K // 4)}
+    integers = functools.partial(_shape, dtype=jnp.int32)
+    found = []
+    for name, (context, top_k) in models.items():
+        table = integers(SEQUENCES, context // GPU_PAGE_SIZE), integers(SEQUENCES)
+        looks = (
+            _shape(SEQUENCES, INDEX_HEADS, INDEX_DIM),
+            _shape(SEQUENCES, INDEX_HEADS, dtype=jnp.float32),
+        )
+        keys = _shape(SEQUENCES * context // GPU_PAGE_SIZE, 1, GPU_PAGE_SIZE, INDEX_DIM)
+        choose = functools.partial(choose_positions, top_k=top_k)
+        found.append(Case(f"{name} choose bf16", choose, (*looks, (keys,), *table, table[1])))
+    return found
 
 
 def _case(name: str, form: str, kind: str) -> Case:

@@ -85,16 +85,24 @@ def choose_positions(call: ChoiceCall, top_k: int) -> Int32[Array, "tokens chose
         scores = vary_like(blank, (*some, *jax.tree.leaves(call)))
         last = jnp.minimum(jnp.max(position) // block + 1, blocks)
         scores = jax.lax.fori_loop(0, last, step, scores)[:, :context]
-        seen = jnp.arange(context) <= position[:, None]
-        # `top_k` puts -0 behind 0, and takes the lowest index of equal numbers.
-        scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-        best, index = jax.lax.top_k(scores, min(top_k, context))
-        # In increasing order, with -1 behind the last one.
-        index = jnp.sort(jnp.where(jnp.isneginf(best), context, index.astype(jnp.int32)), axis=1)
-        return jnp.where(index == context, -1, index)
+        return best_positions(scores, position, top_k)
 
     tokens = call.queries, call.weights, call.sequence_of_token, call.position
     return in_parts(choose, tokens, QUERIES)
+
+
+def best_positions(
+    scores: Float32[Array, "tokens context"], position: Int32[Array, " tokens"], top_k: int
+) -> Int32[Array, "tokens chosen"]:
+    """Takes the best of the positions up to a token's own; scores behind it may be anything."""
+    context = scores.shape[1]
+    seen = jnp.arange(context) <= position[:, None]
+    # `top_k` puts -0 behind 0, and takes the lowest index of equal numbers.
+    scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+    best, index = jax.lax.top_k(scores, min(top_k, context))
+    # In increasing order, with -1 behind the last one.
+    index = jnp.sort(jnp.where(jnp.isneginf(best), context, index.astype(jnp.int32)), axis=1)
+    return jnp.where(index == context, -1, index)
 
 
 class Chosen(NamedTuple):

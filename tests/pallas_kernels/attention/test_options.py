@@ -78,19 +78,3 @@ class TestMerge:
         outputs = [jnp.full((2, 1, 1), jnp.nan), jnp.asarray([[[7.0]], [[jnp.nan]]])]
         lses = [jnp.full((2, 1), -jnp.inf), jnp.asarray([[500.0], [-jnp.inf]])]
         np.testing.assert_array_equal(merge(outputs, lses), [[[7.0]], [[0.0]]])
-
-    @settings(max_examples=15)
-    @given(length=st.integers(1, PAGE * PAGES_PER_SEQUENCE), seed=SEEDS, data=st.data())
-    def test_cut_anywhere(self, length, seed, data):
-        """The positions before a cut and those after it, as two sequences, merge into all."""
-        case = make(SIZES, [(length, 1), (1, 0)], seed)
-        queries, *pages, table, _, _ = case.arguments
-        cut = data.draw(st.integers(0, (length - 1) // PAGE))  # in whole pages
-        table = np.asarray(table).copy()
-        table[1, : PAGES_PER_SEQUENCE - cut] = table[0, cut:]
-        parts = []
-        for row, last in ((0, cut * PAGE - 1), (1, length - 1 - cut * PAGE)):
-            where = (jnp.asarray(array, jnp.int32) for array in (table, [row], [last]))
-            parts.append(run(case._replace(arguments=(queries, *pages, *where)), SIZES))
-        outputs, lses = zip(*parts, strict=True)
-        np.testing.assert_allclose(merge(outputs, lses), case.output, rtol=1e-4, atol=1e-5)

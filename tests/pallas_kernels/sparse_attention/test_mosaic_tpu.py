@@ -1,6 +1,7 @@
-"""The choice of positions by the TPU kernels, interpreted, with their races looked for; attention
-to copies of the chosen rows; and both compiled."""
+"""The choice of positions by the TPU kernels, interpreted, with their races looked for, and by the
+Hopper kernel, replayed; attention to copies of the chosen rows; and both compiled."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -12,12 +13,15 @@ from pallas_kernels.sparse_attention import (
     attend_chosen,
     choose_positions,
     gathered,
+    mosaic_gpu,
     mosaic_tpu,
     mosaic_tpu_select,
 )
 from pallas_kernels.sparse_attention.cases import cases
 from pallas_kernels.target import Target, use_target
 from tests.pallas_kernels.gpu_aot import compiled_cases
+from tests.pallas_kernels.hopper_memory import Unordered
+from tests.pallas_kernels.hopper_replay import mutated, replay
 from tests.pallas_kernels.tpu_races import no_race  # noqa: F401
 
 TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
@@ -31,15 +35,17 @@ POSITION = np.array([3, *range(290, 301), 319, 70, -1], np.int32)
 def small_steps(monkeypatch):
     monkeypatch.setattr(mosaic_tpu, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(mosaic_tpu, "COLUMNS", 32)
+    monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 6)
     for module in (mosaic_tpu, mosaic_tpu_select):
         monkeypatch.setattr(module, "STEP", 256)
 
 
-def keys_of(cache, rng):
+def keys_of(cache, rng, page=PAGE):
     """Pages of random keys and their scales, and the keys as numbers."""
-    rows = rng.normal(size=(3 * PAGES, 1, PAGE, WIDTH)).astype(np.float32)
-    if cache == "float32":
-        return (jnp.asarray(rows),), rows
+    rows = rng.normal(size=(3 * PAGES * PAGE // page, 1, page, WIDTH)).astype(np.float32)
+    if cache in ("float32", "bfloat16"):
+        kept = jnp.asarray(rows, cache)
+        return (kept,), np.asarray(kept, np.float32)
     values, scale = quantize_rows(jnp.asarray(rows.reshape(-1, WIDTH)), cache)
     pages = as_bits(values).reshape(rows.shape), scale.reshape(rows.shape[:3])
     return pages, np.asarray(values, np.float32).reshape(rows.shape) * np.asarray(pages[1])[
@@ -53,22 +59,41 @@ def best_of(scores, top_k):
 
 @pytest.mark.usefixtures("no_race")
 @pytest.mark.parametrize("tokens", [slice(None), slice(0, 14, 6)], ids=["prefill", "decode"])
-@pytest.mark.parametrize("cache", ["float32", "int8", "fp8"])
-def test_choice_against_numpy(cache, tokens):
-    """Positive and negative weights; more and fewer positions than are chosen."""
+@pytest.mark.parametrize(
+    ("cache", "page"),
+    [("float32", PAGE), ("int8", PAGE), ("fp8", PAGE), *(("bfloat16", n) for n in (PAGE, 64, 320))],
+    ids=["float32", "int8", "fp8", *(f"hopper {n}" for n in (PAGE, 64, 320))],
+)
+def test_choice_against_numpy(cache, page, tokens):
+    """Positive and negative weights; more and fewer positions than are chosen. BF16 on Hopper."""
     rng = np.random.default_rng(1)
-    pages, rows = keys_of(cache, rng)
+    pages, rows = keys_of(cache, rng, page)
     sequence, position = SEQUENCE[tokens], POSITION[tokens]
-    table = rng.permutation(3 * PAGES).reshape(3, PAGES).astype(np.int32)
-    looks = rng.normal(size=(len(sequence), HEADS, WIDTH)).astype(np.float32)
+    table = rng.permutation(len(rows)).reshape(3, -1).astype(np.int32)
+    hopper = cache == "bfloat16"
+    dtype = "bfloat16" if hopper else "float32"
+    looks = jnp.asarray(rng.normal(size=(len(sequence), HEADS, WIDTH)), dtype)
     weights = rng.normal(size=looks.shape[:2]).astype(np.float32)
-    where = tuple(map(jnp.asarray, (table, sequence, position)))
-    with use_target(TINY):
-        chosen = choose_positions(looks, weights, pages, *where, top_k=TOP_K)
+    choose = functools.partial(choose_positions, top_k=TOP_K)
+    arguments = looks, weights, pages, *map(jnp.asarray, (table, sequence, position))
+    if hopper:
+        chosen = replay(choose, *arguments)
+    else:
+        with use_target(TINY):
+            chosen = choose(*arguments)
+    looks = np.asarray(looks, np.float32)
     for token, (own, last) in enumerate(zip(sequence, position, strict=True)):
         keys = rows[table[own], 0].reshape(-1, WIDTH)[: last + 1]
         best = best_of(weights[token] @ np.maximum(looks[token] @ keys.T, 0), TOP_K)
         assert chosen[token].tolist() == [*best, *[-1] * (TOP_K - len(best))]
+
+
+@pytest.mark.parametrize("barrier", ["loaded.at[slot]", "query_loaded"])
+def test_a_wait_that_is_left_out_on_hopper(barrier, monkeypatch):
+    changed = mutated(mosaic_gpu._body, (f"plgpu.barrier_wait({barrier})", "pass"))
+    monkeypatch.setattr(mosaic_gpu, "_body", changed)
+    with pytest.raises(Unordered):
+        test_choice_against_numpy("bfloat16", PAGE, slice(1, 2))
 
 
 def test_selection_among_equal_scores():
