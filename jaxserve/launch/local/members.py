@@ -162,9 +162,11 @@ def fleet_of(
             worker = worker._replace(listens=own, dialled=dialled)
         members += runtime_of(of_domain if role == "attention" else processes, worker)
     places = zip(listening[len(names) :], rest[domains:], strict=True)
-    for runtime, pairs in enumerate(itertools.batched(places, of_ffn), len(names) + 1):
-        name = "standby" if runtime > len(names) + shards else "ffn worker"
-        worker = Member(f"{name}, role ffn", [*shared, "--role", "ffn"], runtime, role="ffn")
+    for number, pairs in enumerate(itertools.batched(places, of_ffn)):
+        name = "ffn worker" if number < shards else "standby"
+        # Shards take turns; the address at which one listens need not be in `link.addresses`.
+        arguments = [*shared, "--role", "ffn", "--worker", f"{number}"]
+        worker = Member(f"{name}, role ffn", arguments, len(names) + 1 + number, role="ffn")
         made = listening_at([listens for listens, _ in pairs], runtime_of(of_ffn, worker))
         for process, (listens, dialled) in zip(made, pairs, strict=True):
             at = process._replace(listens=listens, dialled=dialled)

@@ -103,6 +103,9 @@ def test_standbys_of_the_ffn_worker_and_work_that_others_do(read):
     ]
     *_, domain, first, second = members
     assert names([first, second]) == ["ffn worker, role ffn", "standby, role ffn"]
+    assert [member.arguments[-4:-1] for member in (first, second)] == [
+        ["--worker", number, "--listen"] for number in "01"
+    ]
     addresses = [member.arguments[-1] for member in (first, second)]
     assert f"link.addresses={addresses}" in domain.arguments
     with pytest.raises(ConfigError, match="--standbys 1: only ffn workers have them"):

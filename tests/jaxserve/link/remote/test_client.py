@@ -259,20 +259,6 @@ def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server):
         assert link.counters.failures == 0
 
 
-def test_killed_server_that_is_started_again_takes_up_its_work(toys):
-    with toys.servers({}) as [server], client(server) as link:
-        rounds(link, 0, 5)
-        for lane in range(LANES):
-            link.send(lane, KIND, lane, toy.ROWS, on_mesh(values(lane)))
-        assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        server.start()
-        for lane in range(LANES):
-            check(link, lane, lane)
-        rounds(link, 100, 5)
-        assert link.counters.failures == 1
-        server.ready()
-
-
 def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys):
     with toys.servers({}, {}) as started, client(*started, deadlines={"absent": 2.0}) as link:
         until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
