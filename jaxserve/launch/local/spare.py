@@ -80,7 +80,9 @@ class Spare(NamedTuple):
         part: Part = [*self.common, *arguments], {**environment, **self.variables}
         with self.own, contextlib.suppress(OSError):
             if core is not None:
-                os.sched_setaffinity(self.child.pid, {core})
+                for thread in os.listdir(f"/proc/{self.child.pid}/task"):
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        os.sched_setaffinity(int(thread), {core})
             if self.niced:
                 priority.renice(self.child.pid, os.nice(0) + nicer, nicer)
             socket.send_fds(self.own, [msgspec.json.encode(part)], outputs)
