@@ -2,7 +2,7 @@
 
 The text model is Qwen3-Next's, under other names: the projections of linear attention are several
 matrices, whose rows lie part by part, each with all heads, and a layer's experts are two tensors.
-Tensors of images and of multi-token prediction are passed over.
+Tensors of images are passed over.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.checkpoint.families import Family
-from jaxserve.checkpoint.qwen3_next import feed_forward, mixing, qwen3_next_config
+from jaxserve.checkpoint.qwen3_next import feed_forward, mixing, module_spellings, qwen3_next_config
 from jaxserve.checkpoint.reading import SCALE_BLOCK, SCALES
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Source, Sources, decoder_names
 from jaxserve.checkpoint.tensors import Tensor
@@ -48,11 +48,10 @@ class DividedNames(CheckpointNames):
 
 def qwen3_5_names(config: ModelConfig) -> CheckpointNames:
     """Qwen3.5's tensors."""
-    ignored = "mtp.", "model.visual."
-    plain = decoder_names(config, _attention, feed_forward, ignored=ignored)
-    names = DividedNames(*plain._replace(spellings=SPELLINGS))
+    plain = decoder_names(config, _attention, feed_forward, ignored=("model.visual.",))
+    names = DividedNames(*plain._replace(spellings=SPELLINGS + module_spellings(config)))
     parts: Parts = {}
-    for number, kind in enumerate(config.decoder):
+    for number, kind in enumerate(config.decoder + config.predictors):
         layer = f"model.layers.{number}."
         if isinstance(kind.attention, DeltaNet):
             parts |= _heads(kind.attention, f"{layer}linear_attn.", config.d_model)

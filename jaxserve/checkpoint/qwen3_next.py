@@ -1,5 +1,7 @@
 """Qwen3-Next (`model_type` qwen3_next): its config.json and its tensors."""
 
+import re
+
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import (
@@ -50,12 +52,18 @@ def qwen3_next_config(entries: Entries) -> ModelConfig:
     entries.only("decoder_sparse_step", 1)
     entries.only("attention_bias", False)
     entries.only("attn_output_gate", True)
-    # No layer is dense, states are FP32, and modules of multi-token prediction are not read.
-    predictors = "num_nextn_predict_layers", "mtp_num_hidden_layers"
-    entries.meaningless("intermediate_size", "mamba_ssm_dtype", *predictors)
+    entries.only("mtp_use_dedicated_embeddings", False)
+    # Qwen3-Next has a module and does not say so.
+    names = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+    modules = entries.size(*names, least=0, default=1)
+    if modules > 1:
+        entries.problems.append(f"{modules} modules of multi-token prediction, not 0 or 1")
+    # No layer is dense, and states are FP32.
+    entries.meaningless("intermediate_size", "mamba_ssm_dtype")
     kinds = [full if name == FULL else linear for name in _types(entries, layers)]
     layer_kinds = tuple(LayerKind(kind, ffn) for kind in kinds)
-    return ModelConfig(**decoder, decoder=layer_kinds, unit_norms=True)
+    predictors = (LayerKind(full, ffn),) * modules
+    return ModelConfig(**decoder, decoder=layer_kinds, predictors=predictors, unit_norms=True)
 
 
 def _linear(entries: Entries) -> DeltaNet:
@@ -82,9 +90,27 @@ def _types(entries: Entries, layers: int) -> list[str]:
     return types
 
 
+MODULE = {
+    "layers.0": "",
+    "pre_fc_norm_embedding": "enorm.",
+    "pre_fc_norm_hidden": "hnorm.",
+    "fc": "eh_proj.",
+    "norm": "shared_head.norm.",
+}
+"""Prefixes in a prediction module, which is no layer in the files, and as other families have them
+in the layer behind the model's own."""
+
+
 def qwen3_next_names(config: ModelConfig) -> CheckpointNames:
     """Qwen3-Next's tensors."""
-    return decoder_names(config, mixing, feed_forward, ignored=("mtp.",))
+    names = decoder_names(config, mixing, feed_forward)
+    return names._replace(spellings=module_spellings(config))
+
+
+def module_spellings(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Returns the spellings (`CheckpointNames`) of the prediction module's tensors."""
+    layer = f"model.layers.{config.layers}."
+    return tuple((rf"^mtp\.{re.escape(own)}\.", layer + known) for own, known in MODULE.items())
 
 
 def mixing(config: ModelConfig, sizes: Attention, name: str) -> Sources:

@@ -30,6 +30,8 @@ class TinyQwen3Next:
 
     model_type: str = "qwen3_next"
     num_hidden_layers: int = 4
+    module: bool = False
+    """Whether the file has the prediction module, which transformers leaves out."""
 
     def is_moe(self, layer: int) -> bool:
         """False: `make_golden.py` does not look at margins of its routers."""
@@ -43,11 +45,15 @@ class TinyQwen3Next:
         """Name in the checkpoint -> shape."""
         parts = ENTRIES["shapes"][self.model_type]
         named = dict(parts["model"])
-        for layer in range(self.num_hidden_layers):
-            own = parts["layer"] | parts["linear" if (layer + 1) % 4 else "full"]
+        layers = [f"{parts['prefix']}{layer}." for layer in range(self.num_hidden_layers)]
+        kinds = ["full" if layer % 4 == 3 else "linear" for layer in range(len(layers))]
+        layers += ["mtp.layers.0."] * self.module
+        for prefix, kind in zip(layers, [*kinds, "full"], strict=False):
+            own = parts["layer"] | parts[kind]
             for part in parts["ffns"]:
                 own |= prefixed(f"mlp.{part}.", parts["ffn"])
-            named |= prefixed(f"{parts['prefix']}{layer}.", own)
+            named |= prefixed(prefix, own)
+        named |= ENTRIES["module"] if self.module else {}
         return {name: tuple(shape) for name, shape in named.items()}
 
 
