@@ -4,12 +4,14 @@ import contextlib
 import gc
 import itertools
 import os
+import random
 import signal
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,7 +29,7 @@ from tests.jaxserve.waiting import until
 
 pytestmark = pytest.mark.multihost
 
-LANES = 3
+LANES, KILLS = 3, 100
 KIND = toy.kind_of(4, toy.WORDS)
 
 
@@ -257,6 +259,39 @@ def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server):
         until(lambda: kept(server.pid) == settled)
         rounds(link, 0, 3)
         assert link.counters.failures == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_storm_of_kills_under_load(toys, standby):
+    """Every answer is right, and no lane waits longer than `absent`. Without a standby every fifth
+    server is killed again before or while it meets the client."""
+    draw = random.Random(standby)
+    with toys.servers(*[{}] * (1 + standby)) as started, client(*started) as link:
+        by_address = {server.address: server for server in started}
+
+        def kill() -> None:
+            for _ in range(KILLS):
+                until(lambda: all(peer.state is PeerState.UP for peer in link.peers))
+                time.sleep(draw.uniform(0.0, 0.2))
+                until(lambda: toy.in_use(link) is not None)
+                server = by_address[toy.in_use(link)]
+                server.end(signal.SIGKILL)
+                server.start()
+                if not standby and draw.random() < 0.2:
+                    time.sleep(draw.uniform(0.0, 0.6))
+                    server.end(signal.SIGKILL)
+                    server.start()
+                until(lambda: link.counters.failures > len(killed) and toy.in_use(link) is not None)
+                killed.append(server)
+
+        killed: list[toy.ToyServer] = []
+        with ThreadPoolExecutor(1) as pool:
+            storm = pool.submit(kill)
+            for number in itertools.takewhile(lambda _: not storm.done(), itertools.count()):
+                rounds(link, number, 3)
+            storm.result()
+        assert link.counters.failures >= len(killed) == KILLS
 
 
 def test_servers_end_in_order_hand_over_and_then_nobody_is_there(toys):
