@@ -216,8 +216,8 @@ def cut_off(cluster: Cluster) -> None:
     cluster.ready()
     ip("-n", SWITCH, "link", "set", "port2", "down")
     try:
-        cluster.expect(0, r"process 2 \(ffn, host host2, pid \d+\): no heartbeat for \d+\.\d s", 20)
-        cluster.expect(2, r"the leader .*: no heartbeat for \d+\.\d s", 20)
+        cluster.expect(0, r"process 2 \(ffn, host host2, pid \d+\): silent for \d+\.\d s", 20)
+        cluster.expect(2, r"the leader .*: silent for \d+\.\d s", 20)
         cluster.end(1)
     finally:
         ip("-n", SWITCH, "link", "set", "port2", "up")

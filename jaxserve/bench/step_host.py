@@ -32,7 +32,8 @@ from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.runtime import freeze
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sizes import SchedulerSizes
-from jaxserve.fleet.control import Boundary, encode, shapes_digest
+from jaxserve.fleet.control import Boundary, shapes_digest
+from jaxserve.link.session.messages import encode
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan
 

@@ -36,7 +36,8 @@ from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.link.session.channel import resolve, split_address
-from jaxserve.link.session.hello import Hello, make_hello
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.own_hello import make_hello
 from jaxserve.link.weights.client import PeerError, WeightsPeer
 from jaxserve.link.weights.frames import HeldArray
 from jaxserve.model.module import Template

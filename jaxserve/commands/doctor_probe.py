@@ -84,7 +84,8 @@ def _between(transport: str) -> None:
     import msgspec
     import numpy as np
 
-    from jaxserve.link.session.channel import Channel, listen
+    from jaxserve.link.session.channel import Channel
+    from jaxserve.link.session.listening import listen
     from jaxserve.link.session.messages import Bulk
     from jaxserve.link.transports import opens
 

@@ -11,7 +11,6 @@ importing it starts none. With several processes, everything happens inside `joi
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
@@ -25,13 +24,14 @@ from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Cluster, Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.control import Identity
+from jaxserve.fleet.control import PROTOCOL, Identity
 from jaxserve.fleet.devices import initialise, installed_versions, log_devices
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import deployment_facts, process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
 from jaxserve.fleet.reachable import unreachable
+from jaxserve.link.session.own_hello import facts_digest
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +43,24 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 def identity(process_id: int, processes: int, deployment: Deployment, role: str = "") -> Identity:
-    """Describes this process when it joins (see `joining.refusal`).
+    """Describes this process when it joins.
 
     The weights are compared later (`Leader.begin_warm_up`), when all files are hashed.
 
     Raises:
       CheckpointError: The model folder cannot be read.
     """
-    facts = deployment_facts(deployment)
-    text = "\n".join(f"{key} = {value}" for key, value in facts.items())
+    role = process_shares(deployment, processes, role)[process_id].role
+    host = socket.gethostname()
+    facts = {"control protocol": str(PROTOCOL), "--processes": str(processes)}
+    facts |= installed_versions() | deployment_facts(deployment)
     return Identity(
-        process_id=process_id,
-        processes=processes,
-        role=process_shares(deployment, processes, role)[process_id].role,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        versions=installed_versions(),
-        digest=hashlib.blake2s(text.encode(), digest_size=8).hexdigest(),
+        worker=f"process {process_id} ({role}, host {host}, pid {os.getpid()})",
         facts=facts,
+        digest=facts_digest(facts),
+        process_id=process_id,
+        host=host,
+        processes=processes,
     )
 
 

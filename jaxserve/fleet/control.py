@@ -1,107 +1,93 @@
 """The messages between the leader and its followers.
 
-Each follower has one channel to the leader (`link/session/channel.py`). Beside the channels a tree
-of connections carries the messages that come with every step and are the same for all
-(`broadcast.py`). Every message is msgpack of one of the structs below; nothing is ever unpickled.
-`leader.py` and `follower.py` are the two ends; the engine on the leader and the driver on a
-follower see `Boundary` and `Position`. Knows nothing of sockets, requests or device arrays.
+Each follower has one session with the leader (`link/session/`). A few processes also hand on what
+is for all to those below them (`relay.py`), over sessions that begin in the same way. Every message
+is msgpack of one of the structs below; nothing is ever unpickled. `leader.py` and `follower.py` are
+the two ends; the engine on the leader and the driver on a follower see `Boundary`.
+Knows nothing of sockets, requests or device arrays.
 
-    follower → leader   Register  Subscribed
-                        (Heartbeat | Compiled | Collected | Report | DrainRequest)*
-                        Failure?  Leaving
-    leader → follower   Accepted  Joined  (LeaderHeartbeat | WarmUp | Collect)*  FailureReceived?
+    follower → leader   Register  (State | Collected | Report)*
+    leader → follower   Accepted  Joined  (Echo | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one; or Refused
-    leader → all        (Boundary | LeaderHeartbeat)*  Shutdown
+    leader → all        (Boundary | Echo)*  Shutdown
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from jaxserve.config.deployment import Cluster
+from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.messages import Echo, Greeting
 from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Cap of one message: step plans take kilobytes, the spans of a long timeline some megabytes."""
 
 
-class Position(msgspec.Struct, frozen=True):
-    """Where a process is in its schedule."""
-
-    stage: str
-    lane: int
-    layer: int
-    step: int
-    """Number of the step plan."""
-
-    def __str__(self) -> str:
-        return f"{self.stage} of lane {self.lane}, layer {self.layer}, step {self.step}"
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Description that a process sends of itself when it joins.
-
-    All fields but the first four must be the same for all processes.
-    """
+class Identity(Hello, frozen=True, kw_only=True):
+    """Introduction of one process of a runtime; its facts must be the same for all of them."""
 
     process_id: int
-    role: str
     host: str
-    pid: int
     processes: int
-    protocol: int = PROTOCOL
-    versions: dict[str, str] = {}
-    """Versions of the packages that must be the same everywhere."""
-    digest: str = ""
-    """Digest of `facts`."""
-    facts: dict[str, str] = {}
-    """The deployment, one dotted key a value, so that a difference can be named."""
 
     def __str__(self) -> str:
-        return f"process {self.process_id} ({self.role}, host {self.host}, pid {self.pid})"
+        return self.worker
 
 
-class Register(msgspec.Struct, frozen=True, tag=True):
-    """First message of a follower."""
+class Register(Greeting, frozen=True, tag="register"):
+    """First message of a follower, to the leader and to the one that hands the plans on to it."""
 
-    identity: Identity
+    hello: Identity
     port: int = 0
-    """Port on which it hands on the messages of the tree."""
+    """Port on which it hands on what is for all."""
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True):
-    """All processes have registered and receive the broadcast."""
+class Accepted(Greeting, frozen=True, tag="accepted"):
+    """The answer to `Register`."""
+
+    hello: Identity
+    source: str = ""
+    """`host:port` of the follower that hands on what is for all; empty: the leader sends it."""
+    source_name: str = ""
+    """Name of the process at `source`."""
 
 
-class Subscribed(msgspec.Struct, frozen=True, tag=True):
-    """A follower receives the broadcast, from where `Accepted` sent it."""
+class Joined(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All processes have registered and get what is for all."""
 
 
-class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """A follower has loaded and compiled everything, and waits for `WarmUp`."""
-
-    weights: str = ""
-    """Digest of the weights that it has loaded; known only once all files are hashed."""
-
-
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+class State(msgspec.Struct, tag=True, array_like=True):
     """A follower is alive and has come this far."""
 
-    completed: int
+    completed: int = -1
     """Number of the last boundary whose work is done; -1 before the first."""
-    ready: bool
+    ready: bool = False
     """True once it is warm."""
-    position: Position | None = None
+    position: str = ""
+    """Where it is in its schedule, in words; empty before the first step."""
     progress: int = 0
     """Grows as long as the follower loads or compiles (`progress.advances`)."""
+    subscribed: bool = False
+    """True once the follower gets what is for all, from where `Accepted` sent it."""
+    weights: str | None = None
+    """Digest of the weights that it has loaded, once it has compiled and waits for `WarmUp`; all
+    files are hashed only then."""
+    drain: str = ""
+    """Why the follower was asked to end: the whole deployment should drain."""
+    error: str = ""
+    """Why it cannot continue."""
+    leaving: bool = False
+    """True once nothing follows."""
 
 
-class Collected(msgspec.Struct, frozen=True, tag=True):
+class Collected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Answer to the `Collect` of that number; `error` is empty where it went well."""
 
     number: int
@@ -109,52 +95,17 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """A follower cannot continue."""
-
-    text: str
-    position: Position | None = None
-
-
-class Report(msgspec.Struct, frozen=True, tag=True):
+class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A message over `pull` has arrived at a follower whole (`link.remote.frames.NamedMessage`)."""
 
     data: bytes
 
 
-class DrainRequest(msgspec.Struct, frozen=True, tag=True):
-    """A follower was asked to end (SIGTERM), so the whole deployment should."""
-
-    reason: str
-
-
-class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """A follower has done everything it was sent, and closes the connection."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The leader does not accept a follower, and closes the connection."""
-
-    reason: str
-
-
-class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The leader accepts a follower's registration."""
-
-    leader: Identity
-    next_number: int
-    """Number that the next boundary will carry."""
-    source: str = ""
-    """`host:port` from which the follower gets the broadcast; without a host: the leader's."""
-    source_name: str = "the leader"
-    """Name of the process at `source`."""
-
-
-class WarmUp(msgspec.Struct, frozen=True, tag=True):
+class WarmUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All processes have compiled: the steps that warm them up may begin."""
 
 
-class Boundary(msgspec.Struct, frozen=True, tag=True):
+class Boundary(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Steps that every process enqueues next, in this order."""
 
     number: int
@@ -170,44 +121,26 @@ class Boundary(msgspec.Struct, frozen=True, tag=True):
     """Order of an ffn worker over `pull` (`link.remote.frames`); empty: none."""
 
 
-class LeaderHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The leader is alive, with or without work."""
-
-
-class Collect(msgspec.Struct, frozen=True, tag=True):
+class Collect(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Asks every follower for the bytes it keeps under a name."""
 
     number: int
     name: str
 
 
-class FailureReceived(msgspec.Struct, frozen=True, tag=True):
-    """The leader has the follower's `Failure`: that process may now end."""
+class FailureReceived(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The leader has the follower's error: that process may now end."""
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag=True):
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The deployment ends; `failure` says why where that was not wanted."""
 
     failure: str = ""
 
 
-_End = DrainRequest | Failure | Leaving
-FromFollower = Register | Subscribed | Compiled | Heartbeat | Collected | Report | _End
-FromLeader = (
-    Refused
-    | Accepted
-    | Joined
-    | WarmUp
-    | Boundary
-    | LeaderHeartbeat
-    | Collect
-    | FailureReceived
-    | Shutdown
-)
-
-encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-decode_from_follower = msgspec.msgpack.Decoder(FromFollower).decode
-decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
+FromFollower = State | Collected | Report
+ForAll = Boundary | Echo | Shutdown
+FromLeader = Joined | WarmUp | Boundary | Collect | FailureReceived | Shutdown
 
 
 def shapes_digest(deployment_digest: str, plans: Sequence[StepPlan]) -> str:

@@ -21,7 +21,7 @@ from jaxserve.fleet.collected import COUNTS
 from jaxserve.fleet.collected_counts import collect_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.follower_reports import Completions, own_counts
+from jaxserve.fleet.follower_reports import own_counts
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.link.remote.server import MessageServer
@@ -68,14 +68,13 @@ class FFNGroup:
 
     def _follow(self, peers: Follower, server: MessageServer, slots: ExpertSlots | None) -> None:
         """Carries out the orders of process 0 until it ends the worker."""
-        completions = Completions(peers)
         try:
             for boundary in peers.boundaries():
                 if slots is not None:
                     for action in boundary.actions:
                         slots.carry_out(action)
                 last = server.ordered(boundary.message) if boundary.message else None
-                completions.put(boundary.number, last)
+                peers.completed(boundary.number, last)
         except Exception as error:
             self.fail(error)
         self.ended.set()

@@ -1,10 +1,11 @@
-"""A follower's end of the control plane: step plans in, heartbeats out.
+"""A follower's end of the control plane: step plans in, signs of life out.
 
 Created by `bootstrap.joined` on every process but 0; `following.Following` iterates `boundaries()`
-and reports what the devices have completed. A thread of this module sends the heartbeats and
-watches the leader, so a driver that is stuck in a device call is still seen, and still ends when
-the leader is gone. Another hands the broadcast on to the processes below this one (`broadcast.py`),
-and a third answers the leader's questions. Knows nothing of requests or device arrays.
+and reports what the devices have completed. The session with the leader has a thread of its own
+(`_Source`), so a driver that is stuck in a device call is still seen, and still ends when the
+leader is gone. Where another follower hands the plans on, a second session brings them. This
+process hands what is for all on to those below it (`relay.py`). Another thread answers the leader's
+questions. Knows nothing of requests or device arrays.
 """
 
 import contextlib
@@ -12,25 +13,28 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
-from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.broadcast import Broadcaster
 from jaxserve.fleet.listening import everywhere
-from jaxserve.fleet.subscription import Subscription
+from jaxserve.fleet.relay import Relay
 from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
-    cut_off,
+    Deadlines,
     dial,
     split_address,
 )
+from jaxserve.link.session.greet import greet
+from jaxserve.link.session.hello import Refusal
+from jaxserve.link.session.session import Session
 from jaxserve.progress import advances
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ _HELLO_SECONDS = 10.0
 """Seconds within which the leader answers a registration."""
 _DIAL_SECONDS = 0.1
 """Pause between two attempts to reach the leader."""
+_TOLD = control.Joined, control.WarmUp, control.FailureReceived, control.Shutdown
 _VERDICT_SECONDS = 3.0
 """Seconds that the leader has to name the process to blame after the broadcast has stopped."""
 
@@ -72,42 +77,32 @@ class Follower:
         self.failure: EngineFailedError | None = None
         self.last_turn = time.monotonic()
         """Time (`time.monotonic`) when the loop over boundaries last came round."""
-        self.position: Callable[[], control.Position | None] = lambda: None
-        """Returns where the driver is; called by the heartbeat thread, so it must be quick."""
+        self.position: Callable[[], str] = str
+        """Returns where the driver is, in words; called by a session's thread, so it must
+        be quick."""
         self.progress: Callable[[], int] = advances
         """Returns a number that changes while this process loads or compiles; quick, too."""
         self._token = token
-        self._cluster = cluster
+        self.cluster = cluster
         self._on_failure = on_failure
-        self._interval = control.heartbeat_interval(cluster)
-        self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
-        self._last_message = 0.0
-        self._completed = -1
-        self._ready = False
+        self._state = control.State()
+        self._running: deque[tuple[int, Any]] = deque()
+        """Boundaries that are not known to be done, and their last arrays."""
         self._next = 0
         self._leader = f"the leader (process 0, {address})"
         self._answers: dict[str, Callable[[], bytes]] = {}
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[control.Boundary | None] = queue.SimpleQueue()
-        self._questions: queue.SimpleQueue[control.Collect | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._all_joined = threading.Event()
-        self._warm_up_begun = threading.Event()
-        self._received_failure = threading.Event()
-        self._verdict = threading.Event()
-        """Set when this process has failed or leaves."""
+        self._answering = ThreadPoolExecutor(1, "control-answer")
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._told: dict[Any, threading.Event] = {kind: threading.Event() for kind in _TOLD}
+        """Set once the leader has said this, or this process has failed."""
         self._closed = threading.Event()
-        """Set once this process is leaving: from then on the stream may end."""
-        self._broadcaster = Broadcaster(token)
-        self._subscription: Subscription | None = None
-        self._source, self._source_name = "", ""
-        self._heard = 0.0
-        """Time of the last broadcast message."""
-        self._channel: Channel | None = None
-        """Channel to the leader, once it has accepted this process."""
-        self._writer = threading.Thread(target=self._write, name="control-write", daemon=True)
-        self._reader = threading.Thread(target=self._read, name="control-read", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
+        """Set once this process is leaving: from then on the session may end."""
+        self.relay = Relay(identity, token)
+        self._link: _Leader | None = None
+        """The session with the leader, once it has accepted this process."""
+        self._source: _Source | None = None
+        """The session with the follower that hands the plans on to this one, if one does."""
 
     def register(self) -> None:
         """Joins the deployment, waiting for the leader up to `cluster.start_seconds`.
@@ -119,47 +114,35 @@ class Follower:
           EngineFailedError: no leader answered in time, or the process that should hand the
             broadcast on did not.
         """
-        host, _ = split_address(self.address, "--control")
-        self._join(self._broadcaster.listen(everywhere(host)))
-        for thread in (self._reader, self._writer):
-            thread.start()
-        self._last_message = self._heard = self._clock.tick()
-        self._watcher.start()
-        own = self.address.rpartition(":")[0]
-        source = f"{own}{self._source}" if self._source.startswith(":") else self._source
-        try:
-            # The leader waits twice as long, so that it hears which address is the problem.
-            seconds = self._cluster.meeting_seconds / 2
-            self._subscription = Subscription(source, self._token, seconds)
-        except OSError as error:
-            raise EngineFailedError(
-                f"registered but cannot reach {source}, where {self._source_name} hands on the "
-                f"plans: {error}"
-            ) from None
-        threading.Thread(target=self._hear, name="control-hear", daemon=True).start()
-        threading.Thread(target=self._answer, name="control-answer", daemon=True).start()
-        self._send(control.Subscribed())
-
-    def _join(self, port: int) -> None:
-        """Registers with the leader; `port` is where this process hands the broadcast on."""
-        register = control.encode(control.Register(self.identity, port))
-        limit, told, started = self._cluster.start_seconds, 0.0, time.monotonic()
-        while self._channel is None:
+        host = everywhere(split_address(self.address, "--control")[0])
+        register = control.Register(self.identity, self.relay.listen(host))
+        link, accepted = self._join(register)
+        self._leader = f"the leader ({accepted.hello}, {self.address})"
+        self._link = _Leader(self, link, lambda why: self._failed(f"{self._leader}: {why}"))
+        threading.Thread(target=self._link.live, name="control-read", daemon=True).start()
+        if source := accepted.source:
             try:
-                channel = dial(self.address, self._token, _HELLO_SECONDS, control.MAX_MESSAGE_BYTES)
-                with contextlib.ExitStack() as stack:
-                    stack.callback(channel.close)
-                    with cut_off(channel.shutdown, _HELLO_SECONDS):
-                        channel.send(register)
-                        answer = control.decode_from_leader(channel.receive())
-                    if not isinstance(answer, control.Accepted):
-                        why = getattr(answer, "reason", f"{type(answer).__name__} came first")
-                        raise ConfigError(f"{self.identity}: refused by {self._leader}: {why}")
-                    stack.pop_all()
-            except AuthenticationError:
-                raise ConfigError(
-                    f"{self.identity}: refused by {self._leader}: wrong or no cluster token"
+                # The leader waits twice as long, so that it hears which address is the problem.
+                channel, _ = self._greeted(source, register, self.cluster.meeting_seconds / 2)
+            except (AuthenticationError, OSError, EOFError, Refusal, msgspec.DecodeError) as error:
+                raise EngineFailedError(
+                    f"registered but cannot reach {source}, where {accepted.source_name} hands on "
+                    f"the plans: {error or 'it closed the connection'}"
                 ) from None
+            name = f"plans from {accepted.source_name}"
+            self._source = _Source(self, channel, lambda why: self._unheard(f"{name}: {why}"))
+            threading.Thread(target=self._source.live, name="plans-read", daemon=True).start()
+        self._state.subscribed = True
+        self.tell()
+
+    def _join(self, register: control.Register) -> tuple[Channel, control.Accepted]:
+        """Registers with the leader, once it is there."""
+        limit, told, started = self.cluster.start_seconds, 0.0, time.monotonic()
+        while True:
+            try:
+                return self._greeted(self.address, register, _HELLO_SECONDS)
+            except (AuthenticationError, Refusal, msgspec.DecodeError) as error:
+                raise ConfigError(f"{self.identity}: refused by {self._leader}: {error}") from None
             except (OSError, EOFError) as error:
                 waited = time.monotonic() - started
                 problem = f"({self.address} cannot be reached: {error or 'it closed'})"
@@ -171,14 +154,14 @@ class Follower:
                 if waited - told >= TELL_SECONDS:
                     told = waited
                     logger.info("waiting for %s, %.0f s %s", self._leader, waited, problem)
-                self._verdict.wait(min(_DIAL_SECONDS, limit - waited))
-            else:
-                patience = self._cluster.meeting_seconds
-                channel.allow(patience, patience)  # the watcher knows better when it is stuck
-                self._channel = channel
-                self._leader = f"the leader ({answer.leader}, {self.address})"
-                self._source, self._source_name = answer.source, answer.source_name
-                self._next = answer.next_number
+                time.sleep(min(_DIAL_SECONDS, limit - waited))
+
+    def _greeted(
+        self, address: str, register: control.Register, seconds: float
+    ) -> tuple[Channel, control.Accepted]:
+        """Dials a process above this one, and returns its answer."""
+        channel = dial(address, self._token, seconds, control.MAX_MESSAGE_BYTES)
+        return channel, greet(channel, register, control.Accepted, _Source.decode, seconds)
 
     def wait_registered(self) -> None:
         """Waits until all processes have registered, as long as the leader is alive.
@@ -186,7 +169,7 @@ class Follower:
         Raises:
           EngineFailedError: the leader is gone, or another process failed.
         """
-        self._wait(self._all_joined)
+        self._wait(control.Joined)
 
     def wait_warm_up(self, weights: str = "") -> None:
         """Tells the leader that everything is loaded and compiled, and waits for all others.
@@ -199,19 +182,20 @@ class Follower:
         Raises:
           EngineFailedError: the leader is gone, or another process failed.
         """
-        self._send(control.Compiled(weights))
-        self._wait(self._warm_up_begun)
+        self._state.weights = weights
+        self.tell()
+        self._wait(control.WarmUp)
 
-    def _wait(self, event: threading.Event) -> None:
-        while not event.wait(self._cluster.heartbeat_seconds):
-            pass  # the watcher ends this wait when the leader is late
+    def _wait(self, kind: type[msgspec.Struct]) -> None:
+        while not self._told[kind].wait(self.cluster.heartbeat_seconds):
+            pass  # the session ends this wait when the leader is late
         if self.failure is not None:
             raise self.failure
 
     def ready(self) -> None:
         """Tells the leader that this process is warm."""
-        self._ready = True
-        self._send(self._heartbeat())
+        self._state.ready = True
+        self.tell()
 
     @property
     def status(self) -> str:
@@ -220,7 +204,7 @@ class Follower:
             return "failed"
         if self._closed.is_set():
             return "closed"
-        return "ready" if self._ready else "starting"
+        return "ready" if self._state.ready else "starting"
 
     def boundaries(self) -> Iterator[control.Boundary]:
         """Yields the leader's boundaries in order, each checked; ends when the leader shuts down.
@@ -234,22 +218,26 @@ class Follower:
         while True:
             self.last_turn = time.monotonic()
             try:
-                boundary = self._inbox.get(timeout=self._cluster.heartbeat_seconds)
+                boundary = self._inbox.get(timeout=self.cluster.heartbeat_seconds)
             except queue.Empty:
-                continue  # the watcher ends this wait when the leader is late
+                continue  # the session ends this wait when the leader is late
             if self.failure is not None:
                 raise self.failure
             if boundary is None:
                 return
             yield boundary
 
-    def completed(self, number: int) -> None:
-        """Reports that all work of boundary `number` is done, also on the devices.
+    def completed(self, number: int, last: Any = None) -> None:
+        """Reports that all work of boundary `number` is done, also on the devices, with the first
+        sign of life after that.
 
-        Call it for every boundary, even if no other follows: one that stays incomplete for
-        `cluster.step_seconds` is a failure.
+        Call it for every boundary, in order, even if no other follows: one that stays incomplete
+        for `cluster.step_seconds` is a failure.
+
+        Args:
+          last: a `jax.Array` that is ready once the work is done; None: it is done already.
         """
-        self._completed = number
+        self._running.append((number, last))
 
     def answer(self, name: str, produce: Callable[[], bytes]) -> None:
         """Sets the answer to `Leader.collect(name)`; `produce` runs on a thread of its own."""
@@ -257,13 +245,12 @@ class Follower:
 
     def report(self, data: bytes) -> None:
         """Sends a `Report` to the leader, on the caller's thread: a message waits for it."""
-        assert self._channel is not None
-        with contextlib.suppress(OSError):  # the reader says why
-            self._channel.send(control.encode(control.Report(data)))
+        self._send(control.Report(data))
 
     def request_drain(self, reason: str) -> None:
-        """Asks the leader to drain and end the whole deployment. Safe in a signal handler."""
-        self._send(control.DrainRequest(reason))
+        """Asks the leader to drain and end the whole deployment, with the next sign of life. Safe
+        in a signal handler."""
+        self._state.drain = reason
 
     def fail(self, problem: str, timeout: float = 2.0) -> None:
         """Tells the leader that this process cannot continue, and waits until it knows.
@@ -272,170 +259,95 @@ class Follower:
         `failure` then says so when this returns. The process is not ended here: the caller does
         that, or the leader's `Shutdown`. Sends nothing if the leader is gone or was told before.
         """
-        if self.failure is not None or self._received_failure.is_set():
+        if self.failure is not None or self._told[control.FailureReceived].is_set():
             return
-        if self._channel is not None:
-            self._send(control.Failure(problem, self._position()))
-            self._received_failure.wait(timeout)
+        if self._link is not None:
+            self._state.error = problem
+            self.tell()
+            self._told[control.FailureReceived].wait(timeout)
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self) -> None:
         """Leaves the deployment; afterwards the leader may end. Idempotent."""
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
-        self._verdict.set()
-        self._broadcaster.close()
-        if self._subscription is not None:
-            self._subscription.close()
-        here = threading.current_thread()
-        if self._watcher.ident is not None:
-            if here is not self._watcher:
-                self._watcher.join(timeout)
-            self._send(self._heartbeat())
-            if self.failure is None:
-                self._send(control.Leaving())
-        self._questions.put(None)
-        self._outbox.put(None)
-        if self._reader.ident is not None and here is not self._reader:
-            self._reader.join(timeout)
+        self._told[control.Shutdown].set()
+        self._answering.shutdown(wait=False, cancel_futures=True)
+        self.tell()
+        self.relay.close()
+        for session in filter(None, (self._source, self._link)):
+            session.fail("closed here")
 
-    # ------------------------------------------------------------ receiving (own thread)
-    def _read(self) -> None:
-        channel = self._channel
-        assert channel is not None
-        try:
-            while True:
-                data = channel.receive()
-                self._last_message = self._clock.now
-                self._received(control.decode_from_leader(data))
-        except (EOFError, OSError) as error:
-            problem = f"its connection closed ({error or 'end of file'})"
-        except Exception as error:
-            problem = f"sent an invalid message: {type(error).__name__}: {error}"
-        if not self._closed.is_set():
-            self._failed(f"{self._leader}: {problem}")
-        self._outbox.put(None)
-        self._writer.join()
-        channel.close()
-
-    def _write(self) -> None:
-        """Sends the outbox's messages until it yields None."""
-        assert self._channel is not None
-        with contextlib.suppress(OSError):
-            while (data := self._outbox.get()) is not None:
-                self._channel.send(data)
-        self._channel.shutdown()
-
-    def _hear(self) -> None:
-        """Receives the broadcast and hands it on until the leader shuts down."""
-        assert self._subscription is not None
-        problem = "its connection closed"
-        try:
-            for data in self._subscription.messages():
-                silent = self._clock.now - self._heard
-                if data is None and silent <= self._cluster.silence_seconds(self._ready):
-                    continue
-                if data is None:
-                    problem = f"no heartbeat for {silent:.1f} s"
-                    break
-                self._broadcaster.send(data)
-                self._heard = self._clock.now
-                message = control.decode_from_leader(data)
-                self._received(message)
-                if isinstance(message, control.Shutdown):
-                    return
-        except Exception as error:
-            problem = f"sent an invalid message: {type(error).__name__}: {error}"
-        self._unheard(f"plans from {self._source_name}: {problem}")
-
+    # ---------------------------------------------------------- receiving (sessions' threads)
     def _unheard(self, problem: str) -> None:
         """Gives up after the leader has had time to name the process to blame."""
-        if self.failure is not None or self._closed.is_set():
+        if self._told[control.Shutdown].is_set():
             return
         self.fail(problem)
-        if not self._verdict.wait(_VERDICT_SECONDS):
+        if not self._told[control.Shutdown].wait(_VERDICT_SECONDS):
             self._failed(f"{self.identity}: {problem}")
 
-    def _received(self, message: Any) -> None:
+    def received(self, message: Any) -> None:
+        """Handles a message of the leader."""
         match message:
             case control.Boundary():
                 self._take(message)
-            case control.LeaderHeartbeat():
-                pass
-            case control.FailureReceived():
-                self._received_failure.set()
-            case control.Joined():
-                self._all_joined.set()
-            case control.WarmUp():
-                self._warm_up_begun.set()
             case control.Collect():
-                self._questions.put(message)
+                with contextlib.suppress(RuntimeError):  # this process leaves
+                    self._answering.submit(self._answer, message)
             case control.Shutdown(failure):
-                if failure or not self._ready:
+                if failure or not self._state.ready:
                     why = failure or "before it was ready"
                     self._failed(f"{self._leader} ended the deployment: {why}")
                 self._inbox.put(None)
+        if told := self._told.get(type(message)):
+            told.set()
 
     def _take(self, boundary: control.Boundary) -> None:
         """Checks a boundary and hands it to the driver."""
-        expected = control.shapes_digest(self.identity.digest, boundary.plans)
-        problem = ""
-        if boundary.number != self._next:
-            problem = f"boundary {boundary.number} arrived where {self._next} is next"
-        elif boundary.digest != expected:
+        digest = control.shapes_digest(self.identity.digest, boundary.plans)
+        if (boundary.number, boundary.digest) != (self._next, digest):
             problem = (
-                f"boundary {boundary.number} has shapes digest {boundary.digest} on the leader, "
-                f"{expected} here"
+                f"boundary {boundary.number} with shapes digest {boundary.digest} came, where "
+                f"{self._next} with {digest} is next"
             )
-        if problem:
-            self._send(control.Failure(problem, self._position()))
+            self._state.error = problem
+            self.tell()
             self._failed(f"{self.identity}: {problem}")
             return
         self._next += 1
         self._inbox.put(boundary)
 
-    # ------------------------------------------------------------ answering (own thread)
-    def _answer(self) -> None:
-        """Answers the leader's questions one by one.
+    def _answer(self, question: control.Collect) -> None:
+        """Answers a question of the leader, on a thread of its own.
 
-        An answer may wait for the devices. The threads that hear the leader's heartbeats do not.
+        An answer may wait for the devices. The threads that hear the leader do not.
         """
-        while (question := self._questions.get()) is not None:
-            try:
-                answer = control.Collected(question.number, self._answers[question.name]())
-            except Exception as error:
-                logger.exception("collecting %r", question.name)
-                answer = control.Collected(question.number, b"", f"{type(error).__name__}: {error}")
-            self._send(answer)
+        try:
+            answer = control.Collected(question.number, self._answers[question.name]())
+        except Exception as error:
+            logger.exception("collecting %r", question.name)
+            answer = control.Collected(question.number, b"", f"{type(error).__name__}: {error}")
+        self._send(answer)
 
-    # ------------------------------------------------------------- watching (own thread)
-    def _watch(self) -> None:
-        """Sends heartbeats and fails when the leader has been silent for too long."""
-        tick = min(self._interval, 0.5)
-        sent = -self._interval
-        while not self._closed.is_set():
-            now = self._clock.tick()
-            if now - sent >= self._interval:
-                sent = now
-                self._send(self._heartbeat())
-            silent = now - self._last_message
-            if silent > self._cluster.silence_seconds(self._ready):
-                self._failed(f"{self._leader}: no heartbeat for {silent:.1f} s")
-            self._closed.wait(tick)
+    def tell(self) -> None:
+        """Tells the leader how far this process is."""
+        with self._telling:
+            try:
+                while self._running and _is_ready(self._running[0][1]):
+                    self._state.completed = self._running.popleft()[0]
+            except Exception as error:  # of the computation
+                self._state.error = self._state.error or f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # signs of life go on without them
+                self._state.position, self._state.progress = self.position(), self.progress()
+            self._state.leaving = self._closed.is_set() and self.failure is None
+            self._send(self._state)
 
     def _send(self, message: msgspec.Struct) -> None:
-        self._outbox.put(control.encode(message))
-
-    def _heartbeat(self) -> control.Heartbeat:
-        return control.Heartbeat(self._completed, self._ready, self._position(), self.progress())
-
-    def _position(self) -> control.Position | None:
-        try:
-            return self.position()
-        except Exception:
-            logger.exception("position of the driver")
-            return None
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # the thread that reads says why
+                self._link.send(message)
 
     def _failed(self, text: str) -> None:
         with self._lock:
@@ -443,10 +355,54 @@ class Follower:
                 return
             self.failure = EngineFailedError(text)
         self._inbox.put(None)
-        self._all_joined.set()
-        self._warm_up_begun.set()
-        self._received_failure.set()
-        self._verdict.set()
-        if self._channel is not None:
+        for told in self._told.values():
+            told.set()
+        if self._link is not None:
             logger.error("%s", text)
             self._on_failure(self.failure)
+
+
+def _is_ready(last: Any) -> bool:
+    """Whether an array is computed; raises the error of its computation."""
+    return last is None or (last.is_ready() and last.block_until_ready() is last)
+
+
+class _Source(Session):
+    """A session with a process above this one, read by a thread of its own."""
+
+    greeting = control.Accepted
+
+    def __init__(self, follower: Follower, channel: Channel, lost: Callable[[str], None]):
+        cluster = follower.cluster
+        super().__init__(channel, Deadlines(probe=control.heartbeat_interval(cluster)))
+        seconds = cluster.silence_seconds(True)  # a large message may take as long as silence may
+        channel.allow(seconds, seconds)
+        self._follower, self._lost = follower, lost
+
+    def _limit(self) -> float:
+        return self._follower.cluster.silence_seconds(self._follower.status == "ready")
+
+    def _drop(self) -> None:
+        self._lost(self.failure or "")
+
+    def handle(self, body: bytes) -> None:
+        """See `Session`. What is for all goes on to others before it is carried out here."""
+        self._heard = self._clock.now
+        message = self.decode(body)
+        if isinstance(message, control.ForAll):
+            self._follower.relay.post(body)
+        self._take(message)
+
+    def _receive(self, message: msgspec.Struct) -> None:
+        self._follower.received(message)
+
+    handlers: ClassVar = dict.fromkeys(get_args(control.FromLeader), _receive)
+
+
+class _Leader(_Source):
+    """The session with the leader."""
+
+    def _tick(self, now: float) -> None:
+        super()._tick(now)
+        if self._echoed == now:
+            self._follower.tell()

@@ -12,9 +12,8 @@ import msgspec
 
 from jaxserve.engine.runtime import Driver, Runtime
 from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS
-from jaxserve.fleet.control import Position
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.follower_reports import Completions, own_counts
+from jaxserve.fleet.follower_reports import own_counts
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages
@@ -45,7 +44,6 @@ class Following:
         probe = self._probe = Probe(driver, jax.process_index())
         follower.answer(MEASURED, lambda: msgspec.msgpack.encode(probe.take(TAKE_SECONDS / 2)))
         follower.answer(COUNTS, lambda: own_counts(driver.slots))
-        self._completions = Completions(follower)
         follower.ready()
 
     def run(self) -> None:
@@ -66,13 +64,14 @@ class Following:
             for plan in boundary.plans:
                 driver.begin(plan)
             last = driver.advance().last if driver.active else None
-            self._completions.put(boundary.number, last)
+            self._follower.completed(boundary.number, last)
 
 
-def position(driver: Driver) -> Position | None:
-    """Returns the driver's position in the schedule, for heartbeats and errors."""
-    at = driver.position()
-    return None if at is None else Position(*at)
+def position(driver: Driver) -> str:
+    """Returns the driver's position in the schedule, in words, for errors."""
+    if (at := driver.position()) is None:
+        return ""
+    return "{} of lane {}, layer {}, step {}".format(*at)
 
 
 def _spans(recorder: Recorder) -> bytes:

@@ -1,13 +1,12 @@
-"""The leader's end of the control plane: sends step plans, takes heartbeats, names failures.
+"""The leader's end of the control plane: sends step plans, takes signs of life, names failures.
 
 Created by `bootstrap.joined` on process 0. The engine calls `broadcast` once a boundary, which
-costs it one encoding and a system call for each process directly below this one (`broadcast.py`);
-threads of this module write to single followers, receive and watch. `follower_state.py` decides
-which follower is to blame for a failure. Knows nothing of requests or device arrays, and never
-waits without a deadline.
+costs it one encoding and a system call for each process directly below this one (`below.py`); a
+thread for each follower receives, and another one watches. `follower_session.py` decides which
+follower is to blame for a failure. Knows nothing of requests or device arrays, and never waits
+without a deadline.
 """
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,20 +17,19 @@ from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.addresses import is_loopback
-from jaxserve.fleet.broadcast import Broadcaster
-from jaxserve.fleet.follower_state import FollowerState, find_failure
-from jaxserve.fleet.joining import parent_of, refusal
+from jaxserve.fleet.below import HELLO_SECONDS
+from jaxserve.fleet.follower_session import FollowerSession, find_failure
+from jaxserve.fleet.joining import parent_of
 from jaxserve.fleet.listening import listening_socket
-from jaxserve.link.session.channel import Channel, cut_off, join_address, split_address
+from jaxserve.link.session.channel import join_address, split_address
+from jaxserve.link.session.hello import Refusal
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.messages import encode
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
 """Seconds between two checks of waiting threads."""
-_HELLO_SECONDS = 10.0
-"""Seconds within which a follower proves its token and registers."""
 TELL_SECONDS = 10.0
 """Seconds between two log lines that name the missing processes."""
 
@@ -69,15 +67,15 @@ class Leader:
         self.failure: EngineFailedError | None = None
         self.on_report: Callable[[int, bytes], None] = lambda process, data: None
         """Takes a follower's number and its `Report`; must return at once."""
-        self._cluster = cluster
+        self.cluster = cluster
         self._roles = roles
         self._on_failure = on_failure
         self._on_drain = on_drain
-        self._drain_reason = ""
-        self._interval = control.heartbeat_interval(cluster)
         self._clock = AwakeClock(longest=max(1.0, cluster.heartbeat_seconds))
         self._changed = threading.Condition()
-        self._followers: dict[int, FollowerState] = {}
+        self._followers: dict[int, FollowerSession] = {}
+        self._below: list[FollowerSession] = []
+        """Those to which this process sends what is for all."""
         self._refused: list[str] = []
         self._next = 0
         self._questions = 0
@@ -87,16 +85,13 @@ class Leader:
         """Error of this process's own step (`explain`)."""
         self._closing = False
         """True once `Shutdown` was sent: from then on followers may leave."""
-        self._closed = False
-        self._broadcaster = Broadcaster(token)
-        self._broadcast_port = 0
         self._watcher = threading.Thread(target=self._watch, name="control-watch", daemon=True)
         self._listener = Listener(
             "control",
             token,
-            self._serve,
+            lambda channel: FollowerSession(self, channel).live(),
             most=2 * identity.processes + 16,
-            seconds=_HELLO_SECONDS,
+            seconds=HELLO_SECONDS,
             frame_bytes=control.MAX_MESSAGE_BYTES,
         )
 
@@ -114,7 +109,6 @@ class Leader:
                 f"control address {self.address}: cannot listen on port {port} of {host}: {error}"
             ) from None
         self.address = join_address(host, int(listening.getsockname()[1]))
-        self._broadcast_port = self._broadcaster.listen(host)
         self._listener.start(listening)
         self._watcher.start()
 
@@ -126,9 +120,8 @@ class Leader:
         Raises:
           EngineFailedError: some did not come, or one that had joined is gone. Names them.
         """
-        self._wait(lambda follower: follower.subscribed, "register", timeout, extend=True)
-        for follower in self._followers.values():
-            follower.outbox.put(control.encode(control.Joined()))
+        self._wait(lambda follower: follower.state.subscribed, "register", timeout, extend=True)
+        self._tell_each(control.Joined())
 
     def begin_warm_up(self, weights: str = "", timeout: float | None = None) -> None:
         """Waits until every follower has loaded and compiled, and lets all of them warm up.
@@ -146,18 +139,19 @@ class Leader:
           ConfigError: A follower has loaded other weights.
           EngineFailedError: As `wait_registered`.
         """
-        self._wait(lambda follower: follower.compiled, "compile", timeout, extend=True)
+        self._wait(
+            lambda follower: follower.state.weights is not None, "compile", timeout, extend=True
+        )
         for process, follower in self._followers.items():
-            if follower.weights != weights:
+            if (theirs := follower.state.weights) != weights:
                 raise ConfigError(
-                    f"weights = {follower.weights} on process {process}, {weights} on the leader"
+                    f"weights = {theirs} on process {process}, {weights} on the leader"
                 )
-        for follower in self._followers.values():
-            follower.outbox.put(control.encode(control.WarmUp()))
+        self._tell_each(control.WarmUp())
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until every follower is warm; deadline and errors as `begin_warm_up`."""
-        self._wait(lambda follower: follower.ready, "get ready", timeout, extend=True)
+        self._wait(lambda follower: follower.state.ready, "get ready", timeout, extend=True)
 
     def broadcast(self, boundary: control.Boundary) -> None:
         """Sends a boundary to every follower; returns at once.
@@ -172,7 +166,18 @@ class Leader:
                 f"boundary {boundary.number} to broadcast where {self._next} is next"
             )
         self._next += 1
-        self._broadcaster.send(control.encode(boundary))
+        self._broadcast(boundary)
+
+    def _broadcast(self, message: msgspec.Struct) -> None:
+        body = encode(message)
+        for below in self._below:
+            below.post(body)
+
+    def _tell_each(self, message: msgspec.Struct) -> None:
+        body = encode(message)
+        for follower in self._followers.values():
+            if follower.name:  # after the answer to its registration
+                follower.post(body)
 
     def collect(self, name: str, timeout: float) -> dict[int, bytes]:
         """Asks every follower the question `name`; returns their answers by process id.
@@ -182,8 +187,7 @@ class Leader:
         """
         with self._asking:
             number = self._questions = self._questions + 1
-            for follower in self._followers.values():
-                follower.outbox.put(control.encode(control.Collect(number, name)))
+            self._tell_each(control.Collect(number, name))
             self._wait(lambda each: each.collected.number == number, f"send {name!r}", timeout)
             answers = {process: each.collected for process, each in self._followers.items()}
         for process, answer in answers.items():
@@ -213,9 +217,9 @@ class Leader:
         """Says where every follower is, for an error about a step that is late."""
         with self._changed:
             return "; ".join(
-                f"{follower.identity}: {follower.position or 'no step seen yet'}, boundary "
-                f"{follower.completed} of {self._next - 1} done, last heard "
-                f"{self._clock.now - follower.message_at:.1f} s ago"
+                f"{follower.identity}: {follower.state.position or 'no step seen yet'}, boundary "
+                f"{follower.state.completed} of {self._next - 1} done, last heard "
+                f"{follower.silent:.1f} s ago"
                 for follower in self._followers.values()
             )
 
@@ -234,29 +238,20 @@ class Leader:
             first, self._closing = not self._closing, True
             if first:
                 why = failure or str(self.failure or "")
-                if not why and all(follower.ready for follower in followers):
-                    # Queued after the last boundary.
-                    self._broadcaster.send(control.encode(control.Shutdown()))
-                else:
-                    for follower in followers:
-                        follower.outbox.put(control.encode(control.Shutdown(why)))
-            self._changed.wait_for(lambda: all(each.closed for each in followers), timeout)
-            late = [str(follower.identity) for follower in followers if not follower.leaving]
-            for follower in followers:
-                follower.outbox.put(None)
-            self._closed = True
+                orderly = not why and all(follower.state.ready for follower in followers)
+                # An orderly end comes behind the last boundary.
+                (self._broadcast if orderly else self._tell_each)(control.Shutdown(why))
             self._changed.notify_all()
-            # Messages in their outboxes are still sent.
-            self._changed.wait_for(lambda: all(each.closed for each in followers), _LOOK_SECONDS)
+            self._changed.wait_for(lambda: all(each.failure for each in followers), timeout)
+            late = [str(each.identity) for each in followers if not each.state.leaving]
         if late and not self.failure and not failure:
             logger.warning("did not leave within %g s: %s", timeout, ", ".join(late))
         self._listener.close(_LOOK_SECONDS)
-        self._broadcaster.close()
         return not late
 
     def _wait(
         self,
-        done: Callable[[FollowerState], bool],
+        done: Callable[[FollowerSession], bool],
         what: str,
         timeout: float | None,
         *,
@@ -267,7 +262,7 @@ class Leader:
         With `extend` the time begins anew at each progress: a follower that is not done has
         advanced, or another one is done.
         """
-        limit = self._cluster.start_seconds if timeout is None else timeout
+        limit = self.cluster.start_seconds if timeout is None else timeout
         clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))
         first = told = began = clock.now
         progress: dict[int, int | None] = {}
@@ -279,7 +274,7 @@ class Leader:
                 if not missing:
                     return
                 now = clock.tick()
-                current = {n: each.progress if each else None for n, each in missing.items()}
+                current = {n: each.state.progress if each else None for n, each in missing.items()}
                 if extend and current != progress:
                     began, progress = now, current
                 if now - told >= TELL_SECONDS:
@@ -289,11 +284,11 @@ class Leader:
                     break
                 self._changed.wait(min(_LOOK_SECONDS, limit - (now - began)))
             names = self._names(missing)
-            refused = "".join(f"; refused: {text}" for text in self._refused[-3:])
+            refused = "".join(f"; {text}" for text in self._refused[-3:])
             since = " of the last progress" if extend else ""
             raise EngineFailedError(f"{names}: did not {what} within {limit:g} s{since}{refused}")
 
-    def _names(self, missing: dict[int, FollowerState | None]) -> str:
+    def _names(self, missing: dict[int, FollowerSession | None]) -> str:
         """Names processes that are waited for, with their problems."""
         names = []
         for process, each in missing.items():
@@ -302,120 +297,82 @@ class Leader:
             names.append(each.describe() if each and each.problem else name)
         return ", ".join(names)
 
-    def _missing(self, done: Callable[[FollowerState], bool]) -> dict[int, FollowerState | None]:
+    def _missing(
+        self, done: Callable[[FollowerSession], bool]
+    ) -> dict[int, FollowerSession | None]:
         """Returns the followers for which `done` is false, by process; None: not registered."""
         everyone = range(1, self.identity.processes)
         found = {process: self._followers.get(process) for process in everyone}
         return {process: each for process, each in found.items() if each is None or not done(each)}
 
-    # --------------------------------------------------- one follower's channel (own threads)
-    def _serve(self, channel: Channel) -> None:
-        """Admits a follower, and receives from it until its channel ends."""
-        try:
-            with cut_off(channel.shutdown, _HELLO_SECONDS):
-                register = control.decode_from_follower(channel.receive())
-            if not isinstance(register, control.Register):
-                raise msgspec.DecodeError(f"{type(register).__name__} came before Register")
-            follower, problem = self._admit(register, channel.peer)
-            if follower is None:
-                logger.warning("refused %s: %s", register.identity, problem)
-                channel.send(control.encode(control.Refused(problem)))
-                return
-            patience = self._cluster.meeting_seconds
-            channel.allow(patience, patience)  # the watcher knows better who is stuck
-            write = follower, channel
-            threading.Thread(target=_write, args=write, name="control-write", daemon=True).start()
-            self._read(follower, channel)
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            logger.warning("refused %s: %s", channel.peer, error or "it closed the connection")
-        finally:
-            channel.close()
-
-    def _admit(self, register: control.Register, peer: str) -> tuple[FollowerState | None, str]:
-        identity = register.identity
-        problem = refusal(self.identity, identity)
+    # --------------------------------------------------- one follower's session (own threads)
+    def admit(self, follower: FollowerSession, identity: control.Identity) -> control.Accepted:
+        """Takes a follower whose facts fit; raises Refusal."""
+        number, most = identity.process_id, self.identity.processes - 1
+        if not 0 < number <= most:
+            raise Refusal(f"process id {number} is not among those of followers: 1 to {most}")
         with self._changed:
-            taken = self._followers.get(identity.process_id)
-            if not problem and taken is not None:
-                problem = f"process id {identity.process_id} is taken by {taken.identity}"
-            if not problem and self._closing:
-                problem = "the deployment is ending"
-            if problem:
-                self._refused.append(f"{identity}: {problem}")
-                return None, problem
-            follower = FollowerState(identity, self._clock.now, _address(peer, register.port))
-            follower.outbox.put(control.encode(self._accepted(identity.host)))
-            self._followers = {**self._followers, identity.process_id: follower}
+            if (taken := self._followers.get(number)) is not None:
+                raise Refusal(f"process id {number} is taken by {taken.identity}")
+            if self._closing:
+                raise Refusal("the deployment is ending")
+            others = [*self._followers.values()]
+            hosts = [each.identity.host for each in others]
+            parent = parent_of(identity.host, self.identity.host, hosts)
+            follower.identity, follower.advanced_at = identity, self._clock.now
+            follower.relayed = parent is not None
+            self._followers = {**self._followers, number: follower}
             self._changed.notify_all()
-        logger.info("joined: %s", identity)
-        return follower, ""
-
-    def _accepted(self, host: str) -> control.Accepted:
-        """Returns the answer to the next follower, on that host."""
-        followers = [*self._followers.values()]
-        hosts = [follower.identity.host for follower in followers]
-        parent = parent_of(host, self.identity.host, hosts)
         if parent is None:
-            return control.Accepted(self.identity, self._next, f":{self._broadcast_port}")
-        above = followers[parent]
-        return control.Accepted(self.identity, self._next, above.address, str(above.identity))
+            return control.Accepted(self.identity)
+        above = others[parent]
+        return control.Accepted(self.identity, above.address, str(above.identity))
 
-    def _read(self, follower: FollowerState, channel: Channel) -> None:
-        """Receives from one follower until its channel ends."""
-        try:
-            while True:
-                message = control.decode_from_follower(channel.receive())
-                with self._changed:
-                    follower.received(message, self._clock.now)
-                    if isinstance(message, control.Failure):
-                        follower.outbox.put(control.encode(control.FailureReceived()))
-                    if isinstance(message, control.DrainRequest) and not self._drain_reason:
-                        self._drain_reason = f"{follower.identity}: {message.reason}"
-                    self._changed.notify_all()
-                if isinstance(message, control.Report):
-                    self.on_report(follower.identity.process_id, message.data)
-        except (EOFError, OSError):
-            pass  # `_ended` says why
-        except Exception as error:
-            with self._changed:
-                follower.lost = f"sent an invalid message: {error}"
-        self._ended(follower)
+    def joined(self, follower: FollowerSession) -> None:
+        """Begins to send what is for all to a follower."""
+        if not follower.relayed:
+            self._below.append(follower)
 
-    def _ended(self, follower: FollowerState) -> None:
+    def received(self, follower: FollowerSession, message: object) -> None:
+        """Books a follower's message."""
         with self._changed:
-            follower.closed = True
-            if not follower.problem and not (follower.leaving and self._closing):
-                follower.lost = "left unasked" if follower.leaving else "its connection closed"
-            follower.outbox.put(None)
+            follower.update(message, self._clock.now)
+            self._changed.notify_all()
+        if isinstance(message, control.Report):
+            self.on_report(follower.identity.process_id, message.data)
+        elif isinstance(message, control.State) and message.error:
+            follower.send(control.FailureReceived())
+
+    def ended(self, follower: FollowerSession) -> None:
+        """Notes the end of a session, perhaps of one that was not admitted."""
+        with self._changed:
+            if not follower.name:
+                self._refused.append(f"{follower.failure}")
+            elif not follower.problem and not (follower.state.leaving and self._closing):
+                left = "left unasked" if follower.state.leaving else ""
+                follower.lost = left or f"{follower.failure}"
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- watching (own thread)
     def _watch(self) -> None:
-        """Sends heartbeats and looks for followers that are gone, silent or stuck."""
-        tick = min(self._interval, _LOOK_SECONDS)
-        heartbeat, sent = control.encode(control.LeaderHeartbeat()), 0.0
+        """Looks for followers that are gone, silent or stuck, until the deployment ends."""
+        tick = min(control.heartbeat_interval(self.cluster), _LOOK_SECONDS)
         drain_told = False
-        while True:
+        while not self._closing:
             now = self._clock.tick()
-            if now - sent >= self._interval:
-                sent = now
-                self._broadcaster.send(heartbeat)
-                for follower in self._followers.values():
-                    follower.outbox.put(heartbeat)
             with self._changed:
-                if self._closed:
-                    return
-                drain = bool(self._drain_reason) and not drain_told and not self._closing
-                for follower in self._followers.values():
-                    if doubt := follower.doubt(now, self._cluster.suspect_seconds):
+                followers = list(self._followers.values())
+                for follower in followers:
+                    if doubt := follower.doubt(self.cluster.suspect_seconds):
                         logger.warning("%s", doubt)
+                drain = next((each for each in followers if each.state.drain), None)
                 failed = self._find_failure(now)
-                if not drain and not failed:
+                if (drain is None or drain_told) and not failed:
                     self._changed.wait(tick)
                     continue
-            if drain:
+            if drain is not None and not drain_told:
                 drain_told = True
-                self._on_drain(self._drain_reason)
+                self._on_drain(f"{drain.identity}: {drain.state.drain}")
             if failed and self.failure is not None:
                 logger.error("%s; all followers: %s", self.failure, self.describe())
                 self._on_failure(self.failure)
@@ -428,24 +385,10 @@ class Leader:
             self._followers.values(),
             now,
             last=self._next - 1,
-            cluster=self._cluster,
+            cluster=self.cluster,
             step_error=self._step_error,
         )
         if text:
             self.failure = EngineFailedError(text)
             self._changed.notify_all()
         return bool(text)
-
-
-def _write(follower: FollowerState, channel: Channel) -> None:
-    """Sends the messages of a follower's outbox until it yields None."""
-    with contextlib.suppress(OSError):
-        while (data := follower.outbox.get()) is not None:
-            channel.send(data)
-    channel.shutdown()
-
-
-def _address(peer: str, port: int) -> str:
-    """Returns the address of a port on the host of a peer."""
-    host = split_address(peer)[0].removeprefix("::ffff:")
-    return join_address("127.0.0.1" if is_loopback(host) else host, port)

@@ -64,9 +64,8 @@ class WorkerConnection(Session):
         self.cause = ""
         """Why the connection was given up, in one word: closed, silent, stuck, failed, unread or
         removed."""
-        self.unsent = bytearray()
+        self.unsent = channel.unsent
         """Bytes that wait for room in the connection's buffer."""
-        self._sending = threading.Lock()
 
     def fail(self, reason: str, cause: str = "") -> None:
         """See `Session`."""
@@ -76,23 +75,19 @@ class WorkerConnection(Session):
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends as much as the socket takes at once; `flush` sends the rest."""
-        with self._sending:
-            self.unsent += self._framing.pack(encode(message))
-            if len(self.unsent) > MAX_UNSENT_BYTES:
-                self.fail(f"it has left {len(self.unsent)} bytes unread", "unread")
-        self.flush()
+        try:
+            self._channel.post(encode(message))
+        except OSError as error:
+            self.fail(str(error))
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            self.fail(f"it has left {len(self.unsent)} bytes unread", "unread")
 
     def flush(self) -> None:
         """Sends more of the bytes that wait."""
-        with self._sending:
-            try:
-                while self.unsent:
-                    del self.unsent[: self.socket.send(self.unsent)]
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.fail(str(error))
-                self.unsent.clear()
+        try:
+            self._channel.flush()
+        except OSError as error:
+            self.fail(str(error))
 
     def take(self) -> None:
         """Hands every whole frame that has come to its handler."""

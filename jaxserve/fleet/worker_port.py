@@ -25,11 +25,12 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import Channel, Deadlines, address_of, listen
+from jaxserve.link.session.channel import Channel, Deadlines, address_of
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.served import WorkingSession
+from jaxserve.link.session.listening import listen
+from jaxserve.link.session.working import WorkingSession
 
 if TYPE_CHECKING:  # a router's faces have another engine
     from jaxserve.engine.engine import Engine
@@ -243,12 +244,9 @@ class RouterConnection(WorkingSession[Item]):
         self._engine = port.engine
         return frames.Welcome(self._hello, port.facts)
 
-    def _take(self, frame: Any) -> None:
-        """See `Session`. The worker's states follow its welcome, which must come first."""
-        known = self.name
-        super()._take(frame)
-        if self.name and not known:
-            self._port.joined(self)
+    def _joined(self) -> None:
+        """See `ServedSession`. The worker's states follow its welcome."""
+        self._port.joined(self)
 
     def live(self) -> None:
         """Runs until the router leaves; then ends everything it has here."""

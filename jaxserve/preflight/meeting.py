@@ -17,9 +17,9 @@ from jaxserve.link.session.channel import (
     accept,
     dial,
     join_address,
-    listen,
     split_address,
 )
+from jaxserve.link.session.listening import listen
 from jaxserve.preflight.outcomes import Failed
 
 FRAME_BYTES = 1 << 28

@@ -2,8 +2,9 @@ import pytest
 
 from jaxserve import ports
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.broadcast import Broadcaster
-from jaxserve.link.session.channel import listen
+from jaxserve.fleet.relay import Relay
+from jaxserve.link.session.listening import listen
+from tests.jaxserve.fleet.ends import identity
 
 
 @pytest.fixture
@@ -16,14 +17,14 @@ def first(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_what_names_no_port_listens_in_the_range(first: int) -> None:
-    broadcaster = Broadcaster("a secret of this test")
-    taken = [broadcaster.listen("127.0.0.1")]
+    relay = Relay(identity(1), "a secret of this test")
+    taken = [relay.listen("127.0.0.1")]
     with listen("127.0.0.1:0", "") as pages:
         taken.append(pages.getsockname()[1])
         assert sorted(taken) == [first, first + 1]
         with pytest.raises(ConfigError, match=rf"no port of cluster.ports {first}-\d+ is free on"):
             listen("127.0.0.1:0", "")
-    broadcaster.close()
+    relay.close()
 
 
 def test_a_range_that_is_none_is_refused() -> None:

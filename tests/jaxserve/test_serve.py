@@ -341,7 +341,7 @@ def test_a_process_that_follows_answers_probes(folder, monkeypatch):
     """From before it has joined, on ports of its own, and nothing else."""
     started: dict[str, str] = {}
     follower = Follower(
-        Identity(process_id=1, role="ffn", host="here", pid=1, processes=2),
+        Identity(worker="", facts={}, digest="", process_id=1, host="here", processes=2),
         address="127.0.0.1:1",
         token="x",
         cluster=Cluster(),

@@ -28,12 +28,12 @@ from jaxserve.link.session.channel import (
     TICK_SECONDS,
     Channel,
     Deadlines,
-    listen,
 )
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.listening import listen
 from jaxserve.link.session.messages import encode
-from jaxserve.link.session.served import WorkingSession
+from jaxserve.link.session.working import WorkingSession
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ from jaxserve.link.remote.batching import Turns, Waiting
 from jaxserve.link.remote.group import Arriving, Domain
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
-from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines, listen
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.messages import Bulk, Failed, encode
+from jaxserve.link.session.listening import listen
+from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.readers import Readers
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.transports import opens
@@ -382,12 +383,8 @@ class _DomainConnection(ServedSession):
 
     def _send(self, number: int, answer: Sequence[jax.Array]) -> None:
         """Sends an answer once it is computed."""
-
-        def result(bulk: Bulk) -> bytes:
-            return encode(frames.Result(number, bulk))
-
         try:
-            self._transfers.send(result, answer)
+            self._transfers.send(lambda bulk: encode(frames.Result(number, bulk)), answer)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:

@@ -10,7 +10,6 @@ and a note goes out for every layer and lane. The token keeps strangers out; onl
 """
 
 import contextlib
-import ipaddress
 import math
 import os
 import select
@@ -28,7 +27,6 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.session.tls import secured
-from jaxserve.ports import listening
 
 MAX_FRAME_BYTES = 1 << 20
 """Cap of one frame: a note takes a hundred bytes, a hello a few kilobytes."""
@@ -166,6 +164,8 @@ class Channel:
         self._sending = threading.Lock()
         self.unread = bytearray()
         """Bytes that have been received and not taken yet."""
+        self.unsent = bytearray()
+        """Bytes of posted frames for which there is no room yet."""
         self.descriptor = self._socket.fileno()
         """Descriptor that is readable once bytes have come."""
         self._poll = select.poll()
@@ -195,6 +195,31 @@ class Channel:
                 if sent < part.nbytes:
                     self._socket.sendall(part[sent:] if sent else part)
                 sent = max(0, sent - part.nbytes)
+
+    def post(self, frame: bytes) -> bool:
+        """Sends a frame without waiting, or lets it wait for room behind others. A channel that
+        posts does not `send` any more.
+
+        Returns:
+          Whether bytes have begun to wait: then `flush` sends them when there is room.
+
+        Raises:
+          OSError: the connection is gone.
+        """
+        with self._sending:
+            waited, whole = bool(self.unsent), self._framing.pack(frame)
+            try:
+                sent = 0 if waited else self._socket.send(whole, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            self.unsent += whole[sent:]
+            return bool(self.unsent) and not waited
+
+    def flush(self) -> None:
+        """Sends more of what waits for room, without waiting; raises OSError as `post`."""
+        with self._sending, contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: self._socket.send(self.unsent, socket.MSG_DONTWAIT)]
 
     def wait(self, seconds: float | None = -1.0) -> bool:
         """Waits for the next frame and returns whether it has begun to come.
@@ -295,7 +320,7 @@ def dial(address: str, token: str, seconds: float, most: int = MAX_FRAME_BYTES) 
       AuthenticationError: the two ends have different tokens.
       OSError, EOFError: nothing listens there, or it did not answer in time.
     """
-    if _is_path(address):
+    if is_path(address):
         sock = socket.socket(socket.AF_UNIX)
         with closed_on_error(sock):
             sock.settimeout(seconds)
@@ -319,29 +344,7 @@ def _authenticated(
     return channel
 
 
-def listen(address: str, token: str) -> socket.socket:
-    """A listening socket at host:port, of which port 0 takes a free one, or at a path.
-
-    Raises:
-      ConfigError: the address is neither, cannot be listened on, or is reachable from other hosts
-        while there is no token.
-    """
-    host, port = ("", 0) if _is_path(address) else split_address(address)
-    try:
-        if not host:
-            return socket.create_server(address, family=socket.AF_UNIX, backlog=64)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        if not token and not all(ipaddress.ip_address(a[4][0]).is_loopback for a in found):
-            raise ConfigError(
-                f"link address {address}: other hosts reach it, so it needs a token (one secret, "
-                "the same for every worker)"
-            )
-        return listening(host, port, family=found[0][0], backlog=64)
-    except OSError as error:
-        raise ConfigError(f"link address {address}: {error}") from error
-
-
-def _is_path(address: str) -> bool:
+def is_path(address: str) -> bool:
     """Whether an address is that of a Unix socket."""
     return address.startswith("/")
 

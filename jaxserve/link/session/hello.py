@@ -6,11 +6,6 @@ with numbers that look like any others. Used by both ends of every session; the 
 fills in the facts. Plain Python; knows nothing of models and meshes beyond the names in `facts`.
 """
 
-import hashlib
-import os
-import socket
-from collections.abc import Mapping
-
 import msgspec
 
 PROTOCOL = 4
@@ -51,25 +46,6 @@ class Refusal(Exception):
     def __init__(self, reason: str, *, later: bool = False):
         super().__init__(reason)
         self.later = later
-
-
-def make_hello(
-    role: str, facts: Mapping[str, str], *, epoch: int = 0, versions: Mapping[str, str] = {}
-) -> Hello:
-    """The hello of this process as a worker of `role`."""
-    return Hello(
-        worker=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
-        facts=dict(facts),
-        digest=facts_digest(facts),
-        epoch=epoch,
-        versions=dict(versions),
-    )
-
-
-def facts_digest(facts: Mapping[str, str]) -> str:
-    """Sixteen hexadecimal digits; the order of the keys does not matter."""
-    lines = sorted(f"{key}={value!r}" for key, value in facts.items())
-    return hashlib.blake2s("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def refusal(ours: Hello, theirs: Hello) -> str:

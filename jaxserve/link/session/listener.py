@@ -61,11 +61,6 @@ class Listener:
         self._threads: dict[threading.Thread, Channel] = {}  # of authenticated connections
         self._thread = threading.Thread(target=self._accept, name=f"{name} server", daemon=True)
 
-    @property
-    def count(self) -> int:
-        """Authenticated connections."""
-        return len(self._threads)
-
     def start(self, listening: socket.socket) -> str:
         """Begins to accept and returns the address."""
         self._socket = listening
@@ -122,9 +117,7 @@ class Listener:
             if len(self._threads) < self._most and not self._closing:
                 self._threads[thread] = channel
         if thread not in self._threads:
-            logger.warning(
-                "%s: %s turned away: %d connections", self._name, channel.peer, self.count
-            )
+            logger.warning("%s: %s is one more than %d", self._name, channel.peer, self._most)
             channel.close()
             return
         try:

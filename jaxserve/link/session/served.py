@@ -2,8 +2,6 @@
 
 import abc
 import logging
-import queue
-import threading
 from typing import Any
 
 import msgspec
@@ -45,51 +43,21 @@ class ServedSession(Session, abc.ABC):
         if self.name:
             return super()._take(frame)
         try:
-            join = greeted(frame, self.greeting, self._hello)
-            answer = self._admit(join)
+            answer = self._admit(join := greeted(frame, self.greeting, self._hello))
         except Refusal as error:
             if not error.later:
                 logger.warning("%s: refused %s: %s", self._link, self._channel.peer, error)
             self.send(Refused(str(error), error.later))
-            return self.fail("refused")
-        self.name = self.name or join.hello.worker
+            return self.fail(f"refused: {error}")
         self.send(answer)
+        self.name = self.name or join.hello.worker
         logger.info("%s: %s joins from %s", self._link, self.name, self._channel.peer)
+        self._joined()
 
-    def live(self) -> None:
-        """Runs from the hello to the connection's loss, on this thread."""
-        try:
-            self.read()
-        finally:
-            self.end()
+    def _joined(self) -> None:
+        """Begins what follows the answer."""
 
     def end(self) -> None:
-        """Frees the connection, once no thread reads any more."""
-        self.fail("closed here")
-        self._channel.close()
-        if self.name:
-            logger.info("%s: %s has left: %s", self._link, self.name, self.failure)
-
-
-class WorkingSession[Wanted](ServedSession):
-    """A session of two threads: one reads, the other works off what is asked for, in order."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        """Orders to work off; None ends the work."""
-
-    @abc.abstractmethod
-    def _work(self) -> None:
-        """Works off what is wanted until None comes, on a thread of its own."""
-
-    def read(self) -> None:
         """See `Session`."""
-        worker = threading.Thread(target=self._work, name=f"{self._link} work", daemon=True)
-        worker.start()
-        try:
-            super().read()
-        finally:
-            self.fail("closed here")
-            self._wanted.put(None)
-            worker.join()
+        super().end()
+        logger.info("%s: %s has left: %s", self._link, self.name or "a stranger", self.failure)

@@ -68,6 +68,18 @@ class Session:
         """Sends a message without bytes behind it; raises OSError when the connection is gone."""
         self._channel.send(encode(message))
 
+    def live(self) -> None:
+        """Runs until the connection's loss, on this thread."""
+        try:
+            self.read()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Frees the connection, once no thread reads any more."""
+        self.fail("closed here")
+        self._channel.close()
+
     def read(self) -> None:
         """Reads, and watches deadlines, until the session has failed."""
         while self.failure is None:

@@ -18,13 +18,12 @@ SHORT = Cluster(start_seconds=10, step_seconds=1.0, heartbeat_seconds=0.5)
 
 
 def identity(process_id: int, processes: int = 2, **changes: object) -> Identity:
+    name = f"process {process_id} ({'ffn' if process_id else 'attention'}, host host{process_id}"
     fields = {
+        "worker": f"{name}, pid {1000 + process_id})",
         "process_id": process_id,
-        "role": "ffn" if process_id else "attention",
         "host": f"host{process_id}",
-        "pid": 1000 + process_id,
         "processes": processes,
-        "versions": {"jax": "0.12"},
         "digest": "d1",
         "facts": {"lanes": "2", "attention.dp": "1"},
     }
@@ -81,7 +80,7 @@ class Ends(contextlib.ExitStack):
             cluster=cluster,
             on_failure=self.follower_failures.put,
         )
-        self.callback(follower.close, timeout=0.1)
+        self.callback(follower.close)
         return follower
 
     def joined(self, leader: Leader, process_id: int = 1) -> Follower:

@@ -19,7 +19,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet import bootstrap, devices, membership
 from jaxserve.fleet.arguments import add_arguments, from_arguments
-from jaxserve.fleet.control import Boundary, Position, shapes_digest
+from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.roles.layout import Bucket
@@ -117,7 +117,7 @@ def lead(
 def follow(follower: Follower, device_loop: Iterator[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader decides when to end
     current = 0
-    follower.position = lambda: Position(stage="ffn", lane=0, layer=3, step=current)
+    follower.position = lambda: f"ffn of lane 0, layer 3, step {current}"
     follower.ready()
     try:
         for boundary in follower.boundaries():

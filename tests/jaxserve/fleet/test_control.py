@@ -3,21 +3,24 @@ import pytest
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
-from jaxserve.fleet.control import Heartbeat
+from jaxserve.fleet.control import State
+from jaxserve.fleet.follower import _Source
+from jaxserve.fleet.follower_session import FollowerSession
+from jaxserve.link.session.messages import encode
 from tests.jaxserve.fleet.ends import boundary
 
 
 def test_boundary_survives_the_wire() -> None:
     sent = boundary(7)
-    assert control.decode_from_leader(control.encode(sent)) == sent
+    assert _Source.decode(encode(sent)) == sent
 
 
 def test_each_direction_takes_only_its_own_messages() -> None:
-    assert control.decode_from_follower(control.encode(Heartbeat(3, True))) == Heartbeat(3, True)
+    assert FollowerSession.decode(encode(State(3, True))) == State(3, True)
     with pytest.raises(msgspec.ValidationError):
-        control.decode_from_leader(control.encode(Heartbeat(3, True)))
+        _Source.decode(encode(State(3, True)))
     with pytest.raises(msgspec.DecodeError):
-        control.decode_from_follower(b"\x80\x04.")
+        FollowerSession.decode(b"\x80\x04.")
 
 
 def test_shapes_digest_depends_on_everything_that_fixes_shapes() -> None:

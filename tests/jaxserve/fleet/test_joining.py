@@ -1,13 +1,6 @@
-from jaxserve.fleet.joining import HOSTS_EACH, parent_of, refusal
+from jaxserve.fleet.joining import HOSTS_EACH, parent_of
 from jaxserve.planner import stages
 from tests import golden
-from tests.jaxserve.fleet.ends import identity
-
-
-@golden.table("fleet/refusals.yaml")
-def test_refusal_names_both_values(changes: dict[str, object], expected: str) -> None:
-    said = refusal(identity(0), identity(**{"process_id": 1} | changes))
-    assert (expected in said) if expected else not said
 
 
 @golden.table("fleet/parents.yaml")

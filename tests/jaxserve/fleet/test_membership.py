@@ -87,10 +87,10 @@ def test_identity_says_what_must_be_equal(tmp_path, monkeypatch):
     metadata.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.29.2\n")
     monkeypatch.syspath_prepend(tmp_path)
     here = identity(1, 2, deployment(2))
-    assert (here.process_id, here.processes, here.role) == (1, 2, "ffn")
-    assert here.versions["jaxserve"] == jaxserve.__version__
-    assert {"jaxserve", "jax", "jaxlib"} <= set(here.versions)
-    assert here.versions["nvidia-nccl-cu13"] == "2.29.2"
+    assert (here.process_id, here.processes, here.facts["--processes"]) == (1, 2, "2")
+    assert here.facts["jaxserve"] == jaxserve.__version__
+    assert {"jaxserve", "jax", "jaxlib"} <= set(here.facts)
+    assert here.facts["nvidia-nccl-cu13"] == "2.29.2"
     assert here.facts["attention.dp"] == "2"
     assert here.facts["link.route"] == "trampoline"
 
@@ -138,7 +138,7 @@ def test_followers_have_the_weights_of_the_leader(tmp_path, name):
             waits.result(10)
     finally:
         for end in (follower, leader):
-            end.close(timeout=0.1)
+            end.close()
 
 
 @pytest.mark.nightly

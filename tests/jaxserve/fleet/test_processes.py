@@ -61,7 +61,7 @@ def test_all_leave_in_order(arguments, stops):
             assert f"[{process}] leaving" in run.output
 
 
-CLOSED, SILENT = r"its connection closed", r"no heartbeat for \d+\.\d s"
+CLOSED, SILENT = r"the connection closed \([^)]*\)", r"silent for \d+\.\d s"
 PLACE = r"; last seen in ffn of lane 0, layer 3, step \d+$"
 
 

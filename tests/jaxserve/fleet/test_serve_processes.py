@@ -40,7 +40,7 @@ def test_an_error_in_the_leaders_warm_up_ends_all_and_is_told(run: Launched) -> 
     error = "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
     assert re.search(rf"^\[0\] .*CRITICAL.* {error}$", run.output, re.MULTILINE), run.output
     assert re.search(rf"^\[1\] .*the leader .* ended the deployment: {error}", run.output, re.M)
-    assert "process 1 (ffn" not in run.output.replace("joined: process 1 (ffn", "")
+    assert "process 1 (ffn" not in run.output.replace("control: process 1 (ffn", "")
 
 
 @pytest.mark.nightly
@@ -62,7 +62,7 @@ def test_an_error_in_a_followers_warm_up_names_it(run: Launched) -> None:
 
 def test_a_signal_to_a_follower_drains_the_deployment(run: Launched) -> None:
     address = run.wait_for(r"^\[0\] ready  grpc=(\S+)")[1]
-    follower = int(run.wait_for(r"joined: process 1 \(ffn, host .*, pid (\d+)\)")[1])
+    follower = int(run.wait_for(r"control: process 1 \(ffn, host .*, pid (\d+)\) joins")[1])
     with grpc.insecure_channel(address) as channel:
         events = InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi"))
         assert next(event for event in events if event.HasField("delta"))

@@ -27,8 +27,8 @@ def test_refused_follower_ends_everything() -> None:
     with launched("--follower-set", "ffn.ep=2", "--grace", "1") as run:
         assert run.end() == 1
         assert re.search(
-            r"\[1\] CRITICAL process 1 .* refused by the leader .*: deployment digest "
-            r"\w+ on process 1, \w+ on the leader: ffn.ep = 2 on process 1, 1 on the leader",
+            r"\[1\] CRITICAL process 1 .* refused by the leader .*: process 1 .* is configured "
+            r"differently from process 0 .*: ffn.ep = 2, here 1",
             run.output,
         ), run.output
 

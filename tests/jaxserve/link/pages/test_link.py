@@ -21,7 +21,7 @@ from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import OPEN_SECONDS, Breaker, PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
-from jaxserve.link.session.hello import make_hello
+from jaxserve.link.session.own_hello import make_hello
 from jaxserve.ports import free_port
 from tests import golden
 from tests.conftest import REPOSITORY
@@ -227,7 +227,7 @@ class TestCorruption:
             until(lambda: link.counters.transfers)  # counted after the last piece
             assert (link.counters.transfers, link.counters.failures) == (1, 0)
             assert "tokens 16 to 32 are corrupt: checksum" in caplog.text
-            until(lambda: server._listener.count == 1)
+            until(lambda: len(server._listener._threads) == 1)
 
     def test_without_checksums_nothing_is_compared(self, monkeypatch):
         def nobody(*_):

@@ -11,11 +11,12 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.session import channel as channels
+from jaxserve.link.session.listening import listen
 
 
 @pytest.fixture
 def listener():
-    with channels.listen("127.0.0.1:0", "secret") as sock:
+    with listen("127.0.0.1:0", "secret") as sock:
         yield sock
 
 
@@ -177,14 +178,14 @@ def test_address_that_others_reach_needs_a_token() -> None:
     with pytest.raises(
         ConfigError, match=r"0\.0\.0\.0:0: other hosts reach it, so it needs a token"
     ):
-        channels.listen("0.0.0.0:0", "")
-    channels.listen("127.0.0.1:0", "").close()
-    channels.listen("localhost:0", "").close()
+        listen("0.0.0.0:0", "")
+    listen("127.0.0.1:0", "").close()
+    listen("localhost:0", "").close()
 
 
 def test_taken_port_is_named(listener) -> None:
     with pytest.raises(ConfigError, match="already in use"):
-        channels.listen(address(listener), "secret")
+        listen(address(listener), "secret")
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:70000"])

@@ -1,6 +1,7 @@
 """Who works with whom, and how a difference is named."""
 
-from jaxserve.link.session.hello import Hello, facts_digest, refusal
+from jaxserve.link.session.hello import Hello, refusal
+from jaxserve.link.session.own_hello import facts_digest
 
 FACTS = {"model": "toy", "layers": "4", "dispatch": "fp8"}
 

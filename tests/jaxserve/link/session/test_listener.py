@@ -9,8 +9,9 @@ import pytest
 
 from jaxserve.link.session import channel as channel_module
 from jaxserve.link.session import listener as listener_module
-from jaxserve.link.session.channel import Channel, dial, listen, split_address
+from jaxserve.link.session.channel import Channel, dial, split_address
 from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.listening import listen
 from tests.jaxserve.waiting import until
 
 TOKEN = "secret"
@@ -41,7 +42,7 @@ def listening(most: int = 4, seconds: float = SECONDS) -> Iterator[tuple[Listene
     finally:
         made.close(SECONDS)
         made.close(SECONDS)
-        assert made.count == 0
+        assert not made._threads
 
 
 def peer(address: str) -> Channel:
@@ -95,7 +96,7 @@ def test_strangers_do_not_count_as_peers_and_peers_are_capped() -> None:
         assert answers(second := peer(address))
         assert not answers(peer(address))
         first.close()
-        until(lambda: made.count < 2)
+        until(lambda: len(made._threads) < 2)
         assert answers(peer(address))
         assert answers(second)
 
@@ -110,7 +111,7 @@ def test_a_defect_of_one_connection_ends_that_one(caplog: pytest.LogCaptureFixtu
     for _ in range(2):
         assert not answers(peer(address))
     made.close(SECONDS)
-    assert made.count == 0
+    assert not made._threads
     assert caplog.text.count("KeyError: 'a defect'") == 2
 
 
