@@ -12,7 +12,6 @@ meanwhile is an error, never a new name for old weights.
 
 import contextlib
 import hashlib
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from jaxserve.errors import CheckpointError
 from jaxserve.progress import advanced
-from jaxserve.storage.files import LocalFile, open_file, replaced, stamp
+from jaxserve.storage.files import LocalFile, open_file, replaced, stamp, write_whole
 from jaxserve.storage.mirror import MANIFEST, cache_folder, local_folder, weight_files
 
 _AT_ONCE = threading.Semaphore(4)
@@ -98,11 +97,6 @@ def revision(folder: str | Path) -> Revision:
     return _revisions[path]
 
 
-def weights_digest(folder: str | Path) -> str:
-    """The digest of `revision`."""
-    return revision(folder).digest
-
-
 def check_revision(folder: Path) -> None:
     """Refuses a folder that was replaced since this process first asked for its revision, if it
     did; raises as `Revision.check`."""
@@ -170,7 +164,5 @@ def file_hash(path: Path, *, anew: bool = False) -> str:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is {found}, and was {known}")
     with contextlib.suppress(OSError):
         if note is not None:
-            new = note.with_name(f"{note.name}.{os.getpid()}")
-            new.write_text(found)
-            new.replace(note)
+            write_whole(note, found.encode())
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.source import CheckpointNames
@@ -23,7 +23,7 @@ class Int8Products(msgspec.Struct, frozen=True):
     """Result of a measurement, as stored beside the weights."""
 
     weights: str
-    """Digest of the checkpoint that was measured (`fingerprint.weights_digest`)."""
+    """Digest of the checkpoint that was measured (`Revision.digest`)."""
     layers: list[int]
     """Layers that may multiply in INT8."""
     measured: Any
@@ -70,7 +70,7 @@ def listed(deployment: Deployment) -> Deployment:
     """
     if deployment.attention.int8_products != "auto":
         return deployment
-    path, digest = local_folder(deployment.model) / INT8_PRODUCTS, weights_digest(deployment.model)
+    path, digest = local_folder(deployment.model) / INT8_PRODUCTS, revision(deployment.model).digest
     if not path.is_file():
         raise ConfigError(
             f"attention.int8_products = auto: there is no {path}; python -m jaxserve.convert "

@@ -27,7 +27,7 @@ from jaxserve.checkpoint.arrays import (
     matrix_of,
     read_leaf,
 )
-from jaxserve.checkpoint.fingerprint import revision, weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
 from jaxserve.checkpoint.regions import Ranges, leaf_shape
@@ -65,7 +65,7 @@ def weights_hello(folder: str) -> Hello:
         tree = json.loads((local_folder(folder) / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model at {folder}: {error}") from None
-    facts = {"model": str(tree.get("model_type")), "revision": weights_digest(folder)}
+    facts = {"model": str(tree.get("model_type")), "revision": revision(folder).digest}
     return make_hello("weights", facts)
 
 

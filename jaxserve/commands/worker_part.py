@@ -24,7 +24,7 @@ from jaxserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.runtime import Driver
-    from jaxserve.roles.page_transfer import PageAccess
+    from jaxserve.roles.page_spread import HandedPages
 
 
 class WorkerPart(NamedTuple):
@@ -132,7 +132,7 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
 
 def follow_pages(
     deployment: Deployment, part: WorkerPart | None, driver: "Driver"
-) -> "Sequence[PageAccess]":
+) -> "Sequence[HandedPages]":
     """Access to the pages of a following process, which has no end of the pages link."""
     from jaxserve.fleet import pages_link
 

@@ -100,11 +100,11 @@ def open_engine(
 
 def lead(deployment: Deployment, options: Options, leader: "Leader") -> "tuple[Runtime, Followers]":
     """Builds the leader's runtime, and waits until every follower has built its own."""
-    from jaxserve.checkpoint.fingerprint import weights_digest
+    from jaxserve.checkpoint.fingerprint import revision
     from jaxserve.fleet.leading import LedFollowers
 
     runtime = build_runtime(deployment, options)
-    leader.begin_warm_up(weights_digest(deployment.model) + runtime.driver.exchanges)
+    leader.begin_warm_up(revision(deployment.model).digest + runtime.driver.exchanges)
     return runtime, LedFollowers(leader)
 
 
@@ -117,11 +117,11 @@ def open_follower(
       EngineFailedError: the leader is gone or sent something invalid.
       ConfigError, CheckpointError: this process cannot load its part.
     """
-    from jaxserve.checkpoint.fingerprint import weights_digest
+    from jaxserve.checkpoint.fingerprint import revision
     from jaxserve.engine.runtime import warm_up
 
     runtime = build_runtime(deployment, options)
-    follower.wait_warm_up(weights_digest(deployment.model) + runtime.driver.exchanges)
+    follower.wait_warm_up(revision(deployment.model).digest + runtime.driver.exchanges)
     warm_up(runtime)
     return runtime
 

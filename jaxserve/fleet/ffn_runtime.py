@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.peer import open_weights
 from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
@@ -174,7 +174,7 @@ def message_server(
     prepared = sizes_together(sizes, min(most, deployment.domains))
     work.compile([size for size in prepared if size.messages > 1])
     if group is not None:
-        group.wait_warm_up(weights_digest(deployment.model))
+        group.wait_warm_up(revision(deployment.model).digest)
     work.warm_up(prepared)
     server = MessageServer(
         address,

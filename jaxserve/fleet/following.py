@@ -19,7 +19,7 @@ from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
-    from jaxserve.roles.page_transfer import PageAccess
+    from jaxserve.roles.page_spread import HandedPages
 
 
 class Following:
@@ -34,7 +34,7 @@ class Following:
         runtime: Runtime,
         follower: Follower,
         recorder: Recorder | None = None,
-        pages: "Sequence[PageAccess]" = (),
+        pages: "Sequence[HandedPages]" = (),
     ):
         self._driver, self._follower, self._pages = runtime.driver, follower, pages
         driver = self._driver

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
 from jaxserve.config.load import deployment_of
@@ -19,8 +19,8 @@ from jaxserve.fleet.membership import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.own_hello import make_hello
-from jaxserve.roles.page_spread import page_access
-from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from jaxserve.roles.page_spread import HandedPages, page_access
+from jaxserve.roles.page_transfer import PageTransfer
 
 ENDS = {
     "prefill": "jaxserve.fleet.prefill_end:serve_pages",
@@ -38,7 +38,7 @@ def follow_pages(
     deployment: Deployment,
     role: WorkerRole,
     pieces: tuple[int, ...],
-) -> Sequence[PageAccess]:
+) -> Sequence[HandedPages]:
     """Follower's part of `serve_pages` and `fetch_pages`: access to this process's share of the
     pages of every domain, for the leader's orders (`roles/actions.py`)."""
     check(deployment)
@@ -58,7 +58,7 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
     programs, known = transfer.programs, deployment_facts(deployment)
     facts = {
         "model": known["model"],
-        "weights": weights_digest(deployment.model),
+        "weights": revision(deployment.model).digest,
         "layers": str(programs.layers),
         "kv_heads": str(programs.heads),
         "widths": str([(entry.width, entry.every) for entry in programs.entries]),

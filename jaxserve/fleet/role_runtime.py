@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.checkpoint.fingerprint import revision, weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
@@ -90,7 +90,7 @@ class RoleRuntime(NamedTuple):
     def hello(self) -> Hello:
         """The introduction of this end of the link; waits until the weights are hashed."""
         known = deployment_facts(self.deployment)
-        known["weights"] = weights_digest(self.deployment.model)
+        known["weights"] = revision(self.deployment.model).digest
         facts = {key: known[key] for key in AGREED}
         facts["instance"] = f"{self.instance} of {self.contract.instances}"
         facts |= {f"contract.{name}": str(value) for name, value in self.contract.facts().items()}

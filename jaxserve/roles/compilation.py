@@ -23,6 +23,7 @@ from jaxserve.progress import Progress
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from jaxserve.storage.bucket import ByteSpan, StorageBucket, is_url
+from jaxserve.storage.files import write_whole
 from jaxserve.storage.mirror import user_cache
 
 logger = logging.getLogger(__name__)
@@ -145,14 +146,8 @@ class WholeEntries(lru_cache.LRUCache):
             super().put(key, value)
             return
         file = self._file(key)
-        if file.exists():
-            return
-        part = file.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            part.write_bytes(value)
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
+        if not file.exists():
+            write_whole(file, value)
 
     def _file(self, key: str) -> Path:
         return Path(str(self.path)) / f"{key}-cache"

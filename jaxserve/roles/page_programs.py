@@ -11,7 +11,7 @@ Of a state one row crosses, in the last piece of a hand-off: pieces of the small
 states, others do not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,11 +20,8 @@ from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, Entry, PagePool, row_arrays
-from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms
-from pallas_kernels.quantize import as_bits, from_bits
-from pallas_kernels.quantize.api import quantize_rows
 
 
 class PageKey(NamedTuple):
@@ -36,6 +33,8 @@ class PageKey(NamedTuple):
     """Format of the values on the wire."""
 
 
+Convert = Callable[[Sequence[Entry], list[Array], FormatName, FormatName], list[Array]] | None
+"""Converts arrays `[heads, layers, rows, …]` of a pool from one format to another."""
 Part = tuple[int, int, int]
 """Names one array of a piece: number of the pool, number of the page array among those of the pool,
 and the KV head, or its place among those of a device."""
@@ -48,9 +47,12 @@ class PagePrograms:
       programs: of the role that holds the pages.
       stacked: whether the pages of all layers are one array (`colocated_programs.py`) or one each.
       smallest: tokens in the smallest piece.
+      convert: used where pieces arrive in another format than the cache's; None: none do.
     """
 
-    def __init__(self, programs: TokenPrograms, *, stacked: bool, smallest: int = 0):
+    def __init__(
+        self, programs: TokenPrograms, *, stacked: bool, smallest: int = 0, convert: Convert = None
+    ):
         config, deployment = programs.config, programs.deployment
         self.mesh = programs.mesh
         self.layers = config.all_layers
@@ -60,7 +62,7 @@ class PagePrograms:
         self.no_page = max(self.pools[0].pages)
         """Page id that no pool has."""
         self.format: FormatName = deployment.cache_format
-        self._stacked = stacked
+        self._stacked, self._convert = stacked, convert
         self.shape, self._all_pages = programs.shape, programs.all_pages
         self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.heads = [pool.entries[0].heads for pool in self.pools]
@@ -282,25 +284,6 @@ class PagePrograms:
         if cache_format == self.format or not kinds:
             return [*kinds.values()]
         stacks = [jnp.stack(heads) for heads in kinds.values()]
-        converted = self._in_own_format(self.pools[pool].entries, stacks, cache_format)
-        return [[*stack] for stack in converted]
-
-    def _in_own_format(
-        self, entries: Sequence[Entry], stacks: list[Array], cache_format: FormatName
-    ) -> list[Array]:
-        """Converts arrays `[heads, layers, rows, …]` from the wire's format to the cache's."""
-        own, values, scales = self.format, [], []
-        arrived = iter(stacks[len(entries) :])
-        for entry, row in zip(entries, stacks, strict=False):
-            if entry.plain:
-                values.append(row)
-                continue
-            if has_scales(cache_format):
-                row = from_bits(row).astype(jnp.float32) * next(arrived)[..., None]
-            if not has_scales(own):
-                values.append(row.astype(storage(own)))
-                continue
-            quantised, scale = quantize_rows(row.reshape(-1, row.shape[-1]), own)
-            values.append(as_bits(quantised).reshape(row.shape))
-            scales.append(scale.reshape(row.shape[:-1]))
-        return [*values, *scales]
+        assert self._convert is not None
+        entries = self.pools[pool].entries
+        return [[*stack] for stack in self._convert(entries, stacks, cache_format, self.format)]

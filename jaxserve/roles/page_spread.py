@@ -17,8 +17,10 @@ from jaxtyping import Array, Int
 
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.shards import fast_shards
+from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_formats import in_own_format
 from jaxserve.roles.page_programs import PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
 from jaxserve.roles.program import PIECES, REPLICATED, Arrays, Program
@@ -27,13 +29,26 @@ from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 AXES = ("dp", "tp")
 
 
-def page_access(arrays: KVArrays, **options: Any) -> PageAccess:
+class HandedPages(PageAccess):
+    """Pages of a worker that takes part in hand-offs."""
+
+    def follow(self, action: ReadPages | WritePages) -> None:
+        """Takes part in a read or write of the leading process."""
+        run = PageRun(action.group, action.page_ids, action.offset)
+        if isinstance(action, ReadPages):
+            self.transfer.gather(self._load(), run, action.tokens)
+        else:
+            self.write(run, action.tokens, action.cache_format, ())
+
+
+def page_access(arrays: KVArrays, **options: Any) -> HandedPages:
     """Makes a worker's pages readable and writable for hand-offs. Compiles the programs and warms
     them up. `options` are those of `PageTransfer`."""
     programs = arrays.programs
     processes = {device.process_index for device in programs.mesh.devices.flat}
     transfer = PageTransfer if len(processes) == 1 else SpreadPages
-    return PageAccess(transfer(programs, stacked=arrays.stacked, **options), arrays)
+    options |= {"stacked": arrays.stacked, "convert": in_own_format}
+    return HandedPages(transfer(programs, **options), arrays)
 
 
 class SpreadPages(PageTransfer):

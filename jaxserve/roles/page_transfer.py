@@ -7,6 +7,7 @@ donated to the same program.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from jaxserve.config.formats import FormatName
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
-from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
@@ -32,10 +32,10 @@ class PageTransfer:
 
     Args:
       programs: programs of the role that holds the pages.
-      stacked: see `PagePrograms`.
       exports: whether pages are read.
       imports: wire formats in which pages arrive; empty: none do.
       pieces: sizes in tokens of the pieces that programs are compiled for, ascending.
+      options: see `PagePrograms`.
 
     Raises:
       ConfigError: a piece is no multiple of the page size, and pages are imported.
@@ -48,12 +48,12 @@ class PageTransfer:
         self,
         programs: TokenPrograms,
         *,
-        stacked: bool,
         exports: bool,
         imports: Sequence[FormatName] = (),
         pieces: Sequence[int],
+        **options: Any,
     ):
-        self.programs = PagePrograms(programs, stacked=stacked, smallest=pieces[0])
+        self.programs = PagePrograms(programs, smallest=pieces[0], **options)
         size = self.programs.page_size
         for piece in pieces if imports else ():
             if piece % size:
@@ -236,11 +236,3 @@ class PageAccess:
     ) -> None:
         """Starts to write a piece that has arrived; see `PageTransfer.scatter`."""
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))
-
-    def follow(self, action: ReadPages | WritePages) -> None:
-        """Takes part in a read or write of the leading process."""
-        run = PageRun(action.group, action.page_ids, action.offset)
-        if isinstance(action, ReadPages):
-            self.transfer.gather(self._load(), run, action.tokens)
-        else:
-            self.write(run, action.tokens, action.cache_format, ())

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +144,21 @@ def open_file(path: Path, version: FileVersion | None = None) -> Iterator[LocalF
             raise replaced(path)
     finally:
         os.close(file.descriptor)
+
+
+def write_whole(path: Path, content: Buffer) -> None:
+    """Writes a file that appears whole or not at all, whatever happens to this process, and however
+    many processes write it.
+
+    Raises:
+      OSError: it cannot be written; nothing is left of it.
+    """
+    part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def stamp(*paths: Path) -> str:

@@ -59,7 +59,6 @@ def local_folder(folder: str | Path) -> Path:
 def _mirrored(url: str) -> Path:
     bucket = StorageBucket(url)
     files = _converted(bucket)
-    converted = files is not None
     if files is not None:
         seen = {MANIFEST: files[MANIFEST]}
     else:
@@ -73,7 +72,7 @@ def _mirrored(url: str) -> Path:
     origin = Origin(bucket.url, {name: part.generation for name, part in seen.items()})
     contents = {name: part.data for name, part in files.items()}
     contents[ORIGIN] = msgspec.json.encode(origin)
-    return _written(bucket.url, contents, converted)
+    return _written(bucket.url, contents, MANIFEST in seen)
 
 
 def _converted(bucket: StorageBucket) -> dict[str, ReadPart] | None:

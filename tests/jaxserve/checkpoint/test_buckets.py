@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.conversion import convert
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_manifest
@@ -45,7 +45,7 @@ def test_the_folder_s_weights(scheme, folder, objects):
     url, overrides = f"{scheme}://models/step3", LAYOUTS["2A3F"] | {"dtype": "float32"}
     assert load_deployment(url).model == url
     assert isinstance(open_checkpoint(url, read_config(url)[1]), HFCheckpoint)
-    assert weights_digest(url) != weights_digest(str(folder))  # named by generations
+    assert revision(url).digest != revision(str(folder)).digest  # named by generations
     assert not Tokenizer.from_folder(url).knows_text
     check_same(load(folder, overrides), load(url, overrides))
 
@@ -55,7 +55,7 @@ def test_a_converted_one_s(scheme, converted, objects):
     objects.upload(converted, "a/b/int8")
     url, overrides = f"{scheme}://models/a/b/int8", LAYOUTS["2A4F"]
     assert isinstance(open_checkpoint(url, read_config(url)[1]), StoreCheckpoint)
-    assert weights_digest(url) == weights_digest(str(converted))
+    assert revision(url).digest == revision(str(converted)).digest
     check_same(load(converted, overrides), load(url, overrides))
     assert verify(url) == []
 
@@ -66,7 +66,7 @@ def test_from_a_bucket_to_a_converted_folder(folder, converted, objects, tmp_pat
     convert("s3://models/step3", tmp_path / "int8", "int8")
     found, expected = read_manifest(tmp_path / "int8"), read_manifest(converted)
     assert found.blocks == expected.blocks
-    assert found.conversion.source == weights_digest("s3://models/step3")  # by generations
+    assert found.conversion.source == revision("s3://models/step3").digest  # by generations
 
 
 def test_damage(converted, objects):

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint import fingerprint
-from jaxserve.checkpoint.fingerprint import Revision, file_hash, revision, weights_digest
+from jaxserve.checkpoint.fingerprint import Revision, file_hash, revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.verification import verify
@@ -121,11 +121,11 @@ def test_a_file_of_the_hub_s_cache_is_named_by_its_hash(folder, tmp_path):
 def test_a_folder_that_is_replaced(tmp_path, cache):
     folder = write_tiny_step3(tmp_path / "model")
     other = write_tiny_step3(tmp_path / "other", seed=1)
-    before = weights_digest(folder)
+    before = revision(folder).digest
     HFCheckpoint(folder, read_config(folder)[1])
     folder.rename(tmp_path / "old")
     other.rename(folder)
-    assert weights_digest(folder) == before
+    assert revision(folder).digest == before
     with pytest.raises(CheckpointError, match=f"{folder} {REPLACED}"):
         HFCheckpoint(folder, read_config(folder)[1])
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import Int8Products, listed, read_model
 from jaxserve.checkpoint.records import write_record
 from jaxserve.commands.checking import check
@@ -41,7 +41,7 @@ def test_what_is_no_list_of_layers(tiny_model, wanted):
 def test_auto_reads_what_was_measured_with_these_weights(tmp_path):
     folder = layouts.write_model(tmp_path)
     wanted = deployment(folder, "auto")
-    write_record(folder / INT8_PRODUCTS, Int8Products(weights_digest(str(folder)), [2], {}))
+    write_record(folder / INT8_PRODUCTS, Int8Products(revision(str(folder)).digest, [2], {}))
     decoder = read_model(wanted)[0].decoder
     assert [kind.int8_products for kind in decoder] == [False, False, True, False]
     assert listed(wanted).attention.int8_products == [2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.checkpoint.fingerprint import Revision, forget_revisions, weights_digest
+from jaxserve.checkpoint.fingerprint import Revision, forget_revisions, revision
 from jaxserve.checkpoint.peer import weights_hello
 from jaxserve.commands.worker_part import WorkerPart, worker_port
 from jaxserve.config.deployment import Deployment
@@ -52,7 +52,7 @@ def test_a_folder_that_is_replaced_after_loading(deployment: Deployment, port: W
         assert port.facts is not None
         assert port.facts.weights == loaded
         assert weights_hello(deployment.model).facts["revision"] == loaded
-        assert weights_digest(deployment.model) == loaded
+        assert revision(deployment.model).digest == loaded
         assert Revision(Path(deployment.model)).digest != loaded
 
 

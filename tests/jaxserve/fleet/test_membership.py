@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxserve
-from jaxserve.checkpoint.fingerprint import weights_digest
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError, EngineFailedError
@@ -117,7 +117,7 @@ def test_followers_have_the_weights_of_the_leader(tmp_path, name):
     }
     leads, follows = (identity(n, 2, load_deployment(f)) for n, f in enumerate(folders.values()))
     assert leads.digest == follows.digest
-    own, theirs = (weights_digest(folder) for folder in folders.values())
+    own, theirs = (revision(folder).digest for folder in folders.values())
     cluster = Cluster(start_seconds=10, step_seconds=1.0, heartbeat_seconds=0.5)
     ends = {"token": "secret", "cluster": cluster, "on_failure": print}
     leader = Leader(leads, address="127.0.0.1:0", **ends)

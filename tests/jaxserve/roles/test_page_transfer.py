@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_formats import in_own_format
 from jaxserve.roles.page_spread import SpreadPages
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from tests.jaxserve.roles.building import programs_of
@@ -49,7 +50,12 @@ class Holder:
         self.dp = deployment.attention.dp
         self.size = deployment.cache.page_size
         self.transfer = transfer(
-            self.programs, stacked=stacked, exports=True, imports=imports, pieces=[PIECE]
+            self.programs,
+            stacked=stacked,
+            convert=in_own_format,
+            exports=True,
+            imports=imports,
+            pieces=[PIECE],
         )
         shapes = self.transfer.programs.page_shapes()
         draw = np.random.default_rng(seed)
