@@ -53,7 +53,6 @@ class DPGroup:
         # So that pages for a valid request can always be had.
         self.pool.most_quarantined = max(0, min(self.pool.most_quarantined, spare))
         if sizes.ring_pages:
-            scratch = 0 if sizes.recurrent else scratch  # drafts write no state
             self.rings = RingPool(sizes.ring_pages - scratch, scratch, sizes.window, page_size)
         self.cache = PrefixCache(self.pool, page_size, self.rings) if sizes.prefix_cache else None
         self.changed = False
@@ -211,9 +210,9 @@ class DPGroup:
         Without a prefix cache a sequence's only state is replaced where it is.
         """
         assert self.rings is not None
-        places = range(max(sequence.ring_end, start), end)
+        places = self.rings.written(max(sequence.ring_end, start), end)
         if self.rings.states and self.cache is None and places and sequence.ring:
-            page_ids, places = [*sequence.ring.values()], places[-1:]
+            page_ids = [*sequence.ring.values()]
             sequence.ring.clear()
         else:
             evict = self.cache.evict_rings if self.cache else None

@@ -112,8 +112,7 @@ class RingPool(PageAllocator):
     """Page pool of layers with a window, which read only a sequence's last pages: its ring.
 
     In layers with states a page holds the state behind the last token that was fed to it, so that a
-    token reads the page of the token before it. A step writes the page of its last token that is no
-    draft, and no other.
+    token reads the page of the token before it. A step writes its last page only.
 
     Args:
       pages, first: see `PageAllocator`.
@@ -137,3 +136,7 @@ class RingPool(PageAllocator):
         """Returns the place of the first page that a sequence with `tokens` cached tokens keeps:
         the first that it reads, or the state behind its last full page, for sequences to come."""
         return max(tokens // self._page_size - 1, 0) if self.states else self.first_read(tokens)
+
+    def written(self, start: int, end: int) -> range:
+        """Returns the places that are written on the way from `start` to `end` pages."""
+        return range(max(start, end - 1) if self.states else start, end)
