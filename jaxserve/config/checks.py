@@ -79,9 +79,8 @@ def complete(deployment: Deployment) -> Deployment:
             f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "
             f"cache.format = {cache.format} is {deployment.cache_format}"
         )
-    if (cache.storage and not cache.host_gb) or (cache.host_gb and not cache.prefix):
-        said = f"cache.storage = {cache.storage or None}, cache.host_gb = {cache.host_gb:g}"
-        raise ConfigError(f"{said}, cache.prefix = {cache.prefix}: each needs those behind it")
+    if cache.host_gb and not cache.prefix:
+        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}, but cache.prefix = false keeps none")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
     _check_fleet(deployment)

@@ -6,19 +6,14 @@ When a sequence is admitted, the pages here that continue its prefix on the devi
 its own pages, as those of a hand-off are (`admission.Fetches`). Pages of a preempted sequence come
 back, too, because it leaves them to the prefix cache.
 
-With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
-and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
-read there.
-
-The engine's thread decides and enqueues. One further thread waits for what the device reads. A few
-bring what goes back, a request each. Nothing waits for them but the sequences whose pages they
-bring.
+The engine's thread decides and enqueues. One further thread copies: it waits for what the device
+reads, and puts what goes back. Nothing waits for it but the sequences whose pages it brings.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,7 +24,6 @@ import jax
 import numpy as np
 
 from jaxserve.engine.admission import Fetches, FetchOrder
-from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.host_pages import HostPage, HostPages, PageName, page_names
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.pages import PageAllocator
@@ -56,18 +50,14 @@ WRITE_SECONDS = 60.0
 """Longest wait for the engine to write a piece."""
 AHEAD = 32
 """Inverse of the share of the pool that is evicted at a time, so that a read has several pages."""
-AT_ONCE = 4
-"""Requests whose pages are brought at a time."""
 COUNTERS = (
     *("queries", "hits", "saved", "lost", "bytes_saved", "bytes_restored"),
-    *("save_seconds", "restore_seconds", "held_bytes", "storage_hits", "storage_errors"),
-    *("storage_bytes_read", "storage_bytes_written"),
+    *("save_seconds", "restore_seconds", "held_bytes"),
 )
-"""Counters of a tier: pages looked for and found; pages copied to the host, and ones that were not
-(too many at a time, or the device failed); bytes copied either way; seconds from the decision to
-host memory, summed over reads, and from admission until all pages are back on the device, summed
-over requests; bytes held now; of the folder: pages found there alone, failed reads, writes and
-lists, and bytes of files."""
+"""Counters of a tier: pages looked for and found; pages copied to the host, and evicted ones that
+were not (too many at a time, or the device failed); bytes copied either way; seconds from eviction
+to host memory, summed over reads, and from admission until all pages are back on the device, summed
+over requests; bytes held now."""
 
 
 class PageTier:
@@ -100,9 +90,6 @@ class PageTier:
         self._reading = 0  # bytes
         self._room = threading.Semaphore(PIECES)
         self._copies = ThreadPoolExecutor(1, "jaxserve-host-pages")
-        self._returns = ThreadPoolExecutor(AT_ONCE, "jaxserve-pages-back")
-        self.disk: DiskPages | None = None
-        """Pages in a folder; None: there is no folder."""
 
     # ------------------------------------------------------------------- the engine's thread
     def save(self, domain: int, group: int, pages: Items[tuple[PageName, int]]) -> None:
@@ -129,11 +116,10 @@ class PageTier:
         self.counters["held_bytes"] = len(self._store) * self.page_bytes
 
     def find(self, names: Items[PageName]) -> list[HostPage]:
-        """Returns the first of these pages, as far as they are here or in the folder."""
+        """Returns the first of these pages, as far as they are here."""
         found: list[HostPage] = []
         for name in names:
-            page = self._store.get(name) or (self.disk.get(name) if self.disk else None)
-            if page is None:
+            if (page := self._store.get(name)) is None:
                 break
             found.append(page)
         for page in reversed(found):  # the first page leaves last, as on the device
@@ -144,15 +130,11 @@ class PageTier:
 
     def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
         """Starts to bring found pages to the device, for a fetch that has begun."""
-        # By way of the copying thread, so that pages on their way to host memory have come.
-        work = partial(self._bring, domain, order, pages, time.monotonic())
-        self._copies.submit(self._returns.submit, work)
+        self._copies.submit(self._bring, domain, order, pages, time.monotonic())
 
     def forget(self, root: bytes | None = None) -> None:
-        """Drops the pages that continue a first page, in the folder, too; or all in host memory."""
+        """Drops the pages that continue a first page, or all."""
         self._store.forget(root)
-        if self.disk and root:
-            self.disk.condemn(root)
         self.counters["held_bytes"] = len(self._store) * self.page_bytes
 
     def _piece(self, pages: int) -> int:
@@ -160,7 +142,7 @@ class PageTier:
         fits = [size for size in self._pieces if size < 2 * pages]
         return next((size for size in fits if size >= pages), fits[-1])
 
-    # ---------------------------------------------------------------------- the other threads
+    # --------------------------------------------------------------------- the copying thread
     def _land(
         self, pages: Items[HostPage], arrays: Items[jax.Array], piece: int, since: float
     ) -> None:
@@ -168,8 +150,6 @@ class PageTier:
         try:
             for page, rows in zip(pages, packed([*map(np.asarray, arrays)], piece), strict=False):
                 page.rows = rows.copy()
-                if self.disk:
-                    self.disk.keep(page.name, page.rows)
             self.counters["saved"] += len(pages)
             self.counters["bytes_saved"] += len(pages) * self.page_bytes
             self.counters["save_seconds"] += time.monotonic() - since
@@ -213,16 +193,13 @@ class PageTier:
     def _put(self, domain: int, group: int, pages: Items[HostPage], piece: int) -> Items[jax.Array]:
         transfer = self._accesses[domain].transfer
         landing = transfer.landing(group, piece * self._size, self._format)
-        rows = [rows for page in pages if (rows := self._rows(page)) is not None]
+        rows = [page.rows for page in pages if page.rows is not None]
         if len(rows) < len(pages):
-            raise ValueError(f"{len(pages) - len(rows)} pages were lost")
+            raise ValueError(f"{len(pages) - len(rows)} pages were lost on the way there")
         arrays = unpacked(rows, landing, piece)
         put = jax.device_put(arrays, [shape.sharding for shape in landing])
         jax.block_until_ready(put)  # an array that failed would take the device's pages along
         return put
-
-    def _rows(self, page: HostPage) -> np.ndarray | None:
-        return self.disk.read(page.name) if self.disk and page.rows is None else page.rows
 
     # ------------------------------------------------------------------- the engine's thread
     def _write(
@@ -292,19 +269,12 @@ class TieredCache(PrefixCache):
         self._names: dict[PageNode, PageName] = {}
         self._saves = True
 
-    def release(self, path: Items[PageNode]) -> None:
-        """Ends one user's hold of a path; pages that a folder lacks go there."""
-        super().release(path)
-        if (disk := self._tier.disk) is not None:
-            # The first page comes last, so that it is the last of them to be deleted for room.
-            names = self._named(reversed(path))
-            self._tier.save(*self._place, [pair for pair in names if pair[0] not in disk])
-
     def evict(self, count: int) -> None:
         """Gives the `count` least recently used pages, or some more, back to the pool."""
         leaving = [*islice(self._idle, max(count, self._ahead))]
         if self._saves:
-            self._tier.save(*self._place, self._named(leaving))
+            names = [(self._name(node), node.page_id) for node in leaving]
+            self._tier.save(*self._place, [(name, at) for name, at in names if name is not None])
         super().evict(len(leaving))
         for node in leaving:
             self._names.pop(node, None)
@@ -325,11 +295,6 @@ class TieredCache(PrefixCache):
             self._tier.forget(name.root)
         super().condemn(path)
         self._names.clear()
-
-    def _named(self, nodes: Iterable[PageNode]) -> list[tuple[PageName, int]]:
-        """Returns the names and ids of pages, without those below a root that was forgotten."""
-        names = [(self._name(node), node.page_id) for node in nodes]
-        return [(name, page_id) for name, page_id in names if name is not None]
 
     def _name(self, node: PageNode) -> PageName | None:
         """Returns the name of a page; None if it is below a root that was forgotten."""
