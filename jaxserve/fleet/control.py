@@ -1,9 +1,10 @@
 """The messages between the leader and its followers.
 
-Each follower has one session with the leader (`link/session/`). A few processes also hand on what
-is for all to those below them (`relay.py`), over sessions that begin in the same way. Every message
-is msgpack of one of the structs below; nothing is ever unpickled. `leader.py` and `follower.py` are
-the two ends; the engine on the leader and the driver on a follower see `Boundary`.
+Each follower has one session with the leader (`link/session/`). A few processes also hand the
+messages for all on to those below them (`relay.py`), over sessions that begin in the same way.
+Every message is msgpack of one of the structs below; nothing is ever unpickled. `leader.py` and
+`follower.py` are the two ends; the engine on the leader and the driver on a follower see
+`Boundary`.
 Knows nothing of sockets, requests or device arrays.
 
     follower → leader   Register  (State | Collected | Report)*
@@ -46,7 +47,7 @@ class Register(Greeting, frozen=True, tag="register"):
 
     hello: Identity
     port: int = 0
-    """Port on which it hands on what is for all."""
+    """Port on which it hands on the messages for all."""
 
 
 class Accepted(Greeting, frozen=True, tag="accepted"):
@@ -54,13 +55,13 @@ class Accepted(Greeting, frozen=True, tag="accepted"):
 
     hello: Identity
     source: str = ""
-    """`host:port` of the follower that hands on what is for all; empty: the leader sends it."""
+    """`host:port` of the follower that hands on the messages for all; empty: the leader does."""
     source_name: str = ""
     """Name of the process at `source`."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All processes have registered and get what is for all."""
+    """All processes have registered and receive the messages for all."""
 
 
 class State(msgspec.Struct, tag=True, array_like=True):
@@ -75,7 +76,7 @@ class State(msgspec.Struct, tag=True, array_like=True):
     progress: int = 0
     """Grows as long as the follower loads or compiles (`progress.advances`)."""
     subscribed: bool = False
-    """True once the follower gets what is for all, from where `Accepted` sent it."""
+    """True once the follower receives the messages for all, from where `Accepted` sent it."""
     weights: str | None = None
     """Digest of the weights that it has loaded, once it has compiled and waits for `WarmUp`; all
     files are hashed only then."""

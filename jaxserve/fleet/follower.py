@@ -4,8 +4,8 @@ Created by `bootstrap.joined` on every process but 0; `following.Following` iter
 and reports what the devices have completed. The session with the leader has a thread of its own
 (`_Source`), so a driver that is stuck in a device call is still seen, and still ends when the
 leader is gone. Where another follower hands the plans on, a second session brings them. This
-process hands what is for all on to those below it (`relay.py`). Another thread answers the leader's
-questions. Knows nothing of requests or device arrays.
+process hands the messages for all on to those below it (`relay.py`). Another thread answers the
+leader's questions. Knows nothing of requests or device arrays.
 """
 
 import contextlib
@@ -386,7 +386,7 @@ class _Source(Session):
         self._lost(self.failure or "")
 
     def handle(self, body: bytes) -> None:
-        """See `Session`. What is for all goes on to others before it is carried out here."""
+        """See `Session`. A message for all goes on to others before it is carried out here."""
         self._heard = self._clock.now
         message = self.decode(body)
         if isinstance(message, control.ForAll):

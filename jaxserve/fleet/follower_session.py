@@ -28,15 +28,15 @@ class FollowerSession(Below):
     identity: control.Identity
     """Set once the follower is admitted, as is `address`."""
     address: str
-    """`host:port` at which the follower hands on what is for all."""
+    """`host:port` at which the follower hands on the messages for all."""
 
     def __init__(self, leader: "Leader", channel: Channel):
         super().__init__("control", channel, leader.identity, Deadlines(handshake=HELLO_SECONDS))
         self._leader = leader
         self.relayed = False
-        """True where another follower hands on what is for all."""
+        """True if another follower hands the messages for all on to it."""
         self.state = control.State()
-        """What it has said last of itself."""
+        """Latest state that the follower has sent."""
         self.lost = ""
         """Reason of an unexpected end of the session."""
         self.error_at = self.advanced_at = 0.0

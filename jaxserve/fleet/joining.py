@@ -1,4 +1,4 @@
-"""Decides from which process a follower gets what is for all. Called by `leader.py`."""
+"""Decides from which process a follower receives the messages for all. Called by `leader.py`."""
 
 from collections.abc import Sequence
 

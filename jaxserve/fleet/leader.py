@@ -75,7 +75,7 @@ class Leader:
         self._changed = threading.Condition()
         self._followers: dict[int, FollowerSession] = {}
         self._below: list[FollowerSession] = []
-        """Those to which this process sends what is for all."""
+        """Followers to which this process itself sends the messages for all."""
         self._refused: list[str] = []
         self._next = 0
         self._questions = 0
@@ -329,7 +329,7 @@ class Leader:
         return control.Accepted(self.identity, above.address, str(above.identity))
 
     def joined(self, follower: FollowerSession) -> None:
-        """Begins to send what is for all to a follower."""
+        """Begins to send the messages for all to a follower."""
         if not follower.relayed:
             self._below.append(follower)
 

@@ -52,7 +52,7 @@ class Relay:
 
 
 class _Below(Below):
-    """A process to which this one hands on what is for all. It says no more than that it lives."""
+    """A process to which this one hands on the messages for all. It sends signs of life alone."""
 
     def __init__(self, relay: Relay, channel: Channel):
         deadlines = Deadlines(handshake=HELLO_SECONDS, down=math.inf)

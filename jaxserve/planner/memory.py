@@ -144,7 +144,8 @@ class Memory:
         return part.role, part.total, usable(hardware, self._reserve)
 
     def _room_of_attention(self, layout: Layout) -> int:
-        """The same of the attention role alone; `layout` as `_attention_alone` makes it."""
+        """Sequences of a DP group and lane that fit on the attention role alone; `layout` as
+        `_attention_alone` makes it."""
         hardware, _ = self.on(layout)
 
         def full(batch: int) -> bool:

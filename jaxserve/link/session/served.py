@@ -55,7 +55,7 @@ class ServedSession(Session, abc.ABC):
         self._joined()
 
     def _joined(self) -> None:
-        """Begins what follows the answer."""
+        """Called once the answer is sent, which must be the first frame that the other end gets."""
 
     def end(self) -> None:
         """See `Session`."""
