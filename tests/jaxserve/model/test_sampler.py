@@ -135,7 +135,7 @@ def test_candidates_and_search_keep_the_smallest_set(seed, top_k, top_p):
     ones are not."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(2, 1000)) * [[4.0], [0.5]], 1).astype(np.float32)
-    scaled = in_blocks(logits - logits.max(axis=1, keepdims=True))
+    scaled = in_blocks(jnp.asarray(logits - logits.max(axis=1, keepdims=True)))
     limits = np.full(2, top_k or scaled.shape[1] * 128, np.int32), np.full(2, top_p, np.float32)
     for cut in (cut_by_candidates, cut_by_search):
         for row, threshold in zip(
