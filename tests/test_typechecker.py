@@ -1,7 +1,6 @@
 """Calls of both packages are checked, whether or not arrays are among the arguments."""
 
 import pytest
-from beartype.roar import BeartypeCallHintViolation
 
 from jaxserve.engine.pages import PageAllocator
 from pallas_kernels.quantize import quantize_weight
@@ -9,8 +8,7 @@ from pallas_kernels.quantize import quantize_weight
 pytestmark = pytest.mark.nightly  # annotations are checked there
 
 
-def test_both_packages():
-    with pytest.raises(BeartypeCallHintViolation):
-        PageAllocator("8")
+@pytest.mark.parametrize(("function", "arguments"), [(PageAllocator, "8"), (quantize_weight, "1")])
+def test_both_packages(function, arguments):
     with pytest.raises(TypeError, match="whilst checking the parameters"):
-        quantize_weight(1, "int8")
+        function(*arguments, "int8")
