@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.layouts import MODES
+from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.view import Report, declared
@@ -61,7 +61,7 @@ def deploy_report(
         latent=any(group.latent for group in sizer.model.attention),
         assumed=sizer.searcher.calculator.assumed,
         balance=balance_text(fleet.unit.pace.longest(taken), fleet.unit.layout, taken),
-        measured=speed_range(),
+        measured=measured_speed().systems,
         prices=prices,
         sensitivity=sensitivity,
         reasons=planned.reasons.items(),
@@ -190,6 +190,6 @@ def _tree(sizer: Sizer, planned: Planned) -> dict[str, Any]:
         "prediction": made.prediction,
         "dollars_a_month": made.month,
         "dollars_per_million_tokens": made.millions(sizer.requests),
-        "measured_over_predicted": speed_range()._asdict(),
+        "measured_over_predicted": measured_speed().systems._asdict(),
         "alternatives": planned.reasons,
     }

@@ -24,9 +24,9 @@ from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.lanes import step_seconds
+from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.measurements import SIZES, Measurement, read_measurements
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.options import read_deployment
@@ -227,7 +227,7 @@ def figure(counts: Counts, instead: Mapping[str, float] | None = None) -> Figure
 
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
-    told = {"stages": stages(counts), "own": figure(counts), "measured": speed_range()}
+    told = {"stages": stages(counts), "own": figure(counts), "measured": measured_speed().systems}
     (part,) = declared("estimate", counts=counts, title=_title(counts), **told)
     return list(part.lines)
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.topology import PlannedMode
-from jaxserve.planner.comparison import speed_range
 from jaxserve.planner.deployment_file import deployment_text, plan_file
 from jaxserve.planner.layouts import MODES, Layout, Target
+from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.options import (
     check_positions,
     price_lines,
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     prices, assumed = price_lines(hardware, options.price), msgspec.to_builtins(calculator.assumed)
     parts = declared("search", scope=DECODE_ONLY, prices=prices)
     tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
-    measured = speed_range()
+    measured = measured_speed().systems
     tree |= {"assumptions": assumed, "measured_over_predicted": measured._asdict()}
     for mode in target.modes:
         plans = _best(found.plans, mode, options.best)

@@ -1,10 +1,12 @@
 """Step-3's tables, by the formulas of its paper (arXiv 2507.19427) §4 and §5.4, and predictions of
 what others measured: a search's, for the one layout and batch that was measured.
 
-`python -m tests.jaxserve.planner.published` writes `tables.json` and `predicted.json` of
-`configs/world/`.
+`python -m tests.jaxserve.planner.published` prints both beside the published numbers, and writes
+`configs/measured_speed.json`.
 """
 
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,17 +16,18 @@ import numpy as np
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import topology_of
 from jaxserve.planner.assumptions import Formats
-from jaxserve.planner.comparison import Cell, Predicted, SpeedRange, Table, Tables
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
+from jaxserve.planner.measured_speed import MeasuredSpeed, SpeedRange
 from jaxserve.planner.models import STATE_BYTES, AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.view import json_text
+from jaxserve.planner.view import Part, grid, json_text
+from tests import golden
 
-WORLD = CONFIGS / "world"
+DATA = golden.FOLDER / "planner"
 CONTEXTS = (8 * 1024, 32 * 1024)
 FULL_IN_16_BITS = ("llama-4-maverick", "minimax-m1")
 """Models whose layers that see all tokens have a BF16 cache beside the others (§4.1)."""
@@ -115,16 +118,15 @@ def minimum_sparsity(
     return d_model * peak(hardware) * layers / (network * hardware.bandwidth * budget)
 
 
-def cell(value: float | None, printed: str) -> Cell:
-    if value is None:
-        return Cell(None, "N/A", printed)
+def shown(value: float | None, printed: str) -> str:
+    """Our number with as many digits as the paper's."""
     decimals = len(printed.partition("e")[0].partition(".")[2])
-    ours = format(value, f".{decimals}{'e' if 'e' in printed else 'f'}")
-    return Cell(float(f"{value:.12g}"), ours, printed)
+    return "N/A" if value is None else f"{value:.{decimals}{'e' if 'e' in printed else 'f'}}"
 
 
-def tables() -> Tables:
-    paper = SimpleNamespace(**read_struct(WORLD / "step3.yaml", dict[str, Any]))
+def tables() -> str:
+    """Our numbers, the paper's under a row that differs, and how many agree."""
+    paper = SimpleNamespace(**read_struct(DATA / "paper_tables.yaml", dict[str, Any]))
     models = {name: load_model(key) for name, key in paper.models.items()}
     hardware = {name: load_hardware(key) for name, key in paper.hardware.items()}
     step3, kinds = models["Step-3"], hardware.values()
@@ -157,19 +159,22 @@ def tables() -> Tables:
     }
     found, number, wrong = [], 0, []
     for name, one in paper.tables.items():
-        rows = {}
-        for label, printed in one["rows"].items():
-            cells = zip(one["columns"], map(cell, ours[name](label), printed.split()), strict=True)
-            rows[label] = own = {column: c for column, c in cells if c.printed != "."}
-            number += len(own)
+        rows = [["", *one["columns"]]]
+        for label, told in one["rows"].items():
+            printed = ["" if cell == "." else cell for cell in told.split()]
+            own = [c and shown(v, c) for v, c in zip(ours[name](label), printed, strict=True)]
+            rows.append([label, *own])
+            number += len([*filter(None, printed)])
+            differ = [f"{c} !" * (c != mine) for mine, c in zip(own, printed, strict=True)]
+            rows += [["  the paper", *differ]] if any(differ) else []
             wrong += [
-                f"  {name}, {label}, {column}: {c.ours}, the paper prints {c.printed}"
-                for column, c in own.items()
-                if c.ours != c.printed
+                f"  {name}, {label}, {column}: {mine}, the paper prints {c}"
+                for column, mine, c in zip(one["columns"], own, printed, strict=True)
+                if mine != c
             ]
-        found.append(Table(name, one["title"], one["columns"], rows))
+        found.append(Part(f"{name}: {one['title']}", rows).text)
     agree = f"{number - len(wrong)} of {number} printed numbers agree to the printed digits"
-    return Tables(found, [agree, *wrong])
+    return "\n\n".join([*found, "\n".join([agree, *wrong])]) + "\n"
 
 
 LAYER = "µs an attention layer"
@@ -182,7 +187,7 @@ DEFAULTS |= {"acceptance": "", "assume": [], "why": ""}
 
 def read_measurements() -> list[SimpleNamespace]:
     """Published numbers: `given` is what the source states, `taken` what it does not."""
-    rows = read_struct(WORLD / "measurements.yaml", list[dict[str, Any]])
+    rows = read_struct(DATA / "measured_by_others.yaml", list[dict[str, Any]])
     return [SimpleNamespace(**DEFAULTS | row) for row in rows]
 
 
@@ -207,27 +212,44 @@ def predict(one: SimpleNamespace) -> float:
     return plan.tokens_per_device * (hardware.jax_devices if "chip" in one.quantity else 1)
 
 
-def predicted() -> Predicted:
-    rows = {one.name: (one, float(f"{predict(one):.9g}")) for one in read_measurements()}
-    errors = [(one, ours / one.measured - 1) for one, ours in rows.values()]
-    free = [abs(error) for one, error in errors if not one.fitted]
-    far = [one for one, error in errors if abs(error) > LARGE]
-    slower = ("ms a token", LAYER)
-    speeds = [
-        error + 1 if one.quantity in slower else 1 / (error + 1)
-        for one, error in errors
-        if one.quantity != LAYER
-    ]
-    percentiles = (round(float(each), 4) for each in np.percentile(speeds, [10, 50, 90]))
+def predicted() -> list[tuple[SimpleNamespace, float]]:
+    """Every published number with our prediction."""
+    return [(one, predict(one)) for one in read_measurements()]
+
+
+def systems(rows: Sequence[tuple[SimpleNamespace, float]]) -> str:
+    """What others measured beside what we predict, and the mean error."""
+    cells = [["", "quantity", "measured", "predicted", "error"]]
+    for one, ours in rows:
+        error = f"{ours / one.measured - 1:+.0%}{' fitted' * one.fitted}"
+        cells.append([one.name, one.quantity, f"{one.measured:g}", f"{ours:.4g}", error])
+    free = [abs(ours / one.measured - 1) for one, ours in rows if not one.fitted]
+    far = [one for one, ours in rows if abs(ours / one.measured - 1) > LARGE]
     summary = (
         f"mean |error| {sum(free) / len(free):.0%} of {len(free)} numbers that nothing was fitted "
         f"to; {len(far)} above {LARGE:.0%}, {sum(not one.why for one in far)} of them "
         "without a reason"
     )
-    speed = SpeedRange(len(speeds), *percentiles)
-    return Predicted(speed, summary, {name: ours for name, (_, ours) in rows.items()})
+    reasons = (f"  {one.name}: {one.why}" for one in far)
+    return "\n".join([grid(cells), "", summary, *reasons, ""])
+
+
+def speeds(rows: Sequence[tuple[SimpleNamespace, float]]) -> MeasuredSpeed:
+    """Measured over predicted speed of whole systems, together and by mode."""
+    found: dict[str, list[float]] = {}
+    for one, ours in rows:
+        if one.quantity != LAYER:
+            ratio = ours / one.measured if one.quantity == "ms a token" else one.measured / ours
+            found.setdefault(one.mode, []).append(ratio)
+
+    def ends(own: list[float]) -> SpeedRange:
+        return SpeedRange(len(own), *(round(float(p), 4) for p in np.percentile(own, [10, 50, 90])))
+
+    whole = ends([*itertools.chain(*found.values())])
+    return MeasuredSpeed(whole, {mode: ends(own) for mode, own in found.items()})
 
 
 if __name__ == "__main__":
-    for name, made in {"tables": tables(), "predicted": predicted()}.items():
-        (WORLD / f"{name}.json").write_text(json_text(made) + "\n")
+    others = predicted()
+    print(f"{tables()}\n{systems(others)}")
+    (CONFIGS / "measured_speed.json").write_text(json_text(speeds(others)) + "\n")
