@@ -4,6 +4,7 @@
 it and never checks a model's name.
 """
 
+import functools
 import itertools
 from collections.abc import Collection
 from typing import Literal, NamedTuple
@@ -309,7 +310,7 @@ MatrixPart = Literal["attention", "dense", "experts"]
 experts."""
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A decoder of pre-norm layers: attention, and a dense FFN or a mixture of experts."""
 
     vocab: int
@@ -368,7 +369,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Decoder layers, including those of loaded modules."""
         return self.layers + self.modules
 
-    @property
+    @functools.cached_property
     def moe(self) -> FFN:
         """The FFN of a layer with routed experts, of which all have the same sizes; one without
         anything in a dense model."""

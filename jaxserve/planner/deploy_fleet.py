@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.observe.spans import STAGES
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
-from jaxserve.planner.layout_keys import Tree, unit_keys
+from jaxserve.planner.layout_keys import Tree, mesh_keys, sequence_keys
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Found, Pace, Plan
@@ -213,7 +213,7 @@ class Fleet(NamedTuple):
         tokens = running * (requests.context + page)
         tokens += 2 * requests.context_spread * running**0.5
         held = max(pages + 1, -int(-tokens // page))
-        keys = unit_keys(layout, self.slots, longest, page, held)
+        keys = mesh_keys(layout) | sequence_keys(layout, self.slots, longest, page, held)
         keys["scheduler.page_buckets"] = sorted({-(-pages // 4), pages})
         if layout.topology.has("colocated") and self.units > 1:
             keys["domains"] = self.units

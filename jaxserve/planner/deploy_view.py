@@ -184,7 +184,7 @@ def _tree(sizer: Sizer, planned: Planned) -> dict[str, Any]:
         "decode": {
             "units": fleet.units,
             "slots": fleet.slots,
-            "plan": plan_tree(fleet.unit.plan),
+            "plan": plan_tree(sizer.searcher.with_memory(fleet.unit.plan)),
         },
         "link": made.link,
         "prediction": made.prediction,

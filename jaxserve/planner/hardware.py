@@ -8,6 +8,7 @@ parts of a slice share the links between them. Knows nothing of models.
 """
 
 import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ class TpuNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     software: str = ""
 
 
-class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One device, and the host and network around it. GB are 10^9 bytes."""
 
     name: str
@@ -88,7 +89,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     accelerators, as they are sold; `load_hardware` returns their JAX devices, which are what a
     deployment counts."""
 
-    @property
+    @functools.cached_property
     def platform(self) -> str:
         """`tpu`, `gpu`, `cpu`, or the name of an accelerator that JAX does not know."""
         if any(kind.startswith("TPU") for kind in self.device_kinds):

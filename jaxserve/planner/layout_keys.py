@@ -33,19 +33,10 @@ def usable(hardware: Hardware, reserve: float) -> float:
     return round(hardware.memory_gb * (1 - reserve / 2), 1) * 1e9
 
 
-def unit_keys(
-    layout: Layout, slots: int, longest: int, page: int, pages: int, domains: int = 1
-) -> Tree:
-    """Dotted keys of a decode unit's meshes, cache and scheduler.
-
-    Args:
-      slots: sequences of a DP group and lane.
-      longest: most tokens of a sequence.
-      page: tokens of a page.
-      pages: pages of a DP group.
-      domains: runtimes that the DP groups are divided over.
-    """
-    colocated, budget = layout.topology.has("colocated"), token_budget(slots, layout.drafts)
+def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
+    """Dotted keys of a decode unit's meshes, over whose `domains` runtimes the DP groups are
+    divided."""
+    colocated = layout.topology.has("colocated")
     return {
         "mode": "colocated" if colocated else "afd",
         "lanes": layout.lanes,
@@ -54,6 +45,20 @@ def unit_keys(
         "attention.tp": layout.tp,
         "ffn.ep": None if colocated else layout.ep,
         "ffn.tp": None if colocated else layout.ffn_tp,
+    }
+
+
+def sequence_keys(layout: Layout, slots: int, longest: int, page: int, pages: int) -> Tree:
+    """Dotted keys of a decode unit's cache and scheduler.
+
+    Args:
+      slots: sequences of a DP group and lane.
+      longest: most tokens of a sequence.
+      page: tokens of a page.
+      pages: pages of a DP group.
+    """
+    budget = token_budget(slots, layout.drafts)
+    return {
         "cache.page_size": page,
         "cache.pages": pages,
         "scheduler.slots": slots,
@@ -61,6 +66,19 @@ def unit_keys(
         "scheduler.token_budget": budget,
         "scheduler.token_buckets": sorted({slots, slots * (1 + layout.drafts), budget}),
     }
+
+
+def sized_keys(calculator: Calculator, layout: Layout, on: Hardware, batch: int) -> Tree:
+    """The part of `layout_keys` that depends on the batch.
+
+    Args:
+      on: hardware of attention.
+      batch: sequences of a DP group and lane.
+    """
+    page = page_tokens(on.platform, calculator.formats.cache)
+    longest = min(calculator.model.config.max_positions, 2 * calculator.context)
+    pages = max(-(-longest // page), layout.lanes * batch * -(-calculator.context // page))
+    return sequence_keys(layout, batch, longest, page, pages)
 
 
 def layout_keys(
@@ -78,10 +96,6 @@ def layout_keys(
     # Over `pull` a domain is one process of one host; the ffn worker has one on each host.
     domains = max(1, layout.attention_devices // a.devices_per_host) if apart else 1
     processes = -(-layout.ffn_devices // f.devices_per_host) if apart else 1
-    page = page_tokens(a.platform, formats.cache)
-    longest = min(config.max_positions, 2 * calculator.context)
-    sequences = layout.lanes * batch
-    pages = max(-(-longest // page), sequences * -(-calculator.context // page))
     kept = config.stored == "fp8_block" and formats.weights == "fp8"
     weights = "auto" if kept else formats.weights
     group = max(calculator.model.ffn, key=lambda each: each.experts)
@@ -96,7 +110,8 @@ def layout_keys(
 
     return {
         "dtype": "float32" if a.platform == "cpu" else "bfloat16",
-        **unit_keys(layout, batch, longest, page, pages, domains),
+        **mesh_keys(layout, domains),
+        **sized_keys(calculator, layout, a, batch),
         **of_role("attention", a),
         **({"ffn.weights": weights} if colocated else of_role("ffn", f)),
         "ffn.processes": processes if processes > 1 else None,

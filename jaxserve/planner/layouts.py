@@ -25,7 +25,7 @@ SPARE = 0.25
 """Part of the experts that there may be more slots for, where the ranks do not divide them."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class Layout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Devices and how they share the work. Colocated modes have no ffn devices of their own."""
 
     mode: PlannedMode
@@ -50,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The deployment's `link.transport`: between two kinds of hardware `pull`, which joins a
     runtime a host of attention and one for the FFN, with a process a host."""
 
-    @property
+    @functools.cached_property
     def topology(self) -> Topology:
         """Roles with a mesh each, and how experts are divided."""
         return topology_of(self.mode, self.transport)
@@ -65,7 +65,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Devices of the ffn role alone."""
         return self.ep * self.ffn_tp if self.topology.has("ffn") else 0
 
-    @property
+    @functools.cached_property
     def ffn_mesh(self) -> ExchangeMesh:
         """The devices that exchange rows."""
         attention = self.attention_devices if self.topology.has("ffn") else None

@@ -3,6 +3,7 @@ deployment that the layout is written as (`layout_keys.py`, `roles/role_bytes.py
 """
 
 import functools
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,8 +16,15 @@ from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layout_keys import deployment_of_layout, layout_keys, usable
+from jaxserve.planner.layout_keys import (
+    deployment_of_layout,
+    layout_keys,
+    sections,
+    sized_keys,
+    usable,
+)
 from jaxserve.planner.layouts import Layout
+from jaxserve.planner.monotone import largest
 from jaxserve.planner.stages import Calculator
 
 if TYPE_CHECKING:
@@ -49,6 +57,9 @@ class Memory:
         self._of_attention = functools.lru_cache(2**16)(self._attention_bytes)
         self._attention_room = functools.lru_cache(2**12)(self._room_of_attention)
         self._configs = functools.cache(self._config_on)
+        self._written = functools.lru_cache(2**10)(
+            lambda layout: deployment_of_layout(layout_keys(calculator, layout, self.on(layout), 1))
+        )
         self._attention_weights = dict[object, int]()
         self._ffn_parts: dict[object, RoleBytes] = {}
         self.refused = ""
@@ -90,26 +101,31 @@ class Memory:
 
     def fits(self, layout: Layout, batch: int) -> bool:
         """Whether `batch` sequences of each DP group and lane fit."""
+        return self._filled(layout, batch) <= 1
+
+    def _filled(self, layout: Layout, batch: int) -> float:
+        """The part of its memory that the fuller role needs; infinite where the engine cannot
+        divide the model like that."""
         try:
             parts = self.held(layout, batch)
         except ConfigError as error:
             self.refused = str(error)
-            return False
-        return all(map(self._leaves, parts, self.on(layout)))
+            return math.inf
+        return max(map(self._filled_by, parts, self.on(layout)))
 
-    def _leaves(self, part: "RoleBytes", hardware: Hardware) -> bool:
-        """Whether weights and cache leave the reserve free, and the step half of the reserve."""
+    def _filled_by(self, part: "RoleBytes", hardware: Hardware) -> float:
+        """The part of a device's memory: of what the reserve leaves to weights and cache, or, with
+        a step's activations, of what half of the reserve leaves."""
         reserve = self._reserve
-        return _kept(part) <= hardware.memory * (1 - reserve) and part.total <= usable(
-            hardware, reserve
-        )
+        kept = _kept(part) / (hardware.memory * (1 - reserve))
+        return max(kept, part.total / usable(hardware, reserve))
 
     def room(self, layout: Layout) -> int:
         """Sequences of a DP group and lane that fit; 0: not even one."""
         most = self._attention_room(_attention_alone(layout))
-        if most < 1 or self.fits(layout, most):
-            return most
-        return bisect_left(range(1, most), True, key=lambda n: not self.fits(layout, n))
+        if most < 1 or not self.fits(layout, 1):
+            return 0
+        return largest(functools.partial(self._filled, layout), 1, most, 1.0)
 
     def pages(self, layout: Layout, budget: int, length: int) -> int:
         """Pages of a DP group of a colocated layout that computes prompts; 0: it cannot, or has
@@ -124,7 +140,7 @@ class Memory:
         except ConfigError:
             return 0
         free = hardware.memory * (1 - reserve) - held.weights
-        if free < hardware.memory * KEPT or not self._leaves(held, hardware):
+        if free < hardware.memory * KEPT or self._filled_by(held, hardware) > 1:
             return 0
         page = page_tokens(hardware.platform, self._calculator.formats.cache)
         return int(USED * free * -(-length // page) / (held.cache + held.rings))
@@ -136,7 +152,7 @@ class Memory:
             attention, *ffn = zip(self.held(layout, 1), self.on(layout), strict=False)
         except ConfigError:
             return None
-        lacking = [one for one in ffn if not self._leaves(*one)]
+        lacking = [one for one in ffn if self._filled_by(*one) > 1]
         part, hardware = lacking[0] if lacking else attention
         there = hardware.memory * (1 - self._reserve)
         if _kept(part) > there:
@@ -150,7 +166,7 @@ class Memory:
 
         def full(batch: int) -> bool:
             try:
-                return not self._leaves(self._of_attention(layout, batch, 0, 0), hardware)
+                return self._filled_by(self._of_attention(layout, batch, 0, 0), hardware) > 1
             except ConfigError as error:
                 self.refused = str(error)
                 return True
@@ -190,14 +206,17 @@ class Memory:
         return part._replace(activations=part.activations + step)
 
     def _deployment(self, layout: Layout, batch: int, budget: int, length: int) -> Deployment:
-        """The deployment that a layout is written as."""
-        keys = layout_keys(self._calculator, layout, self.on(layout), batch)
+        """The deployment that a layout is written as. Keys that the batch does not change are read
+        once: a search asks about many batches of a layout."""
+        keys = sized_keys(self._calculator, layout, self.on(layout)[0], batch)
         if budget:
             keys["scheduler.token_budget"] = budget
         if length:
             keys["scheduler.max_length"] = length
             keys["cache.pages"] = -(-length // keys["cache.page_size"])
-        return deployment_of_layout(keys)
+        whole, replace = self._written(layout), msgspec.structs.replace
+        sized = {name: replace(getattr(whole, name), **own) for name, own in sections(keys).items()}
+        return replace(whole, **sized)
 
     def _config_on(self, platform: str, modules: int) -> tuple[ModelConfig, ModelConfig]:
         """The model as a deployment loads it, and one with a layer of each kind alone, which takes

@@ -26,6 +26,7 @@ from jaxserve.planner.kernels import largest_normal
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.models import AttentionLayers, FFNLayers
+from jaxserve.planner.monotone import largest
 from jaxserve.planner.noise import Skew, mean_busiest
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
@@ -103,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dollars: float
     """USD per million tokens."""
     attention_bytes: int = 0
-    """Memory of an attention device: weights and cache; 0: not asked (`Searcher.search`)."""
+    """Memory of an attention device: weights and cache; 0: not asked (`Searcher.with_memory`)."""
     ffn_bytes: int = 0
     """Memory of an ffn device; 0 if colocated."""
     tokens_a_step: float = 1.0
@@ -172,6 +173,7 @@ class Searcher:
         self.attention, self.ffn = attention, ffn
         self.acceptance = acceptance
         self._stages = functools.lru_cache(512)(self._stages_of)
+        self.host_seconds = functools.lru_cache(512)(self._host_seconds)
         overlapped, skewed = calculator.assumed.overlapped, skew is not None
         layouts = Layouts(calculator.model, attention, ffn, skewed=skewed, overlapped=overlapped)
         self.layouts = layouts.of
@@ -198,15 +200,15 @@ class Searcher:
                     break
                 most = batch
             if most:
-                larger = range(most + 1, min(room, 2 * most) + 1)
-                more = bisect_right(larger, target.tpot, key=functools.partial(self._tpot, layout))
-                plans.append(self._with_memory(layout, most + more))
+                tpot = functools.partial(self._tpot, layout)
+                most = largest(tpot, most, min(room, 2 * most), target.tpot)
+                plans.append(self.evaluate(layout, most))
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
 
-    def _with_memory(self, layout: Layout, batch: int) -> Plan:
-        attention, ffn = self.memory.kept(layout, batch)
-        plan = self.evaluate(layout, batch)
+    def with_memory(self, plan: Plan) -> Plan:
+        """Returns the plan with the bytes that it takes on a device of either role."""
+        attention, ffn = self.memory.kept(plan.layout, plan.batch)
         return msgspec.structs.replace(plan, attention_bytes=attention, ffn_bytes=ffn)
 
     def _tpot(self, layout: Layout, batch: int) -> float:
@@ -282,7 +284,7 @@ class Searcher:
             return overlapped_seconds(seconds) if overlapped else layout.lanes * sum(seconds)
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
 
-    def host_seconds(self, layout: Layout) -> float:
+    def _host_seconds(self, layout: Layout) -> float:
         """Seconds of the busiest process for a layer and lane; 0 if colocated, where a step is one
         program."""
         if layout.topology.has("colocated"):

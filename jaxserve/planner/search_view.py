@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     measured = measured_speed().systems
     tree |= {"assumptions": assumed, "measured_over_predicted": measured._asdict()}
     for mode in target.modes:
-        plans = _best(found.plans, mode, options.best)
+        plans = [*map(searcher.with_memory, _best(found.plans, mode, options.best))]
         tree["front"] += map(plan_tree, _front(found, mode))
         if not plans:
             parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
@@ -240,6 +240,7 @@ class MapPart(NamedTuple):
                 plans += together.search(read_target(options, tpot, ["ep", "tp"])).plans
                 for plan in plans:
                     best.setdefault(plan.layout.mode, plan)
+                best = {mode: together.with_memory(plan) for mode, plan in best.items()}
                 found.append(Case(self.model, self.mix, context, tpot, best))
         return found
 

@@ -5,6 +5,7 @@ longer, at the shares of the peak in `Assumptions`, and a constant for the stage
 correct rooflines.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,8 @@ from jaxserve.planner.kernels import (
 )
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
+
+_row_bytes = functools.lru_cache(256)(row_bytes)
 
 
 class StageTime(NamedTuple):
@@ -358,7 +361,7 @@ class Calculator(NamedTuple):
 
     def _row_bytes(self, top_k: int) -> RowBytes:
         form = self.formats
-        return row_bytes(self.model.d_model, top_k, form.dispatch, form.rows, form.combine)
+        return _row_bytes(self.model.d_model, top_k, form.dispatch, form.rows, form.combine)
 
     def _collectives(
         self,

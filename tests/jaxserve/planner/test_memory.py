@@ -1,5 +1,7 @@
 """The search keeps free what `serve --check` counts of the file that it writes."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from jaxserve.planner.deployment_file import PlanFile, deployment_text
 from jaxserve.planner.layout_keys import usable
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import Memory
+from jaxserve.planner.monotone import largest
 from jaxserve.planner.search import Searcher
 from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve.planner import making
@@ -52,6 +55,16 @@ def test_what_the_engine_refuses_has_no_room():
     three = msgspec.structs.replace(AFD, tp=3)
     with pytest.raises(ConfigError, match=r"attention\.tp = 3 does not divide"):
         making.searcher("deepseek-v3").memory.held(three, 1)
+
+
+@pytest.mark.parametrize("jump", [0, 7, 1000])
+def test_interpolation_finds_what_bisection_would(jump):
+    """Values that grow in proportion, in jumps, and to infinity."""
+    values = [3 * n + n // 10 * jump for n in range(301)] + [math.inf] * 50
+    for bound in range(0, 3 * 301 + 31 * jump, 5):
+        found = largest(values.__getitem__, 0, 350, bound)
+        assert values[found] <= bound < values[found + 1]
+    assert largest(values.__getitem__, 0, 300, math.inf) == 300
 
 
 def test_activations_take_room_from_sequences():
