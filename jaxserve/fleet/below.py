@@ -2,7 +2,7 @@
 
 The engine's thread sends a boundary to every process directly below with one system call each. A
 peer that reads slowly delays nobody: what it leaves in the buffers is sent by another thread. Used
-by the leader (`leader.py`) and by followers that hand its messages on (`relay.py`).
+by the leader (`leader.py`) and by followers that hand its messages on (`follower.py`).
 """
 
 import contextlib

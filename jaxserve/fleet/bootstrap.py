@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -30,8 +31,31 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import deployment_facts, process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
-from jaxserve.fleet.reachable import unreachable
+from jaxserve.link.session.channel import split_address
 from jaxserve.link.session.own_hello import facts_digest
+
+_CONNECT_SECONDS = 3.0
+_PAUSE_SECONDS = 0.1
+
+
+def unreachable(address: str, seconds: float = 0.0) -> str:
+    """Returns why no connection to `host:port` succeeds, empty if one does.
+
+    Args:
+      seconds: Time in which it tries again; 0: it tries once.
+    """
+    host, port = split_address(address)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                return f"{error}"
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            return ""
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The messages between the leader and its followers.
 
 Each follower has one session with the leader (`link/session/`). A few processes also hand the
-messages for all on to those below them (`relay.py`), over sessions that begin in the same way.
+messages for all on to those below them (`follower.py`), over sessions that begin in the same way.
 Every message is msgpack of one of the structs below; nothing is ever unpickled. `leader.py` and
 `follower.py` are the two ends; the engine on the leader and the driver on a follower see
 `Boundary`.

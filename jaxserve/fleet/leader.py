@@ -15,16 +15,38 @@ import msgspec
 
 from jaxserve.clock import AwakeClock
 from jaxserve.config.deployment import Cluster
+from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
 from jaxserve.fleet.below import HELLO_SECONDS
 from jaxserve.fleet.follower_session import FollowerSession, find_failure
-from jaxserve.fleet.joining import parent_of
 from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.session.channel import join_address, split_address
 from jaxserve.link.session.hello import Refusal
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.messages import encode
+
+
+def parent_of(host: str, leader: str, followers: Sequence[str]) -> int | None:
+    """Returns the number of the follower that hands on to the next one; None: the leader does.
+
+    The first process of a host gets everything, and hands it on to the others there. The hosts are
+    a tree below the leader's, each with at most `HOSTS_EACH` below it, so that no process has more
+    to send when more hosts join.
+
+    Args:
+      host: of the one that joins.
+      leader: its host.
+      followers: hosts of those that have joined, in that order.
+    """
+    if host == leader:
+        return None
+    if host in followers:
+        return followers.index(host)
+    hosts = [each for each in dict.fromkeys(followers) if each != leader]
+    above = len(hosts) // HOSTS_EACH
+    return followers.index(hosts[above - 1]) if above else None
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,113 @@
 """Kubernetes: a LeaderWorkerSet (0.6 or newer) a role, on TPU slices of GKE or on GPU servers.
 
-Called by `__main__.py`.
+Called by `__main__.py`. A fleet may be divided over two clusters (`--clusters 2`): prefill workers
+in one, routers and domains in the other, which open all connections, to the addresses of pods.
+Links between workers are then encrypted by `cluster.tls` or by the clusters' network (WireGuard),
+and the script refuses to go on where neither does.
 """
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch import autoscaling, clusters, pods
+from jaxserve.errors import ConfigError
+from jaxserve.launch import pods
 from jaxserve.launch.options import TLS_FILES, Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import placed, trees
-from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
+from jaxserve.launch.settings import filled, placed, trees
+from jaxserve.launch.workloads import FFN_PORT, PORTS, WORKER_PORT, Workload
+
+
+def divided(works: list[Workload], options: Options) -> dict[str, list[Workload]]:
+    """Returns the workloads of each cluster, by the name of its file.
+
+    Raises:
+      ConfigError: the deployment has no prefill workers, or an option is missing.
+    """
+    if options.clusters == 1:
+        return {"kubernetes": works}
+    prefill = [work for work in works if work.kind == "prefill"]
+    if not prefill:
+        raise ConfigError("--clusters 2: prefill.workers = 0, so nothing goes to another cluster")
+    if not options.namespace:
+        raise ConfigError("--clusters 2: say --namespace, the same in both clusters")
+    if not options.peer_pods:
+        raise ConfigError(
+            "--clusters 2: say --peer-pods CIDR, the addresses of pods of the cluster with routers "
+            "and domains, which alone reach prefill workers from outside"
+        )
+    return {"prefill": prefill, "decode": [work for work in works if work.kind != "prefill"]}
+
+
+def host_of(service: str, work: Workload, options: Options) -> str:
+    """Returns the name of a workload's Service for routers and domains."""
+    if options.clusters == 1 or work.kind != "prefill":
+        return service
+    return f"{service}.{options.namespace}.svc.clusterset.local"
+
+
+def export(service: str, options: Options) -> Tree:
+    """Returns the export of a Service to the other cluster."""
+    version = "net.gke.io/v1" if options.gke else "multicluster.x-k8s.io/v1alpha1"
+    return {"apiVersion": version, "kind": "ServiceExport", "metadata": {"name": service}}
+
+
+def ingress(options: Options) -> Tree:
+    """Returns the rule that lets the other cluster's pods reach prefill workers."""
+    first, _, last = PORTS.partition("-")
+    return {
+        "from": [{"ipBlock": {"cidr": options.peer_pods}}],
+        "ports": [{"port": WORKER_PORT}, {"port": int(first), "endPort": int(last)}],
+    }
+
+
+def script(rendering: Rendering) -> str:
+    """Returns the script that makes the secret of both clusters and applies their files."""
+    options, keys = rendering.options, files_of(rendering.deployment, rendering.options)
+    names = [path.rpartition("/")[2] for path in keys.values()]
+    given = "".join(f" \\\n        --from-file={shlex.quote(name)}" for name in names)
+    if "api_keys" in keys:
+        given += ' \\\n        --from-literal=metrics-key="$(head -n 1 api-keys)"'
+    return filled(
+        "clusters.sh",
+        command=rendering.command,
+        name=shlex.quote(options.name),
+        namespace=shlex.quote(options.namespace),
+        tls="1" if rendering.deployment.cluster.tls else "",
+        files=f"\n# Beside this file: {', '.join(names)}." if names else "",
+        secrets=given,
+    )
+
+
+MOST = 8
+"""Times the workers that the deployment has."""
+HEAD = """\
+# Examples: thresholds and bounds are yours. Both read the routers' metrics from Prometheus.
+#
+# A pod that is taken away gets SIGTERM: it takes nothing new, what waits there goes elsewhere, and
+# what still runs after server.drain_seconds is replayed by the routers.
+#
+# The HorizontalPodAutoscaler needs an adapter that serves as an external metric the rule
+#   jaxserve_domain_load = max(avg by (pod) (jaxserve:kv_cache_usage_perc))
+"""
+
+
+def autoscaling(rendering: Rendering, works: Sequence[Workload]) -> str:
+    """Returns KEDA for prefill workers and a HorizontalPodAutoscaler for domains."""
+    objects = []
+    for work in works:
+        if work.kind in ("prefill", "domain"):
+            name = pods.name_of(rendering.options, work)
+            target = {
+                "apiVersion": "leaderworkerset.x-k8s.io/v1",
+                "kind": "LeaderWorkerSet",
+                "name": name,
+            }
+            sizes = {"workers": work.workers, "most": work.workers * MOST}
+            objects += trees(f"autoscale_{work.kind}", name=name, target=target, **sizes)
+    return f"# {rendering.command}\n{HEAD}{pods.yaml_of(rendering.options, objects)}"
+
 
 LWS = "leaderworkerset.sigs.k8s.io"
 
@@ -23,7 +120,7 @@ def render(rendering: Rendering) -> dict[str, str]:
     """
     options, works = rendering.options, rendering.works
     kinds = {work.kind: work for work in works}
-    parts = clusters.divided(works, options)
+    parts = divided(works, options)
     addresses: dict[str, Any] = {}
     if "domain" in kinds:
         addresses["registry"] = "kubernetes"
@@ -31,7 +128,7 @@ def render(rendering: Rendering) -> dict[str, str]:
             if kind in kinds:
                 key = {"prefill": "prefill", "domain": "domains"}[kind]
                 service = _leaders(options, kinds[kind])
-                host = clusters.host_of(service, kinds[kind], options)
+                host = host_of(service, kinds[kind], options)
                 addresses[key] = [f"{host}:{WORKER_PORT}"]
     if "ffn" in kinds:
         own, ffn = pods.name_of(options, kinds["ffn"]), kinds["ffn"]
@@ -48,9 +145,9 @@ def render(rendering: Rendering) -> dict[str, str]:
         files[f"{name}.yaml"] = text
         if "domain" in kinds:
             prefix = f"{name}-" if options.clusters > 1 else ""
-            files[f"{prefix}autoscale.yaml"] = autoscaling.render(rendering, workers)
+            files[f"{prefix}autoscale.yaml"] = autoscaling(rendering, workers)
     if options.clusters > 1:
-        files["clusters.sh"] = clusters.script(rendering)
+        files["clusters.sh"] = script(rendering)
     return files
 
 
@@ -60,11 +157,11 @@ def _cluster(deployment: Deployment, works: list[Workload], options: Options) ->
     for work in works:
         objects += _objects(deployment, work, options)
         if work.kind == "prefill" and options.clusters > 1:
-            objects.append(clusters.export(_leaders(options, work), options))
+            objects.append(export(_leaders(options, work), options))
     policy = pods.network_policy(deployment, options)
     faces = next((work for work in works if work.faces), None)
     if faces is None:
-        policy["spec"]["ingress"][-1] = clusters.ingress(options)
+        policy["spec"]["ingress"][-1] = ingress(options)
         return [*objects, policy]
     selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
     return [

@@ -3,7 +3,7 @@
 A pages link has one end a worker, in the leading process. The mesh's own collectives bring pieces
 together there to be sent, and spread pieces that arrive there. Every process therefore takes part
 in every piece, at the same place between the same steps (`actions.py`). The link and its other end
-do not know this.
+do not know this. Entries in the format of another worker's cache are converted on arrival.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,40 @@ from jaxtyping import Array, Int
 
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.shards import fast_shards
+from jaxserve.model.attention.kv_cache import Entry
+from jaxserve.model.quant.rows import has_scales, storage
 from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
-from jaxserve.roles.page_formats import in_own_format
 from jaxserve.roles.page_programs import PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
 from jaxserve.roles.program import PIECES, REPLICATED, Arrays, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
+from pallas_kernels.quantize import as_bits, from_bits
+from pallas_kernels.quantize.api import quantize_rows
+
+
+def in_own_format(
+    entries: Sequence[Entry], stacks: list[Array], theirs: FormatName, own: FormatName
+) -> list[Array]:
+    """Returns arrays `[heads, layers, rows, …]`, values and then scales of 8-bit formats, in the
+    cache's own format."""
+    values, scales = [], []
+    arrived = iter(stacks[len(entries) :])
+    for entry, row in zip(entries, stacks, strict=False):
+        if entry.plain:
+            values.append(row)
+            continue
+        if has_scales(theirs):
+            row = from_bits(row).astype(jnp.float32) * next(arrived)[..., None]
+        if not has_scales(own):
+            values.append(row.astype(storage(own)))
+            continue
+        quantised, scale = quantize_rows(row.reshape(-1, row.shape[-1]), own)
+        values.append(as_bits(quantised).reshape(row.shape))
+        scales.append(scale.reshape(row.shape[:-1]))
+    return [*values, *scales]
+
 
 AXES = ("dp", "tp")
 

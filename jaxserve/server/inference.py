@@ -1,33 +1,129 @@
 """The RPCs of `jaxserve.v1.Inference`: requests to messages and statuses.
 
-`front_end.py` has what both faces share; this module has the messages, and ends streams whose
-client has stopped reading. Runs on the event loop of the server in `grpc.py`; knows nothing of
-ports and threads.
+`front_end.py` has what both faces share; this module has the messages, the statuses of errors with
+details that a client can act on, and ends streams whose client has stopped reading. Any error that
+`status_error` does not know is a bug of the server: the client gets INTERNAL and the request id,
+the log the rest. Runs on the event loop of the server in `grpc.py`; knows nothing of ports and
+threads.
 """
 
 import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 import grpc
 import msgspec
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 import jaxserve
 from jaxserve.engine.request import SamplingParams, TokenLogprobs
-from jaxserve.errors import EngineFailedError, InvalidRequestError
+from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import prefix_salt
-from jaxserve.server.front_end import DeadlineError, FrontEnd, Job, SlowReaderError, Source
+from jaxserve.server.front_end import (
+    AbortedError,
+    DeadlineError,
+    FrontEnd,
+    Job,
+    NotReadyError,
+    NoWorkerError,
+    SlowReaderError,
+    Source,
+)
 from jaxserve.server.interceptors import Refusals, tenant
-from jaxserve.server.status import StatusError, status_error
 from jaxserve.server.structured_outputs import FIELD, form
 from jaxserve.text.generation import Generation, checked_request_id, new_request_id
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.structured import GrammarCompiler
+
+
+class StatusError(Exception):
+    """A status that ends an RPC, other than for a failure of the server.
+
+    Args:
+      code: not OK.
+      message: for the client.
+      detail: a google.rpc message that goes with it.
+      reason: by which it is counted, as HTTP's errors by their code; empty: the status.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        detail: Message | None = None,
+        *,
+        reason: str = "",
+    ):
+        super().__init__(message)
+        self.reason = reason or code.name.lower()
+        self.code = code
+        self.message = message
+        self.detail = detail
+
+    def rich_status(self) -> grpc.Status:
+        """The status with its detail in the trailing metadata, which grpcio-status reads."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        if self.detail is not None:
+            packed = any_pb2.Any()
+            packed.Pack(self.detail)
+            status.details.append(packed)
+        return rpc_status.to_status(status)
+
+
+def status_error(error: Exception, request_id: str) -> StatusError:
+    """The status of an RPC that failed.
+
+    The text of a failure of the server, which may name hosts, processes and files, is not in it.
+
+    Args:
+      error: why.
+      request_id: by which the client can ask about it and the log is searched.
+    """
+    match error:
+        case StatusError():
+            return error
+        case InvalidRequestError(field=field, message=message):
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=field, description=message
+            )
+            detail = error_details_pb2.BadRequest(field_violations=[violation])
+            return StatusError(
+                grpc.StatusCode.INVALID_ARGUMENT, str(error), detail, reason="invalid_value"
+            )
+        case OverloadedError(retry_after_s=seconds):
+            whole = math.floor(seconds)
+            delay = duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+            retry = error_details_pb2.RetryInfo(retry_delay=delay)
+            return StatusError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry, reason="overloaded"
+            )
+        case SlowReaderError():
+            return StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), reason="slow_reader")
+        case NotReadyError():
+            return StatusError(grpc.StatusCode.UNAVAILABLE, str(error), reason="starting")
+        case DrainingError():
+            return StatusError(grpc.StatusCode.UNAVAILABLE, str(error))
+        case NoWorkerError(lost=lost):
+            return StatusError(grpc.StatusCode.UNAVAILABLE, f"{lost}; request {request_id}")
+        case EngineFailedError():
+            message = f"the engine failed; request {request_id}"
+            return StatusError(grpc.StatusCode.UNAVAILABLE, message)
+        case AbortedError():
+            return StatusError(grpc.StatusCode.CANCELLED, str(error), reason="aborted")
+        case DeadlineError():
+            return StatusError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error), reason="timeout")
+        case _:
+            return StatusError(grpc.StatusCode.INTERNAL, f"internal error; request {request_id}")
+
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 MODEL_INFO = ("model", "vocab_size", "max_length", "dtype", "mode", "attention", "ffn", "lanes")

@@ -245,7 +245,7 @@ HARMONY = CallFormat(
     ("<|channel|>", "<|message|>"),
     ("{name} <|constrain|>json<|message|>", ""),
 )
-"""Forced calls of gpt-oss; `harmony.py` reads its answers."""
+"""Forced calls of gpt-oss; `answer_format.py` reads its answers."""
 
 CALL_FORMATS = (
     *(HARMONY, QWEN_XML, GLM, MINIMAX, JSON),

@@ -1,6 +1,8 @@
 """Grouped products on Hopper GPUs (Pallas, Mosaic GPU): picks tiles and prepares operands.
 
-Called by `api.py`, which has checked the arguments. The kernel is in `mosaic_gpu_kernel.py`.
+Called by `api.py`, which has checked the arguments. The kernel of products is in
+`mosaic_gpu_kernel.py`. Another one, here, picks the rows of groups: only the device knows how many
+of the rows in the buffer belong to a group, and XLA's gather would copy all.
 
 Operands of wgmma, by the format of the weights (without a `row_format`):
   floats: BF16 or FP16 rows and weights, as they are.
@@ -20,11 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.grouped_matmul.mosaic_gpu_kernel import grouped_product
-from pallas_kernels.grouped_matmul.mosaic_gpu_pick import Picked, pick_rows
 from pallas_kernels.grouped_matmul.mosaic_gpu_tiles import (
     WeightArray,
     inner_of,
@@ -41,7 +45,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_types import (
 from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import BLOCK_ROWS, list_tiles, running_sum, when_known
 from pallas_kernels.grouped_matmul.tiles import Kind
-from pallas_kernels.mosaic_gpu import interpreter, processors
+from pallas_kernels.mosaic_gpu import WARPGROUP, interpreter, load, processors, store, strided
 from pallas_kernels.quantize import (
     FOUR_BITS,
     QuantArray,
@@ -52,6 +56,67 @@ from pallas_kernels.quantize import (
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields
+
+BLOCKS = 8
+"""Thread blocks of a multiprocessor: each copies one row at a time, and waits for it."""
+
+
+class Picked(NamedTuple):
+    """Rows that a product takes.
+
+    Attributes:
+      source: an index for every row of the result; negative ones count from the end.
+      ends: where the groups' rows end; the rows after the last group do not exist.
+    """
+
+    source: Int32[Array, " picked"]
+    ends: Int32[Array, " groups"]
+    target: Target
+
+
+def pick_rows(
+    rows: Shaped[Array, "rows columns"], picked: Picked, d: int | None = None
+) -> Shaped[Array, "picked d"]:
+    """Returns the rows at `picked.source`; rows behind the last group are undefined.
+
+    Args:
+      d: number of leading columns to copy; None: all.
+    """
+    (source, ends, target), d = picked, d or rows.shape[1]
+    if d % WARPGROUP:
+        return rows[source, :d]
+    kernel = plgpu.kernel(
+        _body,
+        kernel_name="pick_rows",
+        out_type=jax.ShapeDtypeStruct((len(source), d), rows.dtype),
+        grid=(BLOCKS * processors(target),),
+        grid_names=("block",),
+        interpret=interpreter(target),
+    )
+    picked_rows: Array = kernel(rows, source, ends)
+    return picked_rows
+
+
+def _body(
+    rows: Any,  # [rows, columns]
+    source: Any,  # [picked]
+    ends: Any,  # [groups]
+    output: Any,  # [picked, d]
+) -> None:
+    """Copies every `blocks`-th row, starting at this block's number."""
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    d = output.shape[1]
+    layout = strided(d, most=16 // rows.dtype.itemsize)  # 16 bytes
+    count, last = ends[ends.shape[0] - 1], rows.shape[0] - 1
+
+    def copy(round_: jax.Array, _: None) -> None:
+        row = round_ * blocks + block
+        index = source[row]
+        index = jnp.minimum(jnp.maximum(jnp.where(index < 0, index + last + 1, index), 0), last)
+        store(output.at[row], load(rows.at[index, pl.ds(0, d)], layout))
+
+    lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), copy, None)
+
 
 OUT_MULTIPLE = 64  # of d_out, d_in: blocks of TMA copies
 

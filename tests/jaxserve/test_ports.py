@@ -2,7 +2,7 @@ import pytest
 
 from jaxserve import ports
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.relay import Relay
+from jaxserve.fleet.follower import Relay
 from jaxserve.link.session.listening import listen
 from tests.jaxserve.fleet.ends import identity
 

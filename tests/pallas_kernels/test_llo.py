@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.llo import Round, parse, shortest_round
+from pallas_kernels.bundles import Round, parse, shortest_round
 from tests import golden
 
 PROGRAM = golden.text("pallas_kernels/programs/loop.llo")

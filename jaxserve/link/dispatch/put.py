@@ -1,8 +1,8 @@
 """Puts arrays of the host on this process's devices, as cheaply for the host as JAX can.
 
 On every call JAX's public functions check and look up facts that never change in a hot loop. The
-private functions used here and in `copy.py` are tried once on this process's devices; if one does
-not behave as expected, the public function takes its place.
+private functions used here and in `device_put.py` are tried once on this process's devices; if one
+does not behave as expected, the public function takes its place.
 """
 
 import functools

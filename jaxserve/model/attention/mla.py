@@ -12,35 +12,32 @@ within the chunks, absorbed to what was cached before, and merges both by their 
 `attention.int8_products` the absorbed one multiplies in INT8; the naive one, whose keys and values
 are not the cache's, stays in floats.
 
-With an indexer (`indexer.py`), and in a step whose page table has room for more tokens than it
-chooses, every token attends, absorbed, to the cached rows that the indexer chooses for it. With a
-smaller table all rows would be chosen, and the step is one without an indexer, which still caches
-the indexer's keys.
+Pages of latents are (latent,) or (latent, rotated part), then their scales; an indexer's keys come
+behind the latent, and so do their scales.
+
+With an indexer (DeepSeek-V3.2 §2.1), and in a step whose page table has room for more tokens than
+it chooses, every token attends, absorbed, to the cached rows that the indexer chooses for it. With
+a smaller table all rows would be chosen, and the step is one without an indexer, which still caches
+the indexer's keys, one a token, in the cache's format. Every `tp` device has all heads of the
+indexer: divided heads would need a sum over `tp` of scores [tokens, context] in FP32, 16 MB a layer
+for 128 tokens at 32k, which takes longer than scoring does. The Hadamard rotation of the released
+kernels, which changes no product but for rounding, is left out.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.config.model import MLA as Sizes
-from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch, Shared
-from jaxserve.model.attention.indexer import TokenIndexer
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.attention.latents import (
-    LatentNorms,
-    attend_latent,
-    is_sparse,
-    with_index,
-    without_index,
-    write_latents,
-)
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
@@ -52,9 +49,146 @@ from jaxserve.model.module import (
     weight,
     zeros,
 )
-from pallas_kernels.attention.api import chunk_attention, merge
-from pallas_kernels.rotate_and_write import rotate
-from pallas_kernels.sparse_attention import attend_chosen
+from pallas_kernels import rotate_and_write as kernels
+from pallas_kernels.attention.api import chunk_attention, merge, paged_attention, write_rows
+from pallas_kernels.grouped_matmul.dense import matmul
+from pallas_kernels.rotate_and_write import Latents, kept, rotate
+from pallas_kernels.sparse_attention import attend_chosen, choose_positions
+
+
+def without_index[A](pages: Sequence[A]) -> tuple[tuple[A, ...], tuple[A, ...]]:
+    """Divides the pages of latent attention with an indexer into those of latents, and the
+    indexer's keys with their scales."""
+    latent, index, *others = pages
+    return (latent, *others[:-1]), (index, *others[-1:])
+
+
+def with_index(latents: Pages, index: Pages) -> Pages:
+    """Undoes `without_index`."""
+    return latents[0], index[0], *latents[1:], *index[1:]
+
+
+def is_sparse(sizes: MLA, pages: Sequence[jax.ShapeDtypeStruct | Array], page_table: Array) -> bool:
+    """Returns whether a page table has room for more tokens than an indexer chooses."""
+    if not sizes.indexer:
+        return False
+    return page_table.shape[1] * pages[0].shape[2] > sizes.indexer.top_k
+
+
+class LatentNorms(NamedTuple):
+    """RMSNorms behind MLA's down maps."""
+
+    query_norm: Float[Array, " q_latent"] | None
+    """Norm of the queries' latents; None: queries have no latents."""
+    latent_norm: Float[Array, " kv_latent"]
+    epsilon: float
+
+
+def write_latents(
+    pages: Pages,
+    down: Float[Array, "tokens columns"],
+    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
+    batch: RaggedBatch,
+    norms: LatentNorms,
+    *,
+    interleaved: bool = False,
+    stored: bool = False,
+) -> Latents:
+    """Norms latents, rotates the key beside them, and writes both, quantised to the cache's format;
+    with `stored` also returns what is then in the cache."""
+    norm = functools.partial(kernels.norm_and_write, interleaved=interleaved, stored=stored)
+    return norm(pages, down, *turn, *batch.where, **norms._asdict())
+
+
+def attend_latent(
+    queries: Float[Array, "tokens q_heads width"],
+    pages: Pages,
+    batch: RaggedBatch,
+    kind: LayerKind,
+    *,
+    scale: float,
+    v_width: int,
+) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
+    """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
+    values; also returns the log-sum-exp of every row and head."""
+    split = len(pages) == 3  # the rotated part of latents is in an array of its own
+    out, lse = paged_attention(
+        queries,
+        pages[0],
+        None,
+        *batch.where,
+        scale=scale,
+        v_width=v_width,
+        int8_products=kind.int8_products,
+        with_lse=True,
+        k_scales=pages[-1] if len(pages) > 1 else None,
+        rope_pages=pages[1] if split else None,
+        places=batch.own.places,
+    )
+    assert lse is not None
+    return out, lse
+
+
+EPSILON = 1e-6
+"""Epsilon of the norm of keys, the same in every model."""
+
+
+class TokenIndexer(nnx.Module):
+    """Scores Σ_h w_h · ReLU(q_h · k) of every cached token, of which the best are chosen.
+
+    Attributes:
+      query: [heads·head_dim, q_latent], q_h from MLA's normed query latent.
+      key: [head_dim, d_model].
+      key_norm, key_bias: [head_dim], LayerNorm of the key.
+      weights: [heads, d_model], w_h of the token that looks.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: MLA, formats: Formats, rngs: nnx.Rngs):
+        assert sizes.indexer
+        self.sizes, self.rope_dim = sizes.indexer, sizes.rope_dim
+        heads, width = self.sizes.heads, self.sizes.head_dim
+        self.query = matrix(rngs, formats, index_heads=heads * width, latent=sizes.q_latent)
+        self.key = matrix(rngs, formats, index_key=width, d_model=config.d_model)
+        self.key_norm = scale(rngs, formats.norms, index_key=width)
+        self.key_bias = zeros(rngs, formats.norms, index_key=width)
+        self.weights = weight(rngs, formats.dtype, index_heads=heads, d_model=config.d_model)
+
+    def write(
+        self,
+        x: Float[Array, "tokens d_model"],
+        pages: Pages,
+        turn: tuple[Array, Array],
+        batch: RaggedBatch,
+    ) -> Pages:
+        """Writes the keys of normed tokens to the pages."""
+        key = linear(x, self.key).astype(jnp.float32)
+        key -= jnp.mean(key, axis=-1, keepdims=True)
+        key *= jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1, keepdims=True) + EPSILON)
+        key = (key * self.key_norm[...] + self.key_bias[...]).astype(x.dtype)
+        row, scales = kept(self._turned(key[:, None], turn), pages[0])
+        return write_rows(pages, (row,) if scales is None else (row, scales), *batch.where)
+
+    def choose(
+        self,
+        x: Float[Array, "tokens d_model"],
+        latent: Float[Array, "tokens q_latent"],
+        pages: Pages,
+        turn: tuple[Array, Array],
+        batch: RaggedBatch,
+    ) -> Int32[Array, "tokens chosen"]:
+        """Positions that each token attends to; -1: none. The tokens' own keys are in the pages."""
+        heads, width = self.sizes.heads, self.sizes.head_dim
+        query = linear(latent, self.query).reshape(-1, heads, width)
+        weights, query = matmul(x, self.weights[...]), self._turned(query, turn)
+        weights *= (heads * width) ** -0.5
+        return choose_positions(query, weights, pages, *batch.where, top_k=self.sizes.top_k)
+
+    def _turned(
+        self, x: Float[Array, "tokens heads head_dim"], turn: tuple[Array, Array]
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Rotates the first columns by MLA's angles."""
+        first = rotate(x[..., : self.rope_dim], *turn, interleaved=self.sizes.interleaved)
+        return jnp.concatenate([first, x[..., self.rope_dim :]], axis=-1)
 
 
 class LatentAttention(nnx.Module):

@@ -1,4 +1,5 @@
-"""Handlers for operators: metrics on both ports, everything else on the admin port.
+"""Handlers for operators: metrics on both ports, everything else on the admin port. `/roles` is on
+a router's: workers drain, come and go while it serves.
 
 The admin port is on loopback only. Web pages reach loopback through a browser: by its address, or
 by a host name of their own (DNS rebinding). So it accepts local names only, changes nothing by GET,
@@ -7,11 +8,19 @@ and takes calls that change something only as JSON, which no page of another ori
 
 import asyncio
 import logging
-from typing import Literal, Protocol
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
-from jaxserve.fleet.rolling import FleetProposal
+from jaxserve.errors import ConfigError
+from jaxserve.fleet.rolling import FleetProposal, WorkerStatus
+from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.observe.load import EngineLoad
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.server.access import is_loopback
@@ -20,6 +29,155 @@ from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.responses import Status
 from jaxserve.server.http.service import Service
 from jaxserve.server.metrics import CONTENT_TYPE
+
+LONGEST_SECONDS = 60.0
+"""A trace holds every operation of every device: longer ones fill memory and disk."""
+
+
+class Profile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /profile."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Where the trace goes, an absolute path on the server; created if it is missing."""
+    seconds: Annotated[float, Meta(gt=0, le=LONGEST_SECONDS)] = 5.0
+
+
+class Profiled(msgspec.Struct, kw_only=True):
+    """The answer of /profile."""
+
+    directory: str
+    files: list[str]
+    """Files of the trace, relative to the directory; TensorBoard and ui.perfetto.dev read them."""
+
+
+_running = threading.Lock()
+
+
+async def profile(service: Service, exchange: HttpExchange) -> None:
+    """Record some seconds with JAX's profiler."""
+    request = await exchange.read(Profile)
+    service.live_requests()
+    if "jax" not in sys.modules:
+        raise HttpError(404, "this process runs no devices: ask its workers", code="no_devices")
+    await exchange.reply(await asyncio.to_thread(_recorded, request))
+
+
+def _recorded(request: Profile) -> Profiled:
+    """Records on the calling thread, which a client that goes away does not end.
+
+    Raises:
+      HttpError: another profile is being recorded, or the directory cannot be written.
+    """
+    directory = Path(request.directory)
+    if not directory.is_absolute():
+        raise HttpError(400, "directory: is no absolute path", param="directory")
+    if not _running.acquire(blocking=False):
+        raise HttpError(409, "a profile is being recorded", code="profiling")
+    profiler = sys.modules["jax"].profiler
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        before = set(directory.rglob("*"))
+        profiler.start_trace(str(directory))
+        time.sleep(request.seconds)
+        profiler.stop_trace()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise HttpError(400, f"directory: {error}", param="directory") from None
+    finally:
+        _running.release()
+    files = sorted(set(directory.rglob("*")) - before)
+    names = [str(file.relative_to(directory)) for file in files if file.is_file()]
+    return Profiled(directory=str(directory), files=names)
+
+
+class Roles(msgspec.Struct, kw_only=True):
+    """The answer of /roles."""
+
+    workers: list[WorkerStatus]
+
+
+class DrainWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /roles/drain."""
+
+    worker: str
+    """The worker's address."""
+    mode: Literal["finish", "move"] = "finish"
+    """Whether its requests finish there, or move to others that have room."""
+
+
+class ResumeWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /roles/resume."""
+
+    worker: str
+
+
+class AddWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /roles/add."""
+
+    worker: str
+    role: WorkerRole
+    long: bool = False
+    """Whether a prefill worker takes long prompts only."""
+
+
+class RemoveWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /roles/remove."""
+
+    worker: str
+    force: bool = False
+    """Removes a worker that is not drained, too; its requests go on elsewhere."""
+
+
+class RoleControl(Protocol):
+    """Changes the fleet (`fleet.rolling`)."""
+
+    def workers(self) -> list[WorkerStatus]: ...
+    def drain(self, address: str, mode: DrainMode) -> WorkerStatus: ...
+    def add(self, address: str, role: WorkerRole, long: bool) -> WorkerStatus: ...
+    def remove(self, address: str, force: bool) -> WorkerStatus: ...
+
+
+async def roles(service: Service, exchange: HttpExchange) -> None:
+    """The workers of a fleet."""
+    await exchange.reply(Roles(workers=_control(service).workers()))
+
+
+async def drain_worker(service: Service, exchange: HttpExchange) -> None:
+    """Have a worker of a fleet take nothing new."""
+    order = await exchange.read(DrainWorker)
+    await _answer(exchange, lambda: _control(service).drain(order.worker, order.mode))
+
+
+async def resume_worker(service: Service, exchange: HttpExchange) -> None:
+    """Have it take requests again."""
+    order = await exchange.read(ResumeWorker)
+    await _answer(exchange, lambda: _control(service).drain(order.worker, ""))
+
+
+async def add_worker(service: Service, exchange: HttpExchange) -> None:
+    """Look for a worker at one more address."""
+    order = await exchange.read(AddWorker)
+    await _answer(exchange, lambda: _control(service).add(order.worker, order.role, order.long))
+
+
+async def remove_worker(service: Service, exchange: HttpExchange) -> None:
+    """Look for none there any more."""
+    order = await exchange.read(RemoveWorker)
+    await _answer(exchange, lambda: _control(service).remove(order.worker, order.force))
+
+
+async def _answer(exchange: HttpExchange, change: Callable[[], WorkerStatus]) -> None:
+    try:
+        status = change()
+    except ConfigError as error:
+        raise HttpError(409, str(error), param="worker", code="no_such_change") from None
+    await exchange.reply(status)
+
+
+def _control(service: Service) -> RoleControl:
+    control: RoleControl | None = getattr(service.live_requests().engine, "rolling", None)
+    if control is None:
+        raise HttpError(404, "this process routes to no workers", code="no_fleet")
+    return control
 
 
 class LogLevel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

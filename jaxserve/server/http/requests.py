@@ -3,8 +3,8 @@
 These types are the check (msgspec refuses what does not fit, with its place) and the documentation
 (`document.py` writes the OpenAPI document from them). A key that is not here is translated, left
 out with a warning, or refused (`foreign_fields.py`); keys that change nothing in the answer are
-here and say so. Called by the handlers in `completions.py`, `chat.py` and `tokens.py`; the body of
-/v1/responses is in `response_input.py`.
+here and say so. Called by the handlers in `completions.py`, `chat.py` and `information.py`; the
+body of /v1/responses is in `response_input.py`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

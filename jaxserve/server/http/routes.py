@@ -11,16 +11,7 @@ import msgspec
 
 from jaxserve.fleet.rolling import WorkerStatus
 from jaxserve.roles.expert_moves import Proposal
-from jaxserve.server.http import (
-    information,
-    live,
-    operations,
-    profiling,
-    requests,
-    responses,
-    role_operations,
-    tokens,
-)
+from jaxserve.server.http import information, live, operations, requests, responses
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.errors import ErrorForm
@@ -183,8 +174,8 @@ ENDPOINTS = (
     _read("/v1/models/{model}", information.model, responses.Model, (404, *INFORMATION)),
     _read("/tokenizer_info", information.tokenizer_info, responses.TokenizerInfo),
     _read("/load", information.load, responses.ServerLoad, ()),
-    _ask("/tokenize", tokens.tokenize, requests.TokenizeRequest, responses.Tokens),
-    _ask("/detokenize", tokens.detokenize, requests.DetokenizeRequest, responses.Text),
+    _ask("/tokenize", information.tokenize, requests.TokenizeRequest, responses.Tokens),
+    _ask("/detokenize", information.detokenize, requests.DetokenizeRequest, responses.Text),
     *PROBES,
     METRICS,
     _read("/pipeline", live.pipeline, live.Pipeline),
@@ -205,17 +196,17 @@ ADMIN_ENDPOINTS = (
         operations.PrefixCacheReset,
         (415, 404, *INFORMATION),
     ),
-    _read("/roles", role_operations.roles, role_operations.Roles, (403, 404, *INFORMATION)),
+    _read("/roles", operations.roles, operations.Roles, (403, 404, *INFORMATION)),
     *(
         _change(path, handler, takes, WorkerStatus, KEYED)
         for path, handler, takes in (
-            ("/roles/drain", role_operations.drain_worker, role_operations.DrainWorker),
-            ("/roles/resume", role_operations.resume_worker, role_operations.ResumeWorker),
-            ("/roles/add", role_operations.add_worker, role_operations.AddWorker),
-            ("/roles/remove", role_operations.remove_worker, role_operations.RemoveWorker),
+            ("/roles/drain", operations.drain_worker, operations.DrainWorker),
+            ("/roles/resume", operations.resume_worker, operations.ResumeWorker),
+            ("/roles/add", operations.add_worker, operations.AddWorker),
+            ("/roles/remove", operations.remove_worker, operations.RemoveWorker),
         )
     ),
-    _change("/profile", profiling.profile, profiling.Profile, profiling.Profiled, KEYED),
+    _change("/profile", operations.profile, operations.Profile, operations.Profiled, KEYED),
     _change("/log_level", operations.log_level, operations.LogLevel, responses.Status),
     _change("/drain", operations.drain, None, responses.Status, (415, *INFORMATION)),
 )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.outliers import write_outliers
-from jaxserve.calibration import forward, layers, smoothing
+from jaxserve.calibration import forward, layers
 from jaxserve.calibration.layers import quantise_attention
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.quantize import QuantArray, quantize_weight
@@ -72,7 +72,7 @@ def test_smoothing_and_compensation_each_help(wide, monkeypatch):
         patch.setattr(layers, "gptq", lambda weight, hessian: layers.rounded(weight))
         smooth = relative_error(wide, calibrated(wide, seen), x)
     with monkeypatch.context() as patch:
-        patch.setattr(smoothing, "STRENGTHS", (0.0,))
+        patch.setattr(layers, "STRENGTHS", (0.0,))
         compensated = relative_error(wide, calibrated(wide, seen), x)
     rounded = relative_error(wide, nearest, x)
     assert rounded == pytest.approx(0.159, rel=0.02)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.calibration import layers, smoothing
+from jaxserve.calibration import layers
 from jaxserve.calibration.gptq import IntMatrix
 from jaxserve.calibration.run import CalibrationSettings, CalibrationText, Calibrator, cut
 from tests.jaxserve.calibration.float_model import FloatModel, all_layers
@@ -35,7 +35,7 @@ def unquantised(monkeypatch):
 
     monkeypatch.setattr(layers, "gptq", as_it_is)
     monkeypatch.setattr(layers, "rounded", as_it_is)
-    monkeypatch.setattr(smoothing, "STRENGTHS", (0.5,))
+    monkeypatch.setattr(layers, "STRENGTHS", (0.5,))
 
 
 def tokens(model, sequences, length, seed=0):

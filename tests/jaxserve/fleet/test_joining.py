@@ -1,4 +1,4 @@
-from jaxserve.fleet.joining import HOSTS_EACH, parent_of
+from jaxserve.fleet.leader import HOSTS_EACH, parent_of
 from jaxserve.planner import stages
 from tests import golden
 

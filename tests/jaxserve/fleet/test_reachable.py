@@ -1,7 +1,7 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxserve.fleet.reachable import unreachable
+from jaxserve.fleet.bootstrap import unreachable
 from jaxserve.link.session.channel import split_address
 from jaxserve.ports import free_port
 

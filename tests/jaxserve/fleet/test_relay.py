@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.fleet import relay as relay_module
+from jaxserve.fleet import follower
 from jaxserve.fleet.control import Accepted, Register
-from jaxserve.fleet.follower import _Source
-from jaxserve.fleet.relay import Relay
+from jaxserve.fleet.follower import Relay, _Source
 from jaxserve.link.session.channel import AuthenticationError, Channel, dial, split_address
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Refusal
@@ -95,7 +94,7 @@ def _is_closed(stranger: socket.socket) -> bool:
 
 def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is that of all bytes, not of each."""
-    monkeypatch.setattr(relay_module, "HELLO_SECONDS", 0.6)
+    monkeypatch.setattr(follower, "HELLO_SECONDS", 0.6)
     with relay() as (_, address):
         with socket.create_connection(split_address(address), 5.0) as stranger:
             assert b"#CHALLENGE#" in stranger.recv(256)

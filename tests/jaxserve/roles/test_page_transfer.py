@@ -14,8 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
-from jaxserve.roles.page_formats import in_own_format
-from jaxserve.roles.page_spread import SpreadPages
+from jaxserve.roles.page_spread import SpreadPages, in_own_format
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from tests.jaxserve.roles.building import programs_of
 from tests.reference.catalogue import CATALOGUE

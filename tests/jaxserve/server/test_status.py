@@ -2,14 +2,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from jaxserve import errors
 from jaxserve.errors import OverloadedError
-from jaxserve.server import front_end, status
-from jaxserve.server.status import status_error
+from jaxserve.server import front_end, inference
+from jaxserve.server.inference import status_error
 from tests import golden
 
 
 def test_statuses() -> None:
     def said(error: str) -> str:
-        made = status_error(eval(error, vars(errors) | vars(front_end) | vars(status)), "r1")
+        made = status_error(eval(error, vars(errors) | vars(front_end) | vars(inference)), "r1")
         return f"{made.code.name}: {made.rich_status().details}"
 
     golden.check_each("server/statuses.txt", said)

@@ -5,9 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerFormat, HarmonyParser
 from jaxserve.text.calls import HARMONY
-from jaxserve.text.harmony import HarmonyParser
 from tests import golden
 from tests.jaxserve.text.conversations import TOOLS
 from tests.jaxserve.text.test_answers import parse, template_of

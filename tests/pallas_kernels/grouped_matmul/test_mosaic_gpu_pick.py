@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_gpu_pick
+from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.mosaic_gpu import pick_tiles
 from pallas_kernels.target import Target
 from tests import golden
@@ -97,12 +97,12 @@ def test_clusters_of_a_caller():
 
 def test_rows_are_picked(monkeypatch):
     """Negative indices count from the end, as of JAX's arrays; the last group ends after four."""
-    monkeypatch.setattr(mosaic_gpu_pick, "processors", lambda target: 1)
+    monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 1)
     rows = np.arange(5 * 256, dtype=np.int8).reshape(5, 256)
     source = np.asarray([4, -5, 0, -1, 2, 3], np.int32)
 
     def pick(rows, source, ends):
-        return mosaic_gpu_pick.pick_rows(rows, mosaic_gpu_pick.Picked(source, ends, H200))
+        return mosaic_gpu.pick_rows(rows, mosaic_gpu.Picked(source, ends, H200))
 
     found = replay(pick, rows, source, np.asarray([1, 4], np.int32))
     np.testing.assert_array_equal(found[:4], rows[[4, 0, 0, 4]])

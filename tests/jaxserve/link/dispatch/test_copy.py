@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxserve.link.dispatch import copy as copy_module
 from jaxserve.link.dispatch import put as put_module
 from jaxserve.link.dispatch import shards as shards_module
-from jaxserve.link.dispatch.copy import fast_copy, fast_first, public_copy
 from jaxserve.link.dispatch.put import fast_put, public_put
 from jaxserve.link.dispatch.shards import fast_shards, public_assemble, public_shards
+from jaxserve.link.transports import device_put as copy_module
+from jaxserve.link.transports.device_put import fast_copy, fast_first, public_copy
 
 # Each `fast_…` is tried without its memory of an earlier answer.
 select_copy, select_shards, select_put, select_first = (

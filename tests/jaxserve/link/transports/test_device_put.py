@@ -7,11 +7,10 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config.topology import INSIDE
-from jaxserve.link.dispatch.copy import public_copy
 from jaxserve.link.dispatch.ends import piece_sharding
 from jaxserve.link.dispatch.route import Route
 from jaxserve.link.transports import device_put, opens
-from jaxserve.link.transports.device_put import DevicePutTransport
+from jaxserve.link.transports.device_put import DevicePutTransport, public_copy
 
 PIECE = (2, 5)
 

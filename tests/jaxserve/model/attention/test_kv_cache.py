@@ -10,7 +10,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import layer_entries, page_arrays
-from jaxserve.model.attention.latents import LatentNorms, attend_latent, write_latents
+from jaxserve.model.attention.mla import LatentNorms, attend_latent, write_latents
 from pallas_kernels.rotate_and_write import Latents
 from tests import golden
 from tests.reference.tiny_sizes import TinyDeepseek, TinyIndexed, TinyQwen3
