@@ -30,6 +30,7 @@ from jaxserve.checkpoint.manifest import read_record
 from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import ProductLoss, measure
 from jaxserve.checkpoint.verification import verify
+from jaxserve.config.command_line import add_options
 from jaxserve.config.formats import choices, group_of, scaled, sharing
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.progress import Progress
@@ -37,7 +38,6 @@ from jaxserve.storage.bucket import is_url
 from jaxserve.storage.mirror import INT8_PRODUCTS
 from jaxserve.text.tokenizer import Tokenizer
 
-GROUPS = (32, 64, 128)
 GROUP = 128
 """Columns that share a scale in INT4 unless `--group` says otherwise."""
 
@@ -72,67 +72,14 @@ def parser() -> argparse.ArgumentParser:
         description="Convert a Hugging Face folder to sharded Orbax arrays.",
     )
     made.add_argument(
-        "source", nargs="?", metavar="SRC", help="the folder, or its URL (gs://, s3://)"
-    )
-    made.add_argument("target", nargs="?", metavar="DST", help="where to: a folder")
-    made.add_argument(
         "--weights",
         choices=[*filter(scaled, choices("weights")), "bf16"],
         help="format of the matrices (FP8 blocks stay blocks in fp8; int4, mxfp4: those of FFNs, "
         "attention stays in floats); as they are if not given",
     )
-    made.add_argument(
-        "--group",
-        type=int,
-        choices=GROUPS,
-        help=f"columns that share a scale in int4 ({GROUP})",
-    )
-    made.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="text like what the model will see; --weights int8 or int4 then is SmoothQuant and "
-        "GPTQ",
-    )
-    made.add_argument(
-        "--calibration-tokens",
-        type=_count,
-        default=CalibrationSettings().tokens,
-        metavar="N",
-        help="of the text, to begin with (%(default)s)",
-    )
-    made.add_argument(
-        "--expert-samples",
-        type=_count,
-        default=CalibrationSettings().expert_samples,
-        metavar="N",
-        help="take more of the text until each expert saw this many tokens (%(default)s)",
-    )
-    made.add_argument(
-        "--ignore-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="entry of config.json that means nothing",
-    )
-    made.add_argument(
-        "--verify",
-        metavar="DST",
-        help="check a converted checkpoint, or the weight files of another folder",
-    )
-    made.add_argument(
-        "--int8-products",
-        metavar="DST",
-        help="measure with --calibrate FILE what attention in INT8 costs, layer by layer; the "
-        f"layers that bear it are written to {INT8_PRODUCTS} in the model's folder DST",
-    )
-    made.add_argument(
-        "--budget",
-        type=float,
-        default=0.1,
-        metavar="PERCENT",
-        help="of perplexity, that all of them may cost together (%(default)s)",
-    )
+    add_options(made, Path(__file__).with_suffix(".yaml"), {"count": _count})
+    settings = CalibrationSettings()
+    made.set_defaults(calibration_tokens=settings.tokens, expert_samples=settings.expert_samples)
     return made
 
 

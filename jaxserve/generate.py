@@ -15,7 +15,12 @@ from typing import Any
 
 import grpc
 
-from jaxserve.config.command_line import add_deployment_arguments, check_timeline, read_deployment
+from jaxserve.config.command_line import (
+    add_deployment_arguments,
+    add_options,
+    check_timeline,
+    read_deployment,
+)
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.fleet.sizing import Sizing
@@ -133,33 +138,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxserve.generate", description="Complete one prompt."
     )
     add_deployment_arguments(made)
-    made.add_argument("--server", metavar="HOST:PORT", help="ask a running jaxserve.serve")
-    made.add_argument("--prompt", required=True, help="the text to complete; - reads it")
-    made.add_argument(
-        "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
-    )
-    made.add_argument(
-        "--tokens",
-        action="store_true",
-        help="the prompt is token ids, with blanks or commas between, and so is the completion",
-    )
-    made.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    made.add_argument("--max-tokens", type=int, help="most tokens to generate (128)")
-    made.add_argument("--temperature", type=float, help="0 is greedy (1)")
-    made.add_argument("--top-k", type=int, help="draw from the k most probable tokens (all)")
-    made.add_argument("--top-p", type=float, help="draw from the most probable mass p (1)")
-    made.add_argument("--min-p", type=float, help="drop tokens below p times the best one (0)")
-    made.add_argument("--seed", type=int, help="the same seed gives the same text")
-    made.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
-    )
-    made.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    made.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="DIR",
-        help="measure the stages, and write a Perfetto trace and an SVG there at the end",
-    )
+    add_options(made, Path(__file__).with_suffix(".yaml"))
     return made
 
 

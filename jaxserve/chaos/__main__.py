@@ -22,7 +22,7 @@ from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
 from jaxserve.chaos.schedule import KINDS
 from jaxserve.chaos.storm import START_SECONDS, Plan, Storm
-from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.command_line import add_deployment_arguments, add_options, read_deployment
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.ports import free_port
 
@@ -75,9 +75,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_deployment_arguments(made)
     add = made.add_argument
-    add("--minutes", type=amount, help="time in which faults begin (1, or no end)")
-    add("--kills", type=count, metavar="N", help="faults at most (any number)")
-    add("--seed", type=int, default=0, help="of faults and load (%(default)s)")
     add(
         "--faults",
         type=some_of(*KINDS),
@@ -86,64 +83,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(KINDS)} (kill)",
     )
     add(
-        "--together",
-        type=count,
-        default=1,
-        metavar="N",
-        help="processes that each fault befalls at the same moment (%(default)s)",
-    )
-    add(
         "--only",
         type=some_of(*ROLES),
         default=[],
         metavar="ROLE,…",
         help=f"roles of the victims, of {', '.join(ROLES)} (all)",
     )
-    add("--clients", type=count, default=8, help="at the same time (%(default)s)")
-    add("--calm", type=amount, default=8.0, help="seconds before the first fault (%(default)g)")
-    add("--pause", type=float, default=0.0, help="further seconds before each fault (%(default)g)")
-    add("--questions", type=count, default=12, help="different ones (%(default)s)")
-    add(
-        "--systems",
-        type=count,
-        default=0,
-        metavar="N",
-        help="system prompts that the questions begin with (none)",
-    )
-    add("--requests", type=count, metavar="N", help="ask this many requests, and break nothing")
-    add(
-        "--resets",
-        type=count,
-        default=0,
-        metavar="N",
-        help="resets of the prefix caches during --requests (none)",
-    )
-    add(
-        "--cancelled",
-        type=part,
-        default=0.1,
-        metavar="PART",
-        help="part of the requests that is cancelled (%(default)g)",
-    )
-    add(
-        "--faces",
-        type=some_of("http", "grpc"),
-        default=["http", "grpc"],
-        metavar="FACE,…",
-        help="of the clients in turn (http,grpc)",
-    )
-    add("--vocab", type=count, default=0, help="prompts are token ids below this (texts)")
-    add("--processes", type=count, default=1, help="of each worker (%(default)s)")
-    add("--standbys", type=count, default=0, metavar="N", help="further ffn workers (none)")
-    add(
-        "--restart-seconds",
-        type=amount,
-        default=0.5,
-        help="from the end of a process to its new start (%(default)g)",
-    )
-    add("--warm-spares", action="store_true", help="the launcher's option")
-    add("--json", type=Path, metavar="FILE", help="write every number there")
-    add("--keep", type=Path, metavar="FOLDER", help="keep logs there")
+    readers = {"amount": amount, "count": count, "faces": some_of("http", "grpc"), "part": part}
+    add_options(made, Path(__file__).with_name("options.yaml"), readers)
     return made
 
 

@@ -2,8 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from jaxserve.config.auto import Choose
 from jaxserve.config.deployment import Deployment
@@ -11,6 +14,31 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.storage.bucket import is_url
 from jaxserve.storage.hub import hub_folder
+
+READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path}
+"""Readers of an option's text that every table of options may name."""
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    table: Path,
+    readers: Mapping[str, Callable[[str], Any]] | None = None,
+) -> None:
+    """Adds the options that a YAML file lists, each with the keywords of argparse, and besides:
+    `read`, the name of a reader, and `group`, the title under which `--help` shows it.
+
+    Args:
+      readers: the command's own, by name.
+    """
+    known, groups = READERS | dict(readers or {}), dict[str, Any]()
+    for name, keywords in yaml.safe_load(table.read_text(encoding="utf-8")).items():
+        place: Any = parser
+        if title := keywords.pop("group", ""):
+            place = groups.setdefault(title, None) or parser.add_argument_group(title)
+            groups[title] = place
+        if "read" in keywords:
+            keywords["type"] = known[keywords.pop("read")]
+        place.add_argument(name, **keywords)
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jaxserve
-from jaxserve.config.command_line import add_deployment_arguments, read_deployment
+from jaxserve.config.command_line import add_deployment_arguments, add_options, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
@@ -76,115 +76,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add_deployment_arguments(made)
     made.add_argument("--target", required=True, choices=TARGETS, help="where it is to run")
-    made.add_argument("--write", type=Path, metavar="FOLDER", help="write files, print nothing")
-    made.add_argument("--name", default="jaxserve", help="of everything that is made (%(default)s)")
-    made.add_argument(
-        "--hardware",
-        default="",
-        metavar="NAME",
-        help="of configs/hardware: what all roles run on, instead of their key hardware, as v6e",
-    )
-    made.add_argument(
-        "--slices", type=int, default=1, help="TPU slices of one runtime with all roles (1)"
-    )
     made.add_argument(
         "--image", default=f"jaxserve:{jaxserve.__version__}", help="of containers (%(default)s)"
     )
-    made.add_argument(
-        "--base-image",
-        default="",
-        metavar="NAME@sha256:DIGEST",
-        help="image of Python that the Dockerfile begins with, by its digest (said with docker "
-        "build --build-arg BASE=)",
-    )
-    made.add_argument(
-        "--model-path",
-        default="",
-        metavar="PATH",
-        help="the model folder where processes run, or its URL (containers: /models/NAME, or the "
-        "URL of --model)",
-    )
-    made.add_argument(
-        "--models-claim",
-        default="models",
-        help="PersistentVolumeClaim that is mounted at /models; '' for none (%(default)s)",
-    )
-    made.add_argument(
-        "--models-bucket",
-        default="",
-        metavar="NAME",
-        help="bucket of Cloud Storage that GKE mounts at /models instead",
-    )
-    made.add_argument(
-        "--cache-claim",
-        default="",
-        help="PersistentVolumeClaim that pods share for compiled programs (none)",
-    )
-    made.add_argument(
-        "--python",
-        default=Options().python,
-        help="that hosts without containers run (%(default)s)",
-    )
-    made.add_argument(
-        "--leader", default="", metavar="HOST", help="host of process 0, for systemd on several"
-    )
-    add = made.add_argument
-    add("--spares", type=int, default=0, metavar="NODES", help="Slurm: nodes that stand by (0)")
-    add("--time", default=Options().time, help="Slurm: limit of the job (%(default)s)")
-    kubernetes_only = made.add_argument_group("Kubernetes")
-    add = kubernetes_only.add_argument
-    add("--namespace", default="", metavar="NAME", help="of all objects")
-    add(
-        "--clusters",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2: prefill workers in one, routers and domains in the other (1)",
-    )
-    add(
-        "--peer-pods",
-        default="",
-        metavar="CIDR",
-        help="with --clusters 2: addresses of pods of the cluster with routers and domains",
-    )
-    add("--service-account", default="", metavar="NAME", help="that pods run as")
-    near = "of pods with accelerators, as networking.gke.io/interfaces=…; "
-    for flag, dest, form, text in (
-        ("--image-pull-secret", "pull_secrets", "NAME", ""),
-        ("--env", "environment", "NAME=VALUE", "variable; "),
-        ("--node-selector", "node_selector", "LABEL=VALUE", ""),
-        ("--pod-annotation", "annotations", "KEY=VALUE", near),
-    ):
-        add(flag, dest=dest, action="append", default=[], metavar=form, help=f"{text}repeatable")
-    add(
-        "--rdma",
-        default="",
-        metavar="RESOURCE=NUMBER",
-        help="network cards of a pod with GPUs, as rdma/hca=1; needs root for IPC_LOCK",
-    )
-    add(
-        "--privileged",
-        action="store_true",
-        help="containers with accelerators are privileged and may lock all memory",
-    )
-    add(
-        "--cache-bucket",
-        default="",
-        metavar="URL",
-        help="gs:// or s3:// folder for compiled programs, which survives restarts",
-    )
-    made.add_argument(
-        "--preflight",
-        action="store_true",
-        help="run `jaxserve preflight` in place of serve; read the logs, delete all, and render "
-        "again without it",
-    )
-    made.add_argument(
-        "--without-keys",
-        dest="keys",
-        action="store_false",
-        help="clients need no API key (--insecure-bind)",
-    )
+    add_options(made, Path(__file__).with_name("options.yaml"))
+    made.set_defaults(python=Options().python, time=Options().time)
     return made
 
 

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from jaxserve.config.command_line import add_options
 from jaxserve.errors import ConfigError
 from jaxserve.launch.local.children import say
 from jaxserve.launch.local.members import (
@@ -93,72 +94,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="All other arguments go to every process.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        help="how many (2); with --fleet: of each worker (1), over link.transport pull of prefill "
-        "workers alone",
-    )
-    parser.add_argument("--module", default="jaxserve.serve", help="what each runs (%(default)s)")
-    parser.add_argument(
-        "--runtimes",
-        action="store_true",
-        help="attention and ffn in runtimes of their own, joined by link.transport pull",
-    )
-    parser.add_argument(
-        "--standbys",
-        type=int,
-        default=0,
-        help="with --runtimes, or --fleet over link.transport pull: further ffn workers (0)",
-    )
-    parser.add_argument(
-        "--fleet",
-        action="store_true",
-        help="a router, and the deployment's prefill workers and domains, a process each",
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="with --fleet: start processes again that have died",
-    )
-    parser.add_argument(
-        "--restart-seconds",
-        type=float,
-        default=0.5,
-        help="with --restart: from a death to the new start (%(default)g)",
-    )
-    parser.add_argument(
-        "--warm-spares",
-        action="store_true",
-        help="with --runtimes or --restart: on CPUs, spares of each role also compile its programs "
-        "in advance",
-    )
-    parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="with --fleet: workers listen elsewhere than where others dial; it says where, and "
-        "who started it connects the two",
-    )
-    parser.add_argument(
-        "--logs", type=Path, help="with --fleet or --runtimes: a folder for what processes print"
-    )
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="with --fleet or --runtimes: workers that start take their weights from running ones",
-    )
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="this host's CPUs stand in for the deployment's hardware: small caches in its memory",
-    )
-    parser.add_argument("--pin", action="store_true", help="process i on the i-th core allowed")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=60.0,
-        help="seconds the leader has to report that another process ended (%(default)g)",
-    )
+    add_options(parser, Path(__file__).with_name("options.yaml"))
     options, forwarded = parser.parse_known_args(arguments)
     if options.processes is None:
         options.processes = 1 if options.fleet else 2
