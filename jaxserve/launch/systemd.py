@@ -13,7 +13,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
 from jaxserve.launch.options import SPARE_SECONDS, Options, Rendering, host_places
-from jaxserve.launch.settings import deployment_text, placed
+from jaxserve.launch.settings import deployment_text, filled, placed
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, serve_arguments
 
 HEAD = """\
@@ -79,7 +79,12 @@ def render(rendering: Rendering) -> dict[str, str]:
 
 
 def unit(deployment: Deployment, work: Workload, options: Options, given: Sequence[str]) -> str:
-    """The unit of a workload's processes.
+    """Returns the unit of a workload's processes.
+
+    All units of a host are one user, whose files are the compiled programs. A process that has
+    drained ends with 0; a wrong configuration (2) stays wrong, and memory that others have (75) may
+    become free. SIGTERM drains; processes that are left afterwards are killed. A core file would
+    hold keys, tokens and prompts in clear text.
 
     Args:
       given: arguments beside those of the workload.
@@ -91,55 +96,17 @@ def unit(deployment: Deployment, work: Workload, options: Options, given: Sequen
         for key in SERVER_FILES:
             if source := getattr(server, key):
                 credential = Path(source).name
-                credentials.append(("LoadCredential", f"{credential}:{source}"))
+                credentials.append(f"LoadCredential={credential}:{source}\n")
                 words.append(f"--set=server.{key}=%d/{credential}")
         if not options.keys:
             words.append("--insecure-bind")
-    sections: dict[str, list[tuple[str, str]]] = {
-        "Unit": [
-            ("Description", f"jaxserve, {work.kind}"),
-            ("Wants", "network-online.target"),
-            ("After", "network-online.target"),
-            ("StartLimitIntervalSec", "0"),
-        ],
-        "Service": [
-            ("Type", "exec"),
-            ("ExecStart", " ".join([options.python, "-u", "-m", "jaxserve.serve", *words])),
-            ("EnvironmentFile", f"/etc/{name}/{name}.env"),
-            ("Environment", f"JAX_COMPILATION_CACHE_DIR=%C/{name}"),
-            *credentials,
-            # All units of the host are one user, whose files are the compiled programs.
-            ("User", name),
-            ("DynamicUser", "yes"),
-            ("CacheDirectory", name),
-            ("CacheDirectoryMode", "0700"),
-            # A process that has drained ends with 0.
-            ("Restart", "on-failure"),
-            ("RestartSec", "1"),
-            # A wrong configuration stays wrong; memory that others have (75) may become free.
-            ("RestartPreventExitStatus", "2"),
-            # SIGTERM drains; processes that are left afterwards are killed.
-            ("KillMode", "mixed"),
-            ("TimeoutStopSec", f"{int(server.drain_seconds) + SPARE_SECONDS}"),
-            ("LimitNOFILE", "1048576"),
-            ("LimitMEMLOCK", "infinity"),
-            # A core file would hold keys, tokens and prompts in clear text.
-            ("LimitCORE", "0"),
-            ("NoNewPrivileges", "yes"),
-            ("CapabilityBoundingSet", ""),
-            ("ProtectSystem", "strict"),
-            ("ProtectHome", "read-only"),
-            ("PrivateTmp", "yes"),
-            ("ProtectKernelTunables", "yes"),
-            ("ProtectKernelModules", "yes"),
-            ("ProtectControlGroups", "yes"),
-            ("RestrictSUIDSGID", "yes"),
-        ],
-        "Install": [("WantedBy", "multi-user.target")],
-    }
-    return "\n".join(
-        "".join([f"[{section}]\n", *(f"{key}={value}\n" for key, value in entries)])
-        for section, entries in sections.items()
+    return filled(
+        "unit.service",
+        kind=work.kind,
+        command=" ".join([options.python, "-u", "-m", "jaxserve.serve", *words]),
+        name=name,
+        credentials="".join(credentials),
+        seconds=int(server.drain_seconds) + SPARE_SECONDS,
     )
 
 
