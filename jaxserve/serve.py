@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve import ports
 from jaxserve.commands.cores import bind_task
@@ -30,9 +30,16 @@ from jaxserve.fleet.sizing import Sizing
 from jaxserve.link.session import tls
 from jaxserve.logs import configure
 
+if TYPE_CHECKING:
+    from jaxserve.fleet.prepared import Prepared
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until a signal or a failure; returns the exit code."""
+
+def main(arguments: Sequence[str] | None = None, prepared: "Prepared | None" = None) -> int:
+    """Serves until a signal or a failure; returns the exit code.
+
+    Args:
+      prepared: work that this process did as a spare of the local launcher.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(parser(), given)
     if options.check:  # A program of its own, of which a process that serves holds nothing.
@@ -63,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from jaxserve.fleet.ffn_runtime import answer_messages
 
             deployment = _ready_to_start(deployment, process, given)
-            more: dict[str, Any] = {}
+            more: dict[str, Any] = {"prepared": prepared}
             if process.processes > 1:
                 from jaxserve.fleet.ffn_group import group_of
 
@@ -80,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if process.is_leader:
             from jaxserve.commands.serving import Serving
 
-            return Serving(deployment, options, process, part).run()
+            return Serving(deployment, options, process, part, prepared).run()
         from jaxserve.commands.following import follow
 
-        return follow(deployment, options, process, part)
+        return follow(deployment, options, process, part, prepared)
     except (ConfigError, CheckpointError, EngineFailedError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         # A launcher starts a failed stand-in again as the prefill worker that it was before.

@@ -2,8 +2,8 @@
 
 import argparse
 import logging
+from typing import TYPE_CHECKING
 
-from jaxserve.commands.priority import take_serving_priority
 from jaxserve.commands.worker_part import WorkerPart, follow_pages
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet import bootstrap
@@ -11,9 +11,12 @@ from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.assembly import Options, open_follower
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
-from jaxserve.fleet.signals import on_signals
+from jaxserve.fleet.signals import on_signals, tell_ready
 from jaxserve.observe.recorder import Recorder
 from jaxserve.server.choice import Probes
+
+if TYPE_CHECKING:
+    from jaxserve.fleet.prepared import Prepared
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -23,6 +26,7 @@ def follow(
     options: argparse.Namespace,
     process: ProcessArguments,
     part: WorkerPart | None = None,
+    prepared: "Prepared | None" = None,
 ) -> int:
     """The life of every process but 0: follows the leader's plans until it shuts down.
 
@@ -47,11 +51,11 @@ def follow(
         follower = peers
         probes.watch(peers)
 
-        given = Options(token=process.token, recorder=recorder)
+        given = Options(token=process.token, recorder=recorder, prepared=prepared)
         runtime = open_follower(deployment, peers, given)
         pages = follow_pages(deployment, part, runtime.driver)
         following = Following(runtime, peers, recorder, pages)
-        take_serving_priority()
         logger.info("%s: ready", peers.identity)
+        tell_ready()
         following.run()
     return 0

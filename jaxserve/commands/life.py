@@ -11,10 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.commands.priority import take_serving_priority
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.signals import on_signals
+from jaxserve.fleet.signals import on_signals, tell_ready
 from jaxserve.logs import announce
 from jaxserve.server.faces import Port
 from jaxserve.server.http.server import HttpServer
@@ -79,8 +78,8 @@ class Life:
         self._ready = True
         info = engine.model_info()
         told = {key: info[key] for key in ("model", "mode", "lanes") if key in info}
-        take_serving_priority()
         announce("ready", {**addresses, **told})
+        tell_ready()
         while not self._drain_reason and self._failure is None:
             time.sleep(LOOK_SECONDS)
         if self._failure is None:

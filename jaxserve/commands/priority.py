@@ -1,26 +1,15 @@
-"""The priority that a process takes when it has started.
+"""Priorities of the local launcher's child processes.
 
-A launcher that starts a process again beside others on the same cores may begin it with a lower
-priority (`launch/supervisor.py`): loading and compiling then take what those who serve leave over.
+A process that is started again beside others on the same cores may begin with a lower priority
+(`launch/local/supervisor.py`): loading and compiling then take the time that serving leaves over.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import MutableMapping
 from pathlib import Path
 
-VARIABLE = "JAXSERVE_SERVING_NICE"
-"""Niceness from when the process is ready; not set: it stays as it is."""
 TRIES = 20
-
-
-def take_serving_priority(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Gives this process the niceness of `JAXSERVE_SERVING_NICE`, its session the usual one, and
-    forgets the variable; raises as `renice`."""
-    wanted = environment.pop(VARIABLE, None)
-    if wanted is not None:
-        renice(os.getpid(), int(wanted), 0)
 
 
 def renice(process: int, niceness: int, group: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +28,9 @@ from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.held_weights import serve_weights
 from jaxserve.server.choice import ProbedPort, admin_face, network_faces
 
+if TYPE_CHECKING:
+    from jaxserve.fleet.prepared import Prepared
+
 HURRY_SECONDS = 2.0
 """For what a prefill worker has that is to become a domain."""
 
@@ -38,6 +42,7 @@ class Serving(Life):
 
     Args:
       part: which worker this is; None: it serves clients itself.
+      prepared: work that this process did as a spare; None: it was none.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class Serving(Life):
         options: argparse.Namespace,
         process: ProcessArguments,
         part: WorkerPart | None = None,
+        prepared: "Prepared | None" = None,
     ):
         if part is None:
             faces = network_faces(deployment, options.insecure_bind, options.log_format)
@@ -56,7 +62,7 @@ class Serving(Life):
             port = worker_port(deployment, part, process.token, on_become)
             super().__init__(deployment, ProbedPort(port, deployment, options.insecure_bind))
         self._process = process
-        self._part = part
+        self._part, self._prepared = part, prepared
         self._successor: list[str] = []
         """The command that this process goes on as, once it has ended."""
         self._engine: Engine | None = None
@@ -74,7 +80,10 @@ class Serving(Life):
         ) as leader:
             assert leader is None or isinstance(leader, Leader)
             options = Options(
-                token=self._process.token, recorder=self._recorder, prepare=self._prepare
+                token=self._process.token,
+                recorder=self._recorder,
+                prepare=self._prepare,
+                prepared=self._prepared,
             )
             engine = self._engine = open_engine(self._deployment, options, leader)
             self._serve(engine, addresses)

@@ -17,6 +17,7 @@ Called by `commands/`, `llm.py`, the bench and preflight. Importing this module 
 function imports its own part, so that a process loads and starts only what it plays.
 """
 
+import gc
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.stepper import Followers
     from jaxserve.fleet.follower import Follower
     from jaxserve.fleet.leader import Leader
+    from jaxserve.fleet.prepared import Prepared
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
     from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
@@ -53,6 +55,7 @@ class Options:
       prepare: called with the engine before it starts; attaches its ends of links.
       config, names: replace the configuration in the model's folder (bench, preflight).
       weights: replaces the weights; None: those of the model's folder, or of `weights.peers`.
+      prepared: work that this process did as a spare; None: it was none.
     """
 
     token: str = ""
@@ -61,6 +64,7 @@ class Options:
     config: "ModelConfig | None" = None
     names: "CheckpointNames | None" = None
     weights: "OpenSource | None" = None
+    prepared: "Prepared | None" = None
 
 
 DEFAULTS = Options()
@@ -159,7 +163,7 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     from jaxserve.roles.attention_bytes import attention_bytes
     from jaxserve.roles.layout import deployment_buckets
 
-    role = open_role(deployment, "attention", attention_bytes)
+    role = open_role(deployment, "attention", attention_bytes, prepared=options.prepared)
     source = (options.weights or open_folder)(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
     experts: Any = getattr(client, "experts", None)  # of shards
@@ -210,6 +214,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     attention = {device for mesh in meshes.domains for device in mesh.local_devices}
     ffn = set(meshes.ffn.local_devices)
     check_memory(config, deployment, {"attention": attention, "ffn": ffn}, role_bytes)
+    gc.freeze()  # as `open_role` does
     templates = ModelTemplates(config, deployment, meshes)
     source = (options.weights or open_folder)(deployment, names)
     return OpenModel(config, names, meshes, templates, source)

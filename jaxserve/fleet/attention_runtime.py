@@ -61,7 +61,8 @@ def attention_cell(
     """
     answer = answer_format(role.contract)
     templates = AttentionTemplates(role.config, deployment, AbstractSubmeshes(deployment))
-    built = build_attention(templates, deployment, role.mesh, source, role.names)
+    given = role.mesh, source, role.names, role.executables
+    built = build_attention(templates, deployment, *given)
 
     def link(role: RoleRuntime, addresses: Sequence[str]) -> MessageClient:
         return kind(

@@ -25,7 +25,7 @@ from jaxserve.fleet import expert_answers
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
-from jaxserve.fleet.signals import on_signals
+from jaxserve.fleet.signals import on_signals, tell_ready
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays
 from jaxserve.link.dispatch.message import message_formats
@@ -56,6 +56,7 @@ from jaxserve.roles.weights import LeafSource
 
 if TYPE_CHECKING:
     from jaxserve.fleet.ffn_group import FFNGroup
+    from jaxserve.fleet.prepared import Prepared
 
     Joined = Callable[[ProcessArguments, Deployment], AbstractContextManager[FFNGroup | None]]
 
@@ -69,6 +70,7 @@ def answer_messages(
     address_given: str | None,
     on_turn: Callable[[], None] = lambda: None,
     joined: "Joined" = alone,
+    prepared: "Prepared | None" = None,
 ) -> int:
     """Runs one process of an ffn worker in its own runtime, until a signal ends it.
 
@@ -77,6 +79,7 @@ def answer_messages(
       on_turn: called a few times a second once the process is ready.
       joined: initialises JAX together with all processes of the worker. A signal to one process
         ends the whole worker.
+      prepared: work that this process did as a spare; None: it was none.
     """
     server = None
 
@@ -98,7 +101,7 @@ def answer_messages(
             own = deployment.link.addresses.index(address)
         listen(address, process.token).close()  # refuses it before the model is loaded
         worker = own // process.processes
-        server, work = open_ffn(deployment, process.token, address, group, worker)
+        server, work = open_ffn(deployment, process.token, address, group, worker, prepared)
         weights = None if group else work.serve_weights(process.token)
         gc.collect()
         gc.freeze()  # as engine/runtime.py does: a full collection would delay a message
@@ -106,6 +109,7 @@ def answer_messages(
         if group is not None:
             group.begin(server, work.slots)
         announce("ready", {"role": "ffn", "link": listening})
+        tell_ready()
         if work.experts is not None:
             work.experts.start()
         while not (group.ended.is_set() if group else signals):
@@ -126,11 +130,13 @@ def open_ffn(
     address: str,
     group: "FFNGroup | None" = None,
     worker: int = 0,
+    prepared: "Prepared | None" = None,
 ) -> tuple[MessageServer, "FFNMessages"]:
     """Returns a warm ffn worker, and the server that answers messages at the address; `start` it.
 
     Args:
       worker: place of the ffn worker among those of `link.addresses`.
+      prepared: as for `answer_messages`.
 
     Raises:
       ConfigError, CheckpointError: the layout or the model does not fit.
@@ -141,11 +147,10 @@ def open_ffn(
     if deployment.ffn.instances > 1:  # which few processes need
         runtime_of = pkgutil.resolve_name("jaxserve.fleet.ffn_shard:runtime_of")
         make = functools.partial(runtime_of, worker)
-    role = open_role(deployment, "ffn", ffn_bytes, make)
-    deployment = role.deployment
+    role = open_role(deployment, "ffn", ffn_bytes, make, prepared)
     open_source = open_folder if group else functools.partial(open_weights, token=token)
-    source = open_source(deployment, role.names)
-    return message_server(role, deployment, source, token, address, group)
+    source = open_source(role.deployment, role.names)
+    return message_server(role, role.deployment, source, token, address, group)
 
 
 def message_server(
@@ -167,15 +172,15 @@ def message_server(
     most = most_messages(role.config, deployment, memory[role.role])
     meshes = AbstractSubmeshes(deployment)
     templates = (role.templates or FFNTemplates)(role.config, deployment, meshes)
-    built = build_ffn(templates, deployment, role.mesh, source, role.names)
+    built = build_ffn(templates, deployment, role.mesh, source, role.names, role.executables)
     policy = POLICIES[deployment.link.batching](most)
     work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
-    prepared = sizes_together(sizes, min(most, deployment.domains))
-    work.compile([size for size in prepared if size.messages > 1])
+    together = sizes_together(sizes, min(most, deployment.domains))
+    work.compile([size for size in together if size.messages > 1])
     if group is not None:
         group.wait_warm_up(revision(deployment.model).digest)
-    work.warm_up(prepared)
+    work.warm_up(together)
     server = MessageServer(
         address,
         role.hello,
@@ -259,7 +264,7 @@ class FFNMessages:
         return all(map(self._worker.has, sizes))
 
     def compile(self, sizes: Sequence[MessageSize]) -> None:
-        """Makes it so."""
+        """Compiles the programs for messages of these sizes."""
         for pieces, messages in {(size.pieces, size.messages) for size in sizes}:
             contract = self._role.contract.of_pieces(pieces, messages)
             programs = FFNPrograms(self._templates, self._deployment, self._role.mesh, contract)
@@ -269,7 +274,7 @@ class FFNMessages:
                 self._landings[pieces] = MessageLanding(programs.route, self._role.mesh)
 
     def warm_up(self, sizes: Sequence[MessageSize]) -> None:
-        """Runs each once, on padding."""
+        """Runs the programs of each size once, on padding."""
         for size in sizes:
             one = size._replace(messages=1)
             for kind in self._formats:

@@ -4,9 +4,10 @@ Each runtime sees its own devices alone. `attention_runtime.py` and `ffn_runtime
 here.
 """
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ from jaxserve.roles.host_resources import check_memory
 from pallas_kernels.coverage import refuse_fallbacks
 
 if TYPE_CHECKING:
+    from jaxserve.fleet.prepared import Prepared
     from jaxserve.model.ffn.block import FFNTemplates
 
 SWITCH_SECONDS = 2e-4
@@ -41,15 +43,13 @@ AGREED = ("dtype", "ffn.weights", "ffn.expert_rows", "model", "weights")
 """Facts of the deployment that decide an ffn worker's numbers, beside the contract's."""
 
 
-def role_mesh(
-    deployment: Deployment, role: Role, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def role_mesh(deployment: Deployment, role: Role) -> Mesh:
     """Makes the mesh of a role that has a runtime for itself.
 
     Raises:
       ConfigError: the runtime has too few devices.
     """
-    there = by_process(jax.devices() if devices is None else devices)
+    there = by_process(jax.devices())
     a, f = deployment.attention, deployment.ffn
     sizes = {"attention": (a.dp, a.tp, ATTENTION_AXES), "ffn": (f.ep, f.tp, FFN_AXES)}
     rows, columns, axes = sizes[role]
@@ -75,6 +75,8 @@ class RoleRuntime(NamedTuple):
     the one at the other end of a link."""
     templates: "Callable[..., FFNTemplates] | None" = None
     """Makes the templates of an ffn worker that has some of the experts; None: it has all."""
+    executables: Any = None
+    """Programs of the role that this process compiled as a spare; None: none."""
 
     @classmethod
     def of(
@@ -103,12 +105,17 @@ def open_role(
     role: Role,
     sizes: Sizes,
     make: Callable[..., RoleRuntime] = RoleRuntime.of,
+    prepared: "Prepared | None" = None,
 ) -> RoleRuntime:
     """Reads the model's configuration and checks that the role's part of it fits here.
+
+    Exempts existing objects, mostly those of imports, from garbage collection, which otherwise
+    takes a tenth of the time of tracing and lowering. `engine/runtime.py` ends the exemption.
 
     Args:
       sizes: computes the needs of the role.
       make: takes the arguments of `RoleRuntime.of`; makes the runtime.
+      prepared: work that this process did as a spare; None: it was none.
 
     Raises:
       ConfigError, CheckpointError: it does not, or is not readable.
@@ -118,7 +125,8 @@ def open_role(
     refuse_fallbacks(deployment.strict_kernels)
     runtime = make(*read_model(deployment), deployment, role)
     check_memory(runtime.config, runtime.deployment, {role: runtime.mesh.local_devices}, sizes)
-    return runtime
+    gc.freeze()
+    return prepared.given_to(runtime) if prepared else runtime
 
 
 def deadlines_of(deployment: Deployment) -> Deadlines:

@@ -1,7 +1,10 @@
-"""Signals that end a process which belongs to a larger whole."""
+"""Messages between a process and the service manager or launcher that started it."""
 
+import contextlib
 import os
+import re
 import signal
+import socket
 from collections.abc import Callable
 from types import FrameType
 
@@ -26,3 +29,10 @@ def on_signals(ask: Callable[[str], bool]) -> list[int]:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     return signals
+
+
+def tell_ready() -> None:
+    """Tells the service manager or launcher that this process is ready, as sd_notify(3) does."""
+    address = re.sub("^@", "\0", os.environ.get("NOTIFY_SOCKET", ""))  # a name without a file
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+        sending.sendto(b"READY=1", socket.MSG_DONTWAIT, address)  # an error if nobody listens

@@ -344,11 +344,16 @@ def build_attention(
     mesh: Mesh,
     source: LeafSource,
     names: CheckpointNames,
+    executables: dict[Bucket, AttentionExecutables] | None = None,
 ) -> tuple[AttentionPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
-    """Loads weights and compiles programs: all arguments of `AttentionWorker` but its link."""
+    """Loads weights and compiles programs: all arguments of `AttentionWorker` but its link.
+
+    Args:
+      executables: programs for this model, deployment and mesh; None: compiles them.
+    """
     programs = AttentionPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers):
         weights = AttentionWeights(source, names, programs)
-    executables = compile_steps(attention_executables, programs, buckets, deployment)
+    executables = executables or compile_steps(attention_executables, programs, buckets)
     return programs, executables, weights

@@ -5,7 +5,6 @@ Processes of a host share a folder of compiled programs. Hosts may share a folde
 """
 
 import concurrent.futures
-import gc
 import logging
 import os
 import threading
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax._src import compilation_cache, compiler, lru_cache
-from jax._src import compilation_cache_interface as cache_interface
+from jax._src import compilation_cache, compilation_cache_interface, compiler, lru_cache
 
 from jaxserve.config.model import FFN, LayerKind
 from jaxserve.errors import CheckpointError
@@ -27,8 +25,6 @@ from jaxserve.storage.files import write_whole
 from jaxserve.storage.mirror import user_cache
 
 logger = logging.getLogger(__name__)
-
-UNREADABLE = "compilation cache: %s cannot be read (%s) and is made again"
 
 
 class ProgramKey(NamedTuple):
@@ -88,12 +84,7 @@ def hot_call(compiled: jax.stages.Compiled) -> Call:
 def compile_all[Key](
     programs: Mapping[Key, Program], workers: int = 2
 ) -> dict[Key, jax.stages.Compiled]:
-    """Compiles all programs, `workers` at a time; the result has their order.
-
-    Exempts existing objects, mostly those of imports, from garbage collection, which otherwise
-    takes a tenth of the time of tracing and lowering. `engine/runtime.py` ends the exemption.
-    """
-    gc.freeze()
+    """Compiles all programs, `workers` at a time; the result has their order."""
     with (
         Progress("compile", len(programs), process=jax.process_index()) as progress,
         concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool,
@@ -104,25 +95,9 @@ def compile_all[Key](
     return {key: future.result() for key, future in zip(programs, names, strict=True)}
 
 
-prepared: list[tuple[tuple[Any, ...], Any]] = []
-"""Steps that this process compiled while it was a spare (`fleet/prepared.py`), each after all that
-its programs follow from: arguments of `compile_steps`, with configuration and mesh in place of the
-programs. The code that made them is that of this process, and so are JAX's options."""
-
-
-def compile_steps[Steps](
-    steps: Callable[..., Steps], programs: Any, sizes: Sequence[Any], deployment: Any = None
-) -> Steps:
+def compile_steps[Steps](steps: Callable[..., Steps], programs: Any, sizes: Sequence[Any]) -> Steps:
     """Compiles the programs that `steps(programs, sizes, get)` asks for; returns its result with
-    these executables.
-
-    Args:
-      deployment: what the programs were made for, with their mesh and configuration and nothing
-        else; None: they have other sources, too, and cannot be in `prepared`.
-    """
-    for origin, made in prepared:
-        if origin == (steps, programs.config, programs.mesh, sizes, deployment):
-            return made
+    these executables."""
     compiled = compile_all(wanted(steps, programs, sizes))
     return steps(programs, sizes, lambda *one: compiled[ProgramKey.of(*one)])
 
@@ -153,7 +128,7 @@ class WholeEntries(lru_cache.LRUCache):
         return Path(str(self.path)) / f"{key}-cache"
 
 
-class BucketEntries(cache_interface.CacheInterface):
+class BucketEntries(compilation_cache_interface.CacheInterface):
     """Entries in a bucket, which replaces objects at once. If reading or writing there fails, the
     program is compiled."""
 
@@ -183,7 +158,7 @@ def _is_readable(key: str, value: bytes) -> bool:
         if not compilation_cache.decompress_executable(value):
             raise ValueError("empty")
     except Exception as error:  # zlib's, or one of two packages'
-        logger.warning(UNREADABLE, key, error)
+        logger.warning("compilation cache: %s cannot be read (%s) and is made again", key, error)
         return False
     return True
 
@@ -195,7 +170,7 @@ def keep_entries_whole() -> None:
         compilation_cache.get_file_cache = _open
 
 
-def _open(path: str) -> tuple[cache_interface.CacheInterface, str]:
+def _open(path: str) -> tuple[compilation_cache_interface.CacheInterface, str]:
     if is_url(path):
         return BucketEntries(path), path
     return WholeEntries(path, max_size=jax.config.jax_compilation_cache_max_size), path

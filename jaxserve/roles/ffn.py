@@ -154,12 +154,17 @@ def build_ffn(
     mesh: Mesh,
     source: LeafSource,
     names: CheckpointNames,
+    executables: FFNExecutables | None = None,
 ) -> tuple[FFNPrograms, FFNExecutables, FFNWeights, ExpertSlots | None]:
-    """Loads weights and compiles programs: the arguments of `FFNWorker`."""
+    """Loads weights and compiles programs: the arguments of `FFNWorker`.
+
+    Args:
+      executables: programs for this model, deployment and mesh; None: compiles them.
+    """
     programs, sizes = FFNPrograms(templates, deployment, mesh), token_sizes(deployment)
     with load_progress(source, templates.config.all_layers):
         weights = FFNWeights(source, names, programs)
-    executables = compile_steps(ffn_executables, programs, sizes, deployment)
+    executables = executables or compile_steps(ffn_executables, programs, sizes)
     slots = open_slots(programs, weights, names, source)
     return programs, executables, weights, slots
 

@@ -3,20 +3,21 @@
     python -u -m jaxserve.launch.local.spare jaxserve.serve
     python -u -m jaxserve.launch.local.spare jaxserve.serve --config demo-fleet-afd --role ffn
 
-The first has imported what a worker of any role imports. It has no devices and has started no JAX
-backend. The second is warm: one of the processes of a runtime in reserve, with their arguments.
-`fleet/prepared.py` says what it has done besides.
+The first imports the modules of a worker of any role. It has no devices and starts no JAX backend.
+The second is warm: one of the processes of a runtime in reserve, with their arguments. It also does
+the work of `fleet/prepared.py`.
 
-A spare gets arguments, variables and outputs in one message over a socket, its standard input, and
-then runs the module as `python -m` would. It ends when the socket closes without one. `children.py`
-starts processes from it, and `supervisor.py` replaces those that were taken.
+A spare says over a socket, its standard input, when it is ready. It gets arguments, variables and
+outputs in one message, and then calls `main` of the module. It ends when the socket closes without
+a message. `children.py` starts processes from it, and `supervisor.py` replaces spares that were
+taken.
 """
 
 import contextlib
 import importlib
 import itertools
 import os
-import runpy
+import pkgutil
 import socket
 import subprocess
 import sys
@@ -34,6 +35,8 @@ PARTS = ("jaxserve.fleet.ffn_group", "jaxserve.fleet.ffn_runtime", "jaxserve.lin
 """Modules that a worker of any role imports. With those of the engine and of servers, 0.4 s more,
 an ffn worker would hold 23 MB more than one that was started without a spare."""
 PIECE = 1 << 16
+READY = b"1"
+"""Word of a spare that has prepared everything."""
 NICENESS, MOST_NICENESS = 5, 19
 """Niceness added to a spare. While it prepares, it gets a third of the CPU share of a serving
 process, and a seventieth while another process starts for which requests may wait."""
@@ -49,7 +52,7 @@ class Spare(NamedTuple):
 
     Attributes:
       child: the process.
-      own: this end of its socket.
+      own: this end of its socket, which never blocks.
       common: arguments of every process.
       variables: variables whose values it keeps: processes of a warm runtime have joined JAX's
         coordination service at an address of their own.
@@ -62,6 +65,14 @@ class Spare(NamedTuple):
     variables: dict[str, str]
     niced: int
 
+    @property
+    def is_ready(self) -> bool:
+        """True once it has prepared everything, while it lives."""
+        with contextlib.suppress(OSError):  # nothing has come, or it has ended
+            word = self.own.recv(1, socket.MSG_PEEK)
+            return word == READY and self.child.poll() is None
+        return False
+
     def become(
         self,
         arguments: Sequence[str],
@@ -70,7 +81,7 @@ class Spare(NamedTuple):
         core: int | None,
         nicer: int,
     ) -> subprocess.Popen[bytes] | None:
-        """Makes the spare the process with these arguments; None if it has ended.
+        """Makes the spare, which is ready, the process with these arguments; None if it has ended.
 
         Args:
           environment: all variables of the process.
@@ -85,8 +96,11 @@ class Spare(NamedTuple):
                         os.sched_setaffinity(int(thread), {core})
             if self.niced:
                 priority.renice(self.child.pid, os.nice(0) + nicer, nicer)
-            socket.send_fds(self.own, [msgspec.json.encode(part)], outputs)
-            return self.child
+            self.own.recv(1)  # its word: with bytes unread, closing would reset the connection
+            message = msgspec.json.encode(part)
+            if socket.send_fds(self.own, [message], outputs) == len(message):
+                return self.child
+        self.child.kill()
         return None
 
     def end(self) -> None:
@@ -121,10 +135,15 @@ class Spares:
         self._held = False
 
     def hold(self) -> None:
-        """Slows down what spares prepare, because a worker starts beside them, until `fill`."""
-        self._held = self._nicer > 0
-        if self._held:
+        """Leaves the cores to a worker that starts, until `fill`: slows spares down that still
+        prepare, or ends them where they could not become faster again."""
+        if self._nicer:
+            self._held = True
             self._renice(MOST_NICENESS)
+            return
+        for role, waiting in self._waiting.items():
+            if not all(spare.is_ready for spare in waiting):
+                self._end(role)
 
     def _renice(self, nicer: int) -> None:
         for spare in itertools.chain(*self._waiting.values()):
@@ -158,6 +177,7 @@ class Spares:
     def _start(self, part: Part, variables: dict[str, str]) -> Spare:
         arguments, environment = part
         own, theirs = socket.socketpair()
+        own.setblocking(False)
         with theirs:
             child = started(
                 [*self._command, *(self._common if arguments else []), *arguments],
@@ -169,12 +189,13 @@ class Spares:
         return Spare(child, own, self._common, variables, self._nicer)
 
     def take(self, role: str, count: int) -> list[Spare]:
-        """Takes the spares of a runtime with this number of processes; fewer, or none, where they
-        are missing."""
+        """Takes ready spares for a runtime with this number of processes. Returns fewer where they
+        are missing; spares of a role are taken together or not at all."""
         waiting = self._waiting.get(role, self._waiting.get("", []))
-        if any(spare.child.poll() is not None for spare in waiting):
-            return []  # `fill` replaces them
-        taken, waiting[:] = waiting[:count], waiting[count:]
+        taken = [spare for spare in waiting if spare.is_ready][:count]
+        if role in self._waiting and len(taken) < count:
+            return []
+        waiting[:] = [spare for spare in waiting if spare not in taken]
         return taken
 
     def _end(self, role: str) -> None:
@@ -194,12 +215,14 @@ def main(module: str, *given: str) -> None:
     """Prepares, waits for a part, and plays it; returns if the socket closes first."""
     for name in PARTS:
         importlib.import_module(name)
+    prepared = None
     if given:
         from jaxserve.fleet.prepared import prepare
 
-        prepare(given)
-        print(f"[local] a spare is ready, pid {os.getpid()}", file=sys.stderr, flush=True)
+        prepared = prepare(given)
+    print(f"[local] a spare is ready, pid {os.getpid()}", file=sys.stderr, flush=True)
     with socket.socket(fileno=os.dup(0)) as waiting:
+        waiting.send(READY)
         message, outputs, _, _ = socket.recv_fds(waiting, PIECE, 2)
         while piece := waiting.recv(PIECE):
             message += piece
@@ -213,7 +236,8 @@ def main(module: str, *given: str) -> None:
     sys.argv[1:] = arguments
     # A worker that becomes a stand-in runs its own command line again.
     sys.orig_argv[1:] = ["-u", "-m", module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run = pkgutil.resolve_name(f"{module}:main")
+    sys.exit(run(arguments, prepared) if prepared else run())
 
 
 if __name__ == "__main__":

@@ -17,22 +17,20 @@ from typing import Literal, NamedTuple
 from jaxserve.commands import priority
 from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
 from jaxserve.launch.local.members import Member
+from jaxserve.launch.local.readiness import Readiness
 from jaxserve.launch.local.spare import Part, Spare, Spares
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
 """Seconds for the other processes of a runtime to report, after one of them has died."""
 LOOK_SECONDS = 0.02
-CALM_SECONDS = 2.0
-"""Seconds after the start of a process, before spares are prepared."""
+START_SECONDS = 120.0
+"""Seconds after which a start no longer keeps spares from being prepared."""
 RETRY_SECONDS = 1.0
 """Seconds before another try if a process could not be created."""
 START_NICENESS = 5
 """Niceness added during a restart of a process whose work other processes do meanwhile: it gets a
 third of the CPU share of a serving process."""
-AWAITED_NICENESS = 1
-"""Niceness added during a restart for which requests wait. Small, but not 0: a process that serves
-is recognised by having taken this niceness back."""
 PATIENCE_SECONDS = 10.0
 """Seconds after which any start counts as awaited: next to busy streams it could take minutes."""
 CAP_SYS_NICE = 23
@@ -87,10 +85,13 @@ class Supervisor:
         self._environment: Mapping[str, str] = {
             **os.environ,
             "JAXSERVE_CLUSTER_TOKEN": secrets.token_hex(16),
+            "NOTIFY_SOCKET": (readiness := Readiness()).address,
         }
+        self._readiness = readiness
+        self._ready: set[int] = set()
         reserves, niced = reserves_of(members, rules), may_become_less_nice()
         self._spares = Spares(command, self._environment, reserves, niced)
-        self._calm = 0.0  # when spares are prepared
+        self._calm = 0.0  # when spares may be prepared
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()  # for good
         self._due: dict[int, float] = {}  # runtime → when it is started again
@@ -117,6 +118,7 @@ class Supervisor:
                 if time.monotonic() > self._deadline:
                     self._name_late()
                     break
+                self._hear()
                 if not self._told:
                     self._start_due()
                     self._hurry()
@@ -125,6 +127,7 @@ class Supervisor:
             code = self._children[0].poll()
             return 1 if code is None else 128 - code if code < 0 else code
         finally:
+            self._readiness.close()
             self._spares.close()
             end([child for _, child in sorted(self._children.items())])
             time.sleep(STOP_SECONDS / 50)  # for the last lines
@@ -148,23 +151,35 @@ class Supervisor:
     def _begin(self, number: int, again: bool = False, spare: Spare | None = None) -> None:
         member = self._members[number]
         environment, nicer = {**self._environment, **member.environment}, 0
+        self._ready.discard(number)
         if again and member.spared_by and may_become_less_nice():
-            environment = {**environment, priority.VARIABLE: f"{os.nice(0)}"}
             nicer = START_NICENESS
             self._starting[number] = time.monotonic() + PATIENCE_SECONDS
         log = None if self._logs is None else self._logs / f"{number}.log"
         own = member.arguments, environment, number
         child = start(self._command, *own, self._pin, log, nicer, spare)
         self._children[number] = child
-        self._calm = time.monotonic() + CALM_SECONDS
+        self._calm = time.monotonic() + START_SECONDS
         place = f", listens on {member.listens} for {member.dialled}" if member.listens else ""
         if member.pages:
             place += ", pages on {} for {}".format(*member.pages)
         if member.name:
             say(f"process {number}: {member.name}, pid {child.pid}{place}")
 
+    def _hear(self) -> None:
+        """Notices processes that have become ready, and gives them the priority of serving ones."""
+        for pid in self._readiness.reports():
+            for number, child in self._children.items():
+                if child.pid == pid:
+                    self._ready.add(number)
+                    if self._starting.pop(number, None) is not None:
+                        priority.renice(pid, os.nice(0), 0)
+            if len(self._ready | self._ended) == len(self._members):
+                self._calm = 0.0
+
     def _prepare(self) -> None:
-        """Replaces spares that were taken or have ended."""
+        """Replaces spares that were taken or have ended, while no process starts: they would
+        compete with it."""
         if self._due or time.monotonic() < self._calm:
             return
         try:
@@ -175,11 +190,7 @@ class Supervisor:
             self._calm = time.monotonic() + RETRY_SECONDS
 
     def _serves(self, number: int) -> bool:
-        """Whether a process is ready, as far as its priority shows."""
-        child = self._children[number]
-        if child.poll() is not None:
-            return False
-        return os.getpriority(os.PRIO_PROCESS, child.pid) <= os.nice(0)
+        return number in self._ready and self._children[number].poll() is None
 
     def _hurry(self) -> None:
         """Raises the priority of starts for which requests wait, or which take long."""
@@ -193,9 +204,8 @@ class Supervisor:
             if any(map(self._serves, others)) and time.monotonic() < until:
                 continue
             del self._starting[number]
-            if self._children[number].poll() is None and not self._serves(number):
-                niceness = os.nice(0) + AWAITED_NICENESS
-                priority.renice(self._children[number].pid, niceness, AWAITED_NICENESS)
+            if self._children[number].poll() is None:
+                priority.renice(self._children[number].pid, os.nice(0), 0)
 
     def _look(self) -> bool:
         """Notices processes that have ended; False if all is to end."""
@@ -233,7 +243,7 @@ class Supervisor:
         return f"process {number}{f' ({name})' if name else ''} ended with {describe(code)}"
 
     def _start_due(self) -> None:
-        """Starts runtimes again whose time has come, and of which nothing is left."""
+        """Starts each runtime whose restart is due and whose processes have all ended."""
         now = time.monotonic()
         for runtime, due in list(self._due.items()):
             own = [n for n, member in enumerate(self._members) if member.runtime == runtime]

@@ -11,6 +11,7 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from unittest.mock import patch
 
 import jax
 import pytest
@@ -67,8 +68,9 @@ def role_of(model, role, first, overrides, worker=0):
     names = read_config(str(model), [], deployment.modules)
     shard = role == "ffn" and deployment.ffn.instances > 1
     make = functools.partial(runtime_of, worker) if shard else RoleRuntime.of
-    runtime = make(*names, deployment, role)
-    mesh = role_mesh(runtime.deployment, role, jax.devices()[first:])
+    runtime, devices = make(*names, deployment, role), jax.devices()
+    with patch.object(jax, "devices", lambda: devices[first:]):
+        mesh = role_mesh(runtime.deployment, role)
     return runtime._replace(mesh=mesh), runtime.deployment, open_checkpoint(str(model), names[1])
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
@@ -107,19 +106,6 @@ def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "compile", fail)
     with pytest.raises(RuntimeError, match="cannot compile"):
         compile_steps(attention_executables, attention_of(tmp_path), BUCKETS[:1])
-
-
-@pytest.mark.parametrize("changed", [None, "steps", "config", "mesh", "sizes", "deployment"])
-def test_steps_compiled_in_advance_serve_equal_sources_alone(monkeypatch, changed):
-    own = {"steps": lambda *given: "new", "config": "a", "mesh": "b", "sizes": [8], "deployment": 1}
-    monkeypatch.setattr(compilation, "prepared", [(tuple(own.values()), "old")])
-    if changed:
-        own[changed] = (lambda *given: "new") if changed == "steps" else [16]
-    programs = SimpleNamespace(config=own["config"], mesh=own["mesh"])
-    monkeypatch.setattr(compilation, "compile_all", lambda programs: {})
-    made = compile_steps(own["steps"], programs, own["sizes"], own["deployment"])
-    assert made == ("new" if changed else "old")
-    assert compile_steps(own["steps"], programs, own["sizes"]) == "new"
 
 
 def test_hot_call_returns_what_the_program_does_or_the_program():

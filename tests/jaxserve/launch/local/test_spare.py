@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.fleet.signals import tell_ready
 from tests.jaxserve.fleet.launched import alive, started
 
 
@@ -30,6 +31,7 @@ def test_a_spare_becomes_what_was_killed_and_none_outlives_a_killed_launcher() -
         os.kill(first := spare(), signal.SIGKILL)
         run.wait_for(rf"a spare, pid {first}, ended with signal SIGKILL")
         second = spare()
+        run.wait_for(rf"a spare is ready, pid {second}")
         os.kill(run.pid(1), signal.SIGKILL)
         run.wait_for(rf"^\[1\] pid {second} warm, {__name__} 0$")
         assert spare() not in (first, second)
@@ -61,7 +63,12 @@ def test_warm_spares_of_both_roles_compile_no_step_when_they_are_needed() -> Non
         assert set(counts) <= {"3"}, again  # expert slots, whose shapes follow from the weights
 
 
-if __name__ == "__main__":
+def main() -> None:
     how = "warm" if "jax" in sys.modules else "cold"
     print(f"pid {os.getpid()} {how}, {sys.orig_argv[3]} {sys.argv[-1]}")
+    tell_ready()
     time.sleep(120)
+
+
+if __name__ == "__main__":
+    main()
