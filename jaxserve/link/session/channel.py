@@ -150,12 +150,11 @@ class Channel:
         self, sock: socket.socket, most: int = MAX_FRAME_BYTES, *, accepted: bool | None = None
     ):
         with closed_on_error(sock):
-            self.local_host, self.peer = "", "this host"
-            """The address by which the peer reaches this host, and the peer's."""
+            self.peer = "this host"
+            """The peer's address."""
             if sock.family != socket.AF_UNIX:
                 # Notes follow each other unanswered: Nagle's algorithm would hold the second back.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.local_host = sock.getsockname()[0]
                 self.peer = join_address(*sock.getpeername()[:2])
             self._socket = sock if accepted is None else secured(sock, accepted=accepted)
             self._socket.setblocking(True)

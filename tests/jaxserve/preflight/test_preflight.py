@@ -80,9 +80,12 @@ def test_processes_meet_compare_and_notice_who_leaves(monkeypatch):
 
 def test_a_process_that_does_not_come_is_named():
     first, _, third = meetings(3)
+    other = meetings(4)[3]
+    other._address = first._address
     with first, third:
-        found = at_once(lambda: first.begin(0.3), lambda: third.begin(20))
+        found = at_once(lambda: first.begin(2), lambda: third.begin(20), lambda: other.begin(20))
     assert str(found[0]).startswith("processes 1 did not come to 127.0.0.1:")
+    assert "processes = 4, here 3" in str(found[2])
 
 
 def test_a_port_of_the_file_that_is_taken_is_named():
