@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
-from pallas_kernels.quantize.api import QuantArray, WeightFormat, quantize_weight
+from pallas_kernels.quantize import QuantArray, StackEntry, WeightFormat, quantize_weight
 
 BLOCK = 128
 """Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
@@ -69,6 +69,9 @@ class Formats:
         return jnp.dtype(jnp.float32) if self.float32_norms else self.dtype
 
 
+WeightKind = Literal["plain", "input_major", "quantised"]
+
+
 class Weight(nnx.Param[Any]):
     """A parameter.
 
@@ -76,18 +79,19 @@ class Weight(nnx.Param[Any]):
 
     Args:
       dimensions: names of the axes for the sharding rules.
-      input_major: whether it is a matrix or a stack of matrices in the layout of `InputMajor`.
+      kind: "input_major": a matrix or a stack of matrices in the layout of `InputMajor`;
+        "quantised": a part of a `QuantWeight`.
     """
 
     def __init__(
-        self, value: Any, dimensions: tuple[str | None, ...] = (), *, input_major: bool = False
+        self, value: Any, dimensions: tuple[str | None, ...] = (), kind: WeightKind = "plain"
     ):
-        super().__init__(value, dimensions=dimensions, input_major=input_major)
+        super().__init__(value, dimensions=dimensions, kind=kind)
 
     def __getitem__(self, key: Any) -> Any:
         """Returns the array in the form that products take, for `[...]`."""
         value = self.get_raw_value()
-        if self.input_major and not isinstance(value, InputMajor):
+        if self.kind == "input_major" and not isinstance(value, InputMajor):
             return InputMajor(value)
         return value
 
@@ -96,7 +100,7 @@ class Weight(nnx.Param[Any]):
         *outer, d_out, d_in = self.dimensions
         width = width_of(self.shape[-2] // shards.get(d_out or "", 1))
         tiles = _made_of(self.get_raw_value(), in_tiles, width)
-        return Weight(tiles, (*outer, d_out, d_in, None), input_major=True)
+        return Weight(tiles, (*outer, d_out, d_in, None), "input_major")
 
 
 class QuantWeight(nnx.Module):
@@ -121,11 +125,11 @@ class QuantWeight(nnx.Module):
         quantised = _made_of(value, quantize_weight, weights, block)
         *outer, d_out, d_in = dimensions
         self.block = block
-        self.values = Weight(quantised.values, dimensions=dimensions)
+        self.values = Weight(quantised.values, dimensions, "quantised")
         of_blocks = (*outer, d_out, d_in if block[1] else None)
-        self.scales = Weight(quantised.scales, dimensions=of_blocks)
+        self.scales = Weight(quantised.scales, of_blocks, "quantised")
         points = _made_of(quantised.scales, jnp.zeros_like, jnp.int8)
-        self.zeros = Weight(points, dimensions=of_blocks) if zero_points else None
+        self.zeros = Weight(points, of_blocks, "quantised") if zero_points else None
 
     def __getitem__(self, key: EllipsisType) -> QuantArray:
         """Returns the matrix in the form that products take, for `[...]`."""
@@ -272,12 +276,13 @@ class TemplateLeaf(jax.ShapeDtypeStruct):
       name: dotted path in the module.
       dimensions: the names of its axes.
       input_major: whether it lies tile by tile and input by input (`InputMajor`).
+      quantised: whether it is a part of a `QuantWeight`.
     """
 
     def __init__(self, name: str, weight: Weight):
         super().__init__(weight.shape, weight.dtype)
-        self.name, self.dimensions = name, weight.dimensions
-        self.input_major = weight.input_major
+        self.name, self.dimensions, kind = name, weight.dimensions, weight.kind
+        self.input_major, self.quantised = kind == "input_major", kind == "quantised"
 
     @property
     def of_slots(self) -> bool:
@@ -317,7 +322,7 @@ class Template:
         )
         self.names = tuple(leaf.name for leaf in self.leaves)
 
-    def merge(self, leaves: Sequence[Array | InputMajor]) -> Any:
+    def merge(self, leaves: Sequence[Array | InputMajor | StackEntry]) -> Any:
         """Rebuilds the module with these leaves, global arrays or one device's slices."""
         if len(leaves) != len(self.leaves):
             raise ValueError(f"{len(leaves)} leaves for a module of {len(self.leaves)}")

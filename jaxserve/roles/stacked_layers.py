@@ -11,15 +11,16 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.module import Template
 from jaxserve.roles.token_programs import TokenPrograms
 from pallas_kernels.input_major import InputMajor
-from pallas_kernels.quantize import sliceable
+from pallas_kernels.quantize import StackEntry, sliceable
+from pallas_kernels.target import current_target
 
 
 class StackedLeaves(NamedTuple):
     """Leaves of one block of a run's layers, by their place in the block.
 
-    A scan would copy a layer's experts, and matrices that lie input by input, before every use.
-    Products with these take the whole stack and find their layer; experts of all layers are in one
-    row.
+    A scan would copy a layer's experts, matrices that lie input by input, and on TPUs quantised
+    matrices before every use. Products with these take the whole stack and find their layer;
+    experts of all layers are in one row.
     """
 
     whole: dict[int, Any]
@@ -32,11 +33,14 @@ class StackedLeaves(NamedTuple):
         """Divides the stacked leaves of a block."""
         whole: dict[int, Any] = {}
         sliced: dict[int, Any] = {}
+        multiplied_in_stacks = current_target().backend == "mosaic_tpu"
         for place, stack in enumerate(map(sliceable, stacks)):
             if template.leaves[place].of_slots:
                 whole[place] = stack.reshape(-1, *stack.shape[2:])
             elif template.leaves[place].input_major:
                 whole[place] = InputMajor(stack)
+            elif template.leaves[place].quantised and multiplied_in_stacks:
+                whole[place] = StackEntry(stack, None)
             else:
                 sliced[place] = stack
         return cls(whole, sliced)
@@ -76,5 +80,9 @@ def with_own_pages(
     return slice(first, first + len(pool.arrays)), batch._replace(page_table=shifted)
 
 
-def _of_layer(leaf: Array | InputMajor, layer: Array) -> Array | InputMajor:
+def _of_layer(
+    leaf: Array | InputMajor | StackEntry, layer: Array
+) -> Array | InputMajor | StackEntry:
+    if isinstance(leaf, StackEntry):
+        return StackEntry(leaf.stack, layer)
     return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf

@@ -37,7 +37,8 @@ from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Fallback, Implementation, fall_back, kernel_target
@@ -74,12 +75,16 @@ def grouped_matmul(
     *,
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
+    first: Int[Array, ""] | int | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
 
     Args:
+      first: the first group's place among the weights, which may be those of several layers: group
+        g of the sizes has the weights of group first + g. None: the weights have as many groups as
+        there are sizes.
       row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
         "float": rows are not quantised; None: as the format of the weights requires.
       narrow: see `grouped_swiglu`.
@@ -95,7 +100,8 @@ def grouped_matmul(
         `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
-    _check_weights("weights", weights, rows, (group_sizes.shape[0], None, rows.shape[1]))
+    groups = group_sizes.shape[0] if first is None else None
+    _check_weights("weights", weights, rows, (groups, None, rows.shape[1]))
     _check_row_format(row_format, weights=weights)
     if _decodes(weights, rows, implementation):
         weights, row_format = _decoded("grouped_matmul", weights, rows), None
@@ -105,16 +111,18 @@ def grouped_matmul(
         rows: Array,
         weights: Array | QuantArray,
         narrow: QuantArray | None,
+        first: Array | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
         call = GroupedCall(rows, (weights,), group_sizes, row_format, narrow)
+        call = _placed(call, first, target)
         if target is None:
             return reference.grouped_matmul(call)
         product: Array = _kernels(target).grouped_matmul(call, target, tiles)
         return product
 
-    narrow = _in_format(narrow, weights)
-    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow)
+    narrow, place = _in_format(narrow, weights), _place(first)
+    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow, place)
     return product
 
 
@@ -132,6 +140,7 @@ def grouped_swiglu(
     average: int | None = None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
+    first: Int[Array, ""] | int | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
@@ -160,6 +169,7 @@ def grouped_swiglu(
       activation: what makes hidden rows of the products of gate and up. With biases, or another
         one than `SWIGLU`, kernels compute the three products one by one, and round between them.
       biases: of the networks; None: they have none.
+      first: as of `grouped_matmul`, for all weights and biases.
       implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
@@ -172,7 +182,8 @@ def grouped_swiglu(
         `coverage.kernel_target`.
     """
     _check_rows(rows, group_sizes)
-    groups, d_model = group_sizes.shape[0], rows.shape[1]
+    d_model = rows.shape[1]
+    groups = group_sizes.shape[0] if first is None else gate_weights.shape[0]
     _check_weights("gate_weights", gate_weights, rows, (groups, None, d_model))
     d_ff = gate_weights.shape[1]
     _check_weights("up_weights", up_weights, rows, (groups, d_ff, d_model))
@@ -196,11 +207,13 @@ def grouped_swiglu(
             grouped_matmul,
             group_sizes=group_sizes,
             row_format=row_format,
+            first=first,
             implementation=implementation,
             tiles=tiles,
         )
         ends = jnp.cumsum(jnp.asarray(group_sizes))
         group = jnp.sum(ends[:, None] <= jnp.arange(given.shape[0]), axis=0)  # padding: past all
+        group = jnp.where(group < ends.shape[0], group + (first or 0), groups)
 
         def product(some: Array, place: int) -> Array:
             found = multiply(some, weights[place]).astype(jnp.float32)
@@ -217,19 +230,37 @@ def grouped_swiglu(
         source: Array | None,
         narrow: QuantArray | None,
         biases: Biases | None,
+        first: Array | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
         options = source, zero_padding, average, activation, biases
         call = GroupedCall(rows, weights, group_sizes, row_format, narrow, *options)
+        call = _placed(call, first, target)
         if target is None:
             return reference.grouped_swiglu(call)
         out: Array = _kernels(target).grouped_swiglu(call, target, tiles)
         return out
 
     narrow = _in_format(narrow, gate_weights, up_weights)
-    arrays = rows, weights, source, narrow, biases
+    arrays = rows, weights, source, narrow, biases, _place(first)
     out: Array = _run("grouped_swiglu", compute, group_sizes, *arrays)
     return out
+
+
+def _place(first: Int[Array, ""] | int | None) -> Int32[Array, ""] | None:
+    return None if first is None else jnp.asarray(first, jnp.int32)
+
+
+def _placed(call: GroupedCall, first: Array | None, target: Target | None) -> GroupedCall:
+    """Returns the call for groups that begin at the group `first` of the weights. Backends other
+    than TPUs' get sizes of all groups, which are 0 outside the call's."""
+    if first is None:
+        return call
+    if target is not None and target.backend == "mosaic_tpu":
+        return call._replace(first=first)
+    nothing = jnp.zeros(call.weights[0].shape[0], jnp.int32)
+    sizes = lax.dynamic_update_slice_in_dim(nothing, jnp.asarray(call.group_sizes), first, 0)
+    return call._replace(group_sizes=sizes)
 
 
 def _decodes(weights: WeightArray, rows: Array, implementation: Implementation) -> bool:
@@ -328,7 +359,7 @@ def _check_weights(
     name: str,
     weights: WeightArray,
     rows: Array,
-    expected: tuple[int, int | None, int],
+    expected: tuple[int | None, int | None, int],
 ) -> None:
     """Checks shape (None: any size) and dtype of one weight array."""
     if isinstance(weights, QuantArray):

@@ -36,7 +36,13 @@ from pallas_kernels.grouped_matmul.reference import WeightArray
 from pallas_kernels.grouped_matmul.reference import gated as gated_product
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
-from pallas_kernels.quantize import QuantArray, check_quant_array, from_bits, quantize_rows
+from pallas_kernels.quantize import (
+    QuantArray,
+    StackEntry,
+    check_quant_array,
+    from_bits,
+    quantize_rows,
+)
 from pallas_kernels.quantize.product import (
     product_of_rows,
     quant_product,
@@ -85,7 +91,7 @@ def _on_gpu(rows: Array, weights: QuantArray) -> bool:
 
     if not _in_blocks(weights):
         return False
-    return not _said(mosaic_gpu.gap(rows.dtype, (_stack(weights),)))
+    return not _said(mosaic_gpu.gap(rows.dtype, (_stack(weights)[0],)))
 
 
 def _said(reason: str) -> str:
@@ -153,10 +159,18 @@ def dense_matmul(
     if rows.shape[-2] == 1 and current_target().device_kind == "cpu":
         return dense_matmul(_two_rows(rows), weights)[..., :1, :]
     if covers(rows, weights):
-        group, stack = _one_group(rows), _stack(weights)
-        row_format = fastest_row_format(rows, (stack,))
-        found = grouped_matmul(rows, stack, group, row_format=row_format, narrow=narrow)
+        group, (stack, first) = _one_group(rows), _stack(weights)
+        found = grouped_matmul(
+            rows,
+            stack,
+            group,
+            row_format=fastest_row_format(rows, (stack,)),
+            narrow=narrow,
+            first=first,
+        )
         return found.astype(jnp.float32)
+    if isinstance(weights, QuantArray):
+        weights = _alone(weights)
     if isinstance(weights, QuantArray) and _multiplies_fp8(rows, weights):
         values, scales = quantize_rows(rows, "fp8")
         return quant_product_of_floats(from_bits(values), weights) * scales[:, None]
@@ -200,13 +214,14 @@ def swiglu_steps(
     beside each step. The first step takes (rows, narrow), each other one the previous result, a
     tree of arrays; the last returns the output. A kernel computes everything in one step."""
     if covers(rows, *weights) and activation == SWIGLU:
-        stacks = gate, up, down = tuple(map(_stack, weights))
+        stacks, (first, *_) = zip(*map(_stack, weights), strict=True)
         row_format = fastest_row_format(rows, stacks)
         return (
             lambda given: grouped_swiglu(
-                *(given[0], gate, up, down, _one_group(given[0])),
+                *(given[0], *stacks, _one_group(given[0])),
                 row_format=row_format,
                 narrow=given[1],
+                first=first,
             ),
         )
 
@@ -242,7 +257,7 @@ def swiglu_steps_of_fp8(
         `MOST_TILES` tiles.
     """
     target, values = current_target(), from_bits(narrow.values)
-    stacks = gate, up, down = tuple(map(_stack, weights))
+    stacks = gate, up, down = tuple(_stack(array)[0] for array in weights)
     if values.dtype != jnp.float8_e4m3fn or fastest_row_format(rows, stacks) != "fp8":
         return None
     from pallas_kernels.grouped_matmul import mosaic_gpu
@@ -300,6 +315,25 @@ def _one_group(rows: Array) -> np.ndarray:
     return np.asarray([rows.shape[0]], np.int32)
 
 
-def _stack(weights: Any) -> Any:
-    """Returns the weight as a stack of weights with a single group."""
-    return jax.tree.map(lambda array: array[None], weights)
+def _stack(weights: Any) -> tuple[Any, Array | None]:
+    """Returns the stack of weights that the weight is in, and its place there; of a weight that is
+    in none, a stack of it alone, and None."""
+    if not _in_stack(weights):
+        return jax.tree.map(lambda array: array[None], weights), None
+    return _of_entries(weights, lambda part: part.stack), weights.values.entry
+
+
+def _alone(weights: QuantArray) -> QuantArray:
+    """Returns a weight that is in a stack as arrays of its own, which XLA slices."""
+    if not _in_stack(weights):
+        return weights
+    return _of_entries(weights, lambda part: part.stack[part.entry])
+
+
+def _in_stack(weights: Any) -> bool:
+    return isinstance(weights, QuantArray) and isinstance(weights.values, StackEntry)
+
+
+def _of_entries(weights: QuantArray, take: Callable[[StackEntry], Array]) -> QuantArray:
+    found: QuantArray = jax.tree.map(take, weights, is_leaf=lambda x: isinstance(x, StackEntry))
+    return found

@@ -32,6 +32,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_formats import (
     format_name,
     of_groups,
     same_format,
+    with_scales_of,
 )
 from pallas_kernels.grouped_matmul.mosaic_tpu_pick import pick_rows
 from pallas_kernels.grouped_matmul.mosaic_tpu_plan import (
@@ -71,7 +72,7 @@ def grouped_matmul(
     rows, weights, sizes, row_format, narrow = call[:5]
     factor, as_floats = factor_of(rows, row_format, target, narrow), row_format == "float"
     return _grouped_products(
-        factor, weights, sizes, rows.dtype, target, as_floats=as_floats, given=tiles
+        factor, weights, sizes, rows.dtype, target, call.first, as_floats=as_floats, given=tiles
     )
 
 
@@ -86,6 +87,7 @@ def grouped_swiglu(
         _grouped_products,
         group_sizes=group_sizes,
         target=target,
+        first=call.first,
         as_floats=as_floats,
         zero_padding=False,
         given=tiles,
@@ -116,7 +118,7 @@ class _Inputs(NamedTuple):
       rows: [rows, d_in or more]; the ref [tile_rows, d_in]; of rows that are fetched, in HBM.
       row_scales: of rows in 8 bits: one array [rows, 1], or [rows, blocks of ROW_BLOCK]; the ref
         [tile_rows, _].
-      weights: one or two arrays [groups, d_out, d_in], in HBM.
+      weights: one or two arrays [groups or more, d_out, d_in], in HBM; `visits.stream` says which.
       scales: for each of them, if quantised, as `arrange_scales` gives them.
       zeros: of INT4 weights that have some, likewise.
     """
@@ -157,6 +159,7 @@ def _grouped_products(
     group_sizes: Array | np.ndarray,
     out_dtype: DTypeLike,
     target: Target,
+    first: Array | None = None,
     out_format: Format | None = None,
     narrow_rows: bool = False,
     as_floats: bool = False,
@@ -170,6 +173,8 @@ def _grouped_products(
       factor: the rows, floats, or in 8 bits, with a scale for a row or for `ROW_BLOCK` columns;
         may have more columns than d_in.
       out_dtype: dtype of the result.
+      first: group of the weights that the first of the sizes belongs to; None: the weights have no
+        other groups.
       out_format: format of a result in 8 bits with such blocks, a `QuantArray`; None: floats.
       narrow_rows: the result is in INT8 with a scale a row, as the next product would quantise it,
         if rows are in 8 bits and a tile has all columns.
@@ -206,6 +211,8 @@ def _grouped_products(
     column_bytes = d_in * values[0].dtype.itemsize * len(values)
     if values[0].dtype in FOUR_BITS:
         column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in of_groups(weights))
+    if first is not None:
+        weights = tuple(with_scales_of(w, first, group_sizes.shape[0]) for w in weights)
     quantised = [w for w in weights if isinstance(w, QuantArray)]
     scales = [arrange_scales(w) for w in quantised]
     zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
@@ -224,6 +231,8 @@ def _grouped_products(
         else:
             plan, (tables, row_scales) = fetching, fetch.tables(source, rows, row_scales)
     visits, visit_count = when_known(plan_visits, group_sizes, count, plan.tile_rows, zero_padding)
+    if first is not None:
+        visits = visits._replace(stream=visits.stream + first)
     held = as_words(rows) if target.interpret and tables is not None else rows
     inputs = _Inputs(
         visits, tables, held, row_scales, values, tuple(s.array for s in scales), zeros

@@ -3,9 +3,12 @@
 Called by `mosaic_tpu.py`. Knows nothing of tiles and visits.
 """
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -52,6 +55,20 @@ def of_groups(weights: tuple[WeightArray, ...]) -> list[Any]:
         for array in (w.scales, w.zeros)
         if array is not None
     ]
+
+
+def with_scales_of(weights: WeightArray, first: Array, groups: int) -> WeightArray:
+    """Returns weights whose values are those of all groups, as they lie in memory, and whose scales
+    and zero points are those of `groups` groups from `first` on: these are few, and are rearranged
+    for each call."""
+    if not isinstance(weights, QuantArray):
+        return weights
+
+    def cut(array: Array) -> Array:
+        return lax.dynamic_slice_in_dim(array, first, groups)
+
+    scales, zeros = jax.tree.map(cut, (weights.scales, weights.zeros))
+    return dataclasses.replace(weights, scales=scales, zeros=zeros)
 
 
 def same_format(a: WeightArray, b: WeightArray) -> bool:

@@ -264,7 +264,7 @@ def arrange_scales(weights: QuantArray) -> Scales:
     Raises:
       NotImplementedError: MXFP4 weights have other blocks than 32 columns.
     """
-    groups, d_out, d_in = weights.shape
+    (groups, *_), (_, d_out, d_in) = weights.scales.shape, weights.shape
     block_out, block_in = (
         min(size or axis, axis) for size, axis in zip(weights.block, (d_out, d_in), strict=True)
     )

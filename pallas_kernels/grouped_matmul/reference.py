@@ -59,6 +59,8 @@ class GroupedCall(NamedTuple):
     average: int | None = None
     activation: Activation = SWIGLU
     biases: tuple[Array, Array, Array] | None = None
+    first: Int32[Array, ""] | None = None
+    """Only for kernels that begin at this group of the weights by themselves."""
 
 
 def grouped_matmul(call: GroupedCall) -> Float[Array, "rows d_out"]:

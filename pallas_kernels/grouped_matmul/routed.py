@@ -263,19 +263,14 @@ def routed_choices(
             f"choices {choices.shape} and gates {gates.shape} need to be [tokens, top_k] for x "
             f"{x.shape}"
         )
-    groups = gate_weights.shape[0]
-    first, count = window or (0, groups)
+    first, count = window or (None, gate_weights.shape[0])
     order = sort_choices(choices, count)
-    sizes = order.sizes
-    if window is not None:
-        nothing = jnp.zeros(groups, jnp.int32)
-        sizes = jax.lax.dynamic_update_slice_in_dim(nothing, sizes, first, axis=0)
     rows = grouped_swiglu(
         x,
         gate_weights,
         up_weights,
         down_weights,
-        sizes,
+        order.sizes,
         row_format=row_format,
         source=order.source,
         narrow=narrow,
@@ -283,6 +278,7 @@ def routed_choices(
         average=choices.size // (among or count),
         activation=activation,
         biases=biases,
+        first=first,
         implementation=implementation,
         tiles=tiles,
     )

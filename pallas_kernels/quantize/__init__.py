@@ -23,6 +23,7 @@ from pallas_kernels.quantize.quant_array import (
     FOUR_BITS,
     GROUPS,
     QuantArray,
+    StackEntry,
     check_quant_array,
     scales_shape,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "E8M0",
     "Format",
     "QuantArray",
+    "StackEntry",
     "WeightFormat",
     "array_bytes",
     "as_bits",

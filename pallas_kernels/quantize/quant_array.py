@@ -26,6 +26,36 @@ GROUPS = (32, 64, 128)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class StackEntry:
+    """One array of a stack, which kernels read where it lies; XLA would copy a slice of the stack
+    before a kernel gets it.
+
+    Attributes:
+      stack: [entries, *shape].
+      entry: int32, the array's index in the stack.
+    """
+
+    stack: Any
+    entry: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple(self.stack.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the array."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array."""
+        return jnp.dtype(self.stack.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class QuantArray:
     """`values * scales`, with one scale for every block of the last two axes; with zero points
     `(values - zeros) * scales`.
@@ -35,7 +65,8 @@ class QuantArray:
     since a pytree may hold specs or shapes instead of arrays: `check_quant_array` does.
 
     Attributes:
-      values: [*batch, d_out, d_in], int8, int4, float4_e2m1fn, float8_e4m3fn, or the latter's bits
+      values: an array, or a `StackEntry` if scales and zero points are entries of stacks, too;
+        [*batch, d_out, d_in], int8, int4, float4_e2m1fn, float8_e4m3fn, or the latter's bits
         as uint8, which are cheaper to slice (`bits.py`).
       scales: FP32, of float4_e2m1fn values `E8M0`, [*batch, ceil(d_out / block_out),
         ceil(d_in / block_in)].

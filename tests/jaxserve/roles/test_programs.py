@@ -10,7 +10,10 @@ from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.stacked_layers import StackedLeaves
 from pallas_kernels.norm_quantize import rms_norm_quantize
+from pallas_kernels.quantize import StackEntry
+from pallas_kernels.target import Target, use_target
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
@@ -110,3 +113,18 @@ def test_weights_of_a_run_are_stacked(tmp_path):
     shapes = [argument.shape for argument in step.arguments]
     assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
     assert (1, 64, 98) in shapes  # a dense layer's gate
+
+
+@pytest.mark.parametrize(("backend", "whole"), [("mosaic_tpu", True), ("reference", False)])
+def test_kernels_of_tpus_find_quantised_matrices_in_their_stacks(backend, whole, tmp_path):
+    made = programs(tmp_path, ColocatedPrograms, attention__weights="int8", ffn__weights="int8")
+    block = made.templates.attention[made.config.layer(1)]
+    arrays = [jnp.zeros((2, *leaf.shape), leaf.dtype) for leaf in block.leaves]
+    with use_target(Target(backend, "TPU v6 lite")):
+        stack = StackedLeaves.of(block, arrays)
+    layer = stack.of_layer(jax.tree.map(lambda array: array[1], stack.sliced), jnp.int32(1))
+    parts = {name.rpartition(".")[0] for name in block.names if name.endswith(".values")}
+    assert len(parts) >= 3
+    for name, leaf in zip(block.names, layer, strict=True):
+        assert isinstance(leaf, StackEntry) == (whole and name.rpartition(".")[0] in parts), name
+    assert [leaf.shape for leaf in layer] == [leaf.shape for leaf in block.leaves]

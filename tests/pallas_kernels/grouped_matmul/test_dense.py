@@ -18,7 +18,7 @@ from pallas_kernels.grouped_matmul.dense import (
     dense_swiglu,
     swiglu_steps_of_fp8,
 )
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import QuantArray, StackEntry
 from pallas_kernels.target import Target, use_target
 from tests import golden
 from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, rounded_numpy
@@ -36,6 +36,16 @@ def dense_weight(rng, d_out, d_in, format):
     """With NumPy's definition, and without the axis of groups."""
     weight = Weight(rng, (1, d_out, d_in), format, jnp.bfloat16, [1])
     return weight, jax.tree.map(lambda array: array[0], weight.jax)
+
+
+def in_stack(weight):
+    """The weight as the middle one of a stack; others' scales are poison."""
+
+    def entry(array):
+        other = jnp.full_like(array, jnp.nan) if array.dtype == jnp.float32 else array
+        return StackEntry(jnp.stack([other, array, other]), jnp.int32(1))
+
+    return jax.tree.map(entry, weight)
 
 
 def products_numpy(rows, gate, up, down, row_format=None, scales_of_hidden=0):
@@ -68,6 +78,8 @@ def test_as_numpy(target, format):
         return dense_matmul(rows, gate), dense_swiglu(rows, (gate, up, down))
 
     arguments = jnp.asarray(rows), gate_array, up_array, down_array
+    if target == "tpu":
+        arguments = arguments[0], *map(in_stack, arguments[1:])
     with use_target(TARGETS[target]):
         product, network = (
             replay(both, *arguments) if target == "gpu" else jax.jit(both)(*arguments)
@@ -101,6 +113,8 @@ def test_without_kernels(format):
     gated, expected = products_numpy(rows, gate, up, down)
     np.testing.assert_allclose(product, gated, 1e-5, 1e-5 * np.abs(gated).max())
     assert_near(network, expected, 8e-3)
+    if format != "float":
+        np.testing.assert_array_equal(dense_matmul(jnp.asarray(rows), in_stack(arrays[0])), product)
 
 
 @pytest.mark.parametrize(("target", "taken"), [("gpu", True), ("cpu", False)])

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
 from pallas_kernels.grouped_matmul.routed import Order, combine, routed_swiglu
 from pallas_kernels.grouped_matmul.shapes import SHAPES
-from pallas_kernels.quantize import QuantArray, scales_shape
+from pallas_kernels.quantize import QuantArray, StackEntry, scales_shape
 from tests.pallas_kernels.gpu_aot import compiled_cases
 from tests.pallas_kernels.nightly import nightly
 
@@ -188,6 +188,23 @@ def test_inside_shard_map():
     text = compiled(mapped, mesh, arguments, specs).as_text()
     assert "grouped_swiglu" in text
     assert "all-reduce" in text
+
+
+@pytest.mark.parametrize("format", ["int8", *nightly("fp8", "fp8_block")])
+def test_a_scan_copies_no_layer(format):
+    """Of the weights of all layers; the output projection of Step-3's attention."""
+    stack, rows = weight(3, 7168, 16384, format), jax.ShapeDtypeStruct((32, 16384), jnp.bfloat16)
+
+    def layers(rows, stack):
+        def layer(rows, place):
+            one = jax.tree.map(lambda array: StackEntry(array, place), stack)
+            return jnp.tile(dense_matmul(rows, one), (1, 3))[:, :16384].astype(rows.dtype), None
+
+        return jax.lax.scan(layer, rows, jnp.arange(3))[0]
+
+    program = compiled(layers, mesh_of("v6e"), (rows, stack))
+    assert "grouped_matmul" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 2**24
 
 
 @pytest.mark.parametrize(("d_out", "d_in"), [(461, 512), *nightly((461, 7168), (7168, 461))])
