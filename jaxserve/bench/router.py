@@ -29,7 +29,7 @@ from jaxserve.fleet.request_frames import Frame, Outputs
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.worker_port import RouterConnection
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import Framing, accept
+from jaxserve.link.session.channel import Channel, accept
 from jaxserve.link.session.messages import encode
 from jaxserve.observe.load import EngineLoad
 
@@ -84,31 +84,27 @@ class Stubs:
         prefill = number < len(self.ports) // 2
         hello = frames.hello_of(f"stub {number}", MODEL)
         channel.send(encode(frames.Welcome(hello, facts_of(prefill))))
-        connection, framing, _ = channel.detach()
-        connection.setblocking(True)
-        stub = _Stub(connection, framing, number)
+        stub = _Stub(channel, number)
         self._there.append(stub)
-        self._selector.register(connection, selectors.EVENT_READ, stub)
+        self._selector.register(channel.descriptor, selectors.EVENT_READ, stub)
 
 
 class _Stub:
     """One connected worker."""
 
-    def __init__(self, sock: socket.socket, framing: Framing, number: int):
-        self._socket, self._framing, self._number = sock, framing, number
-        self._received = bytearray()
+    def __init__(self, channel: Channel, number: int):
+        self._channel, self._number = channel, number
         self._left: dict[str, tuple[int, int]] = {}
         self._state_at = 0.0
 
     def read(self) -> bool:
         """Handles the frames that arrived; False at the end of the connection."""
         try:
-            data = self._socket.recv(1 << 18)
-        except OSError:
+            bodies = self._channel.take()
+        except (EOFError, OSError):
             return False
-        self._received += data
         answers: list[Frame] = []
-        for body in self._framing.take(self._received):
+        for body in bodies:
             match RouterConnection.decode(body):
                 case frames.Prefill(request_id=request_id, prompt=prompt):
                     source = PagesSource("stub", request_id, len(prompt) // 4, "digest")
@@ -116,7 +112,7 @@ class _Stub:
                 case frames.Submit(request_id=request_id, params=params):
                     self._left[request_id] = params.max_tokens, 0
         self._send(answers)
-        return bool(data)
+        return True
 
     def step(self, now: float) -> None:
         """Sends a token for every request, and the state now and then."""
@@ -143,9 +139,8 @@ class _Stub:
         self._send(found)
 
     def _send(self, found: list[Frame]) -> None:
-        if found:
-            data = b"".join(self._framing.pack(encode(frame)) for frame in found)
-            self._socket.sendall(data)
+        for frame in found:
+            self._channel.send(encode(frame))
 
 
 def facts_of(prefill: bool) -> frames.WorkerFacts:

@@ -38,7 +38,6 @@ DIALLING_THREADS = 8
 TICK_SECONDS = 0.1
 ECHO_SECONDS = 5.0
 """Interval of signs of life to a worker (`worker_port.SILENT_SECONDS`)."""
-READ_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 1 << 28
 """A worker that leaves more bytes than this unread is taken for stuck."""
 
@@ -57,8 +56,7 @@ class WorkerConnection(Session):
         self.place, self.facts, self._owner = place, facts, owner
         self._clock = owner.clock
         self._heard = self._echoed = self._clock.now
-        self.socket, self._framing, self._received = channel.detach()
-        self.socket.setblocking(False)
+        self.descriptor = channel.descriptor
         self.joined = False
         """True once its first state has come and says that it is well."""
         self.cause = ""
@@ -91,23 +89,13 @@ class WorkerConnection(Session):
 
     def take(self) -> None:
         """Hands every whole frame that has come to its handler."""
-        ended = False
         try:
-            with contextlib.suppress(BlockingIOError):
-                while not ended:
-                    data = self.socket.recv(READ_BYTES)
-                    ended = not data
-                    self._received += data
-                    if len(data) < READ_BYTES:
-                        break
-            for body in self._framing.take(self._received):
+            for body in self._channel.take():
                 self.handle(body)
                 if self.failure is not None:
                     return
-            if ended:
-                raise EOFError("it closed the connection")
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            self.fail(str(error) or type(error).__name__)
+            self.fail(str(error) or "it closed the connection")
 
     def tick(self, now: float) -> None:
         """Sends signs of life and watches the worker's silence."""
@@ -240,7 +228,7 @@ class WorkerConnections:
         with self._lock:
             dialled, self._dialled = self._dialled, []
         for wire in (*self._wires.values(), *dialled):
-            wire.socket.close()
+            wire.end()
         self._selector.close()
         self._woken.close()
         self._wake.close()
@@ -287,19 +275,19 @@ class WorkerConnections:
         wanted = selectors.EVENT_READ
         if wire.unsent:
             wanted |= selectors.EVENT_WRITE
-        if self._selector.get_key(wire.socket).events != wanted:
-            self._selector.modify(wire.socket, wanted, wire)
+        if self._selector.get_key(wire.descriptor).events != wanted:
+            self._selector.modify(wire.descriptor, wanted, wire)
 
     def _welcome(self) -> None:
         with self._lock:
             dialled, self._dialled = self._dialled, []
         for wire in dialled:
             if wire.place.address in self._wires:  # a dial that was not started was
-                wire.socket.close()
+                wire.end()
                 continue
             self._wires[wire.place.address] = wire
             self._reasons.pop(wire.place.address, None)
-            self._selector.register(wire.socket, selectors.EVENT_READ, wire)
+            self._selector.register(wire.descriptor, selectors.EVENT_READ, wire)
             wire.take()  # frames right behind the welcome have come with it
             self._look_after(wire)
 
@@ -307,8 +295,8 @@ class WorkerConnections:
         address = wire.place.address
         del self._wires[address]
         self._reasons[address] = why
-        self._selector.unregister(wire.socket)
-        wire.socket.close()
+        self._selector.unregister(wire.descriptor)
+        wire.end()
         with self._lock:
             self._due[address] = self.clock.now + DIAL_SECONDS
         if wire.joined:
@@ -338,7 +326,7 @@ class WorkerConnections:
             return
         with self._lock:
             if self._stopping:
-                wire.socket.close()
+                wire.end()
                 return
             self._dialled.append(wire)
         self.wake()

@@ -114,10 +114,6 @@ class Framing:
         del received[:end]
         return body
 
-    def take(self, received: bytearray) -> list[bytes]:
-        """Takes all whole frames off the front and returns their bodies; raises as `next`."""
-        return list(iter(lambda: self.next(received), None))
-
 
 def _head(body: bytes, number: int) -> bytes:
     begin = _NUMBERED.pack(len(body), number & 0xFFFFFFFF)
@@ -245,6 +241,13 @@ class Channel:
             self._read()
         return frame
 
+    def take(self) -> list[bytes]:
+        """Returns the bodies of all frames that have come whole, without waiting; raises as
+        `receive`. Called again whenever the descriptor is readable."""
+        with contextlib.suppress(BlockingIOError):
+            self._read(socket.MSG_DONTWAIT)
+        return list(iter(lambda: self._framing.next(self.unread), None))
+
     def receive_into(self, buffer: memoryview, seconds: float) -> None:
         """Receives bytes that a frame has announced; raises EOFError or OSError when the connection
         is gone, or they are not there within `seconds`."""
@@ -278,11 +281,6 @@ class Channel:
                     part(connection, token.encode())
         except AuthenticationError as error:
             raise AuthenticationError(f"another token than that of {self.peer}") from error
-
-    def detach(self) -> tuple[socket.socket, Framing, bytearray]:
-        """Returns the socket, the framing with which its frames go on, and the bytes received so
-        far, for another way to read and write them; ends the channel."""
-        return self._socket, self._framing, self.unread
 
     def shutdown(self) -> None:
         """Ends the connection from any thread: threads that receive or send get an error."""

@@ -62,21 +62,25 @@ def test_frames_keep_their_bounds_and_order(ends) -> None:
         server.receive()
 
 
-def test_a_detached_socket_has_the_same_frames(ends) -> None:
+def test_frames_that_have_come_are_taken_without_waiting(ends) -> None:
     client, server = ends
+    assert client.take() == []
     server.send(b"zero", [memoryview(b"rows")])
     server.send(b"half")
     assert client.receive() == b"zero"
     client.receive_into(memoryview(rows := bytearray(4)), 5.0)
     assert rows == b"rows"
     assert client.wait(5.0)
-    sock, framing, received = client.detach()
-    with sock:
-        assert framing.take(received) == [b"half"]
-        sock.sendall(framing.pack(b"one") + framing.pack(b""))
-        assert [server.receive() for _ in range(2)] == [b"one", b""]
-        server.send(b"three")
-        assert framing.take(bytearray(sock.recv(100))) == [b"three"]
+    assert client.take() == [b"half"]
+    server.send(b"x" * 200_000)
+    taken: list[bytes] = []
+    while not taken:
+        taken = client.take()
+    assert taken == [b"x" * 200_000]
+    server.close()
+    assert client._poll.poll(5000)
+    with pytest.raises(EOFError):
+        client.take()
 
 
 def test_frames_are_taken_once_they_are_whole() -> None:
@@ -84,11 +88,10 @@ def test_frames_are_taken_once_they_are_whole() -> None:
     frames = [sender.pack(body) for body in (b"ab", b"", b"xyz")]
     assert frames[0] == b"\0\0\0\x02\0\0\0\0\xab\x4f\x23\xcdab"
     received = bytearray(frames[0] + frames[1] + frames[2][:-1])
-    assert receiver.take(received) == [b"ab", b""]
+    assert [receiver.next(received) for _ in range(3)] == [b"ab", b"", None]
     assert received == frames[2][:-1]
-    assert receiver.take(received) == []
     received += frames[2][-1:] + b"\0\0"
-    assert receiver.take(received) == [b"xyz"]
+    assert receiver.next(received) == b"xyz"
     assert received == b"\0\0"
 
 
@@ -96,7 +99,7 @@ def test_frames_are_taken_once_they_are_whole() -> None:
 def test_a_length_beyond_the_cap_is_refused_before_its_bytes(length: int) -> None:
     head = bytearray(length.to_bytes(4) + bytes(8))
     with pytest.raises(EOFError, match=f"a frame of {length} bytes where 3 are the most"):
-        channels.Framing(3).take(head)
+        channels.Framing(3).next(head)
 
 
 def test_every_changed_bit_of_a_frame_is_noticed() -> None:
@@ -106,21 +109,21 @@ def test_every_changed_bit_of_a_frame_is_noticed() -> None:
         changed[bit // 8] ^= 1 << bit % 8
         receiver = channels.Framing(100)
         with pytest.raises((OSError, EOFError), match=r"was changed|where 100 are the most"):
-            receiver.take(changed + bytes(100))
+            receiver.next(changed + bytes(100))
 
 
 def test_a_lost_and_a_repeated_frame_are_noticed(ends) -> None:
     client, server = ends
-    sock, framing, _ = client.detach()
-    with sock:
-        first, second, third = (framing.pack(body) for body in (b"1", b"2", b"3"))
-        sock.sendall(first + third)
-        assert server.receive() == b"1"
-        with pytest.raises(OSError, match="frame 1 was changed, lost or repeated"):
-            server.receive()
-    receiver = channels.Framing()
+    framing = channels.Framing()
+    first, second, third = (framing.pack(body) for body in (b"1", b"2", b"3"))
+    client._socket.sendall(first + third)
+    assert server.receive() == b"1"
+    with pytest.raises(OSError, match="frame 1 was changed, lost or repeated"):
+        server.receive()
+    receiver, received = channels.Framing(), bytearray(first + second + second)
+    assert [receiver.next(received) for _ in range(2)] == [b"1", b"2"]
     with pytest.raises(OSError, match="frame 2 was changed, lost or repeated"):
-        receiver.take(bytearray(first + second + second))
+        receiver.next(received)
 
 
 def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
