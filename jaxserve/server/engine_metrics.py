@@ -4,17 +4,14 @@ Called by `metrics.py`, which counts requests.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily as Count
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.load import DraftCounts, EngineLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.roles.expert_view import ExpertView
@@ -32,8 +29,15 @@ FFN_WORKER = {
     "left_behind": "Messages that came after their cohort had gone on.",
 }
 """Counters of `FFNWorkerView`."""
-
-
+HANDED_OFF = {
+    "transfers": "Hand-offs of KV pages that came or were taken whole.",
+    "bytes": "Bytes of hand-offs.",
+    "failures": "Hand-offs that failed.",
+    "corrupt": "Pieces whose checksum was wrong: fetched again.",
+    "wait_seconds": "From order to last piece, summed.",
+    "expired": "Leases that ran out.",
+}
+"""Counters of `PagesLoad`."""
 HOST_PAGES = {
     "queries": "KV pages looked for in host memory.",
     "hits": "KV pages found in host memory.",
@@ -59,59 +63,54 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
-        usage = sum(load.kv_usage) / max(1, len(load.kv_usage))
         yield self._gauge("num_requests_running", "Sequences that get steps.", load.running)
         yield self._gauge("num_requests_waiting", "Requests that wait.", load.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Used part of the KV cache, 0 to 1.", usage)
-        groups = GaugeMetricFamily(
-            PREFIX + "dp_group_kv_cache_usage_perc",
+        text = "Used part of the KV cache, 0 to 1."
+        yield self._gauge("kv_cache_usage_perc", text, _mean(load.kv_usage))
+        name, text = (
+            "dp_group_kv_cache_usage_perc",
             "Used part of the KV cache of a DP group, 0 to 1.",
-            labels=[LABEL, "dp_group"],
         )
-        for number, part in enumerate(load.kv_usage):
-            groups.add_metric([self._model, str(number)], part)
-        yield groups
-        yield from self._domain_metrics(load)
-        pages = load.pages * len(load.kv_usage)
-        config = GaugeMetricFamily(
-            PREFIX + "cache_config_info",
-            "Tokens a KV page, and pages of all DP groups.",
-            labels=[LABEL, "block_size", "num_gpu_blocks"],
+        yield self._family(Gauge, name, text, ["dp_group"], enumerate(load.kv_usage))
+        for name, text, domain_value in (
+            ("running", "Sequences of a domain that get steps.", lambda d: d.running),
+            ("waiting", "Requests that wait in a domain.", lambda d: d.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Used part of a domain's KV cache, 0 to 1.",
+                lambda d: _mean(d.kv_usage),
+            ),
+        ):
+            values = enumerate(map(domain_value, load.domains))
+            yield self._family(Gauge, f"domain_{name}", text, ["domain"], values)
+        text = "Tokens a KV page, and pages of all DP groups."
+        sizes = [(load.page_size, load.pages * len(load.kv_usage), 1)]
+        yield self._family(
+            Gauge, "cache_config_info", text, ["block_size", "num_gpu_blocks"], sizes
         )
-        config.add_metric([self._model, str(load.page_size), str(pages)], 1)
-        yield config
         yield self._counter("num_preemptions", "Sequences that lost pages.", load.preemptions)
-        yield self._counter(
-            "prefix_cache_queries", "Prompt tokens looked for.", load.prefix_queries
-        )
+        text = "Prompt tokens looked for."
+        yield self._counter("prefix_cache_queries", text, load.prefix_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", load.prefix_hits)
-        yield self._counter(
-            "invalid_logits", "Requests whose logits were not finite.", load.invalid_logits
-        )
-        yield self._counter(
-            "recomputed", "Requests whose KV cache was made anew on other pages.", load.recomputed
-        )
-        quarantined = GaugeMetricFamily(
-            PREFIX + "quarantined_pages", "KV pages kept away for that.", labels=[LABEL]
-        )
-        quarantined.add_metric([self._model], load.quarantined)
-        yield quarantined
-        yield self._counter(
-            "compilations_after_ready", "Programs that steps waited for.", load.compilations
-        )
+        text = "Requests whose logits were not finite."
+        yield self._counter("invalid_logits", text, load.invalid_logits)
+        text = "Requests whose KV cache was made anew on other pages."
+        yield self._counter("recomputed", text, load.recomputed)
+        yield self._gauge("quarantined_pages", "KV pages kept away for that.", load.quarantined)
+        text = "Programs that steps waited for."
+        yield self._counter("compilations_after_ready", text, load.compilations)
         if load.drafts is not None:
             yield from self._draft_metrics(load.drafts)
-        problems = GaugeMetricFamily(
-            PREFIX + "problems",
-            "Workers that this process needs and that are absent, suspect or unwell.",
-            labels=[LABEL],
-        )
-        problems.add_metric([self._model], len(load.problems))
-        yield problems
+        text = "Workers that this process needs and that are absent, suspect or unwell."
+        yield self._gauge("problems", text, len(load.problems))
         if load.workers:
             yield from self._fleet_metrics(load)
-        if load.hand_offs is not None:
-            yield from self._hand_off_metrics(load.hand_offs)
+        if (pages := load.hand_offs) is not None:
+            for name, text in HANDED_OFF.items():
+                yield self._counter(f"hand_off_{name}", text, getattr(pages, name))
+            yield self._gauge("hand_off_queued", "Hand-offs that have not ended.", pages.queued)
+            text = "Bytes that wait to be pulled."
+            yield self._gauge("hand_off_registered_bytes", text, pages.registered_bytes)
         for name, text in HOST_PAGES.items() if load.host_pages else ():
             yield self._counter(f"host_pages_{name}", text, load.host_pages[name])
         if load.host_pages:
@@ -120,112 +119,46 @@ class EngineCollector(Collector):
         yield from self._pipeline_metrics(self._pipeline())
 
     def _draft_metrics(self, drafts: DraftCounts) -> Iterator[Metric]:
-        yield self._counter(
-            "spec_decode_num_drafts", "How often drafts of a sequence were verified.", drafts.runs
-        )
-        yield self._counter(
-            "spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.drafted
-        )
-        yield self._counter(
-            "spec_decode_num_accepted_tokens", "Drafts that held.", sum(drafts.accepted)
-        )
-        places = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that held, by their place.",
-            labels=[LABEL, "position"],
-        )
-        for place, count in enumerate(drafts.accepted):
-            places.add_metric([self._model, str(place)], count)
-        yield places
-
-    def _hand_off_metrics(self, pages: PagesLoad) -> Iterator[Metric]:
-        """Metrics of a worker's end of the pages link."""
-        for name, text, count in (
-            ("transfers", "Hand-offs of KV pages that came or were taken whole.", pages.transfers),
-            ("bytes", "Bytes of hand-offs.", pages.bytes),
-            ("failures", "Hand-offs that failed.", pages.failures),
-            ("corrupt", "Pieces whose checksum was wrong: fetched again.", pages.corrupt),
-            ("wait_seconds", "From order to last piece, summed.", pages.wait_seconds),
-            ("expired", "Leases that ran out.", pages.expired),
-        ):
-            yield self._counter(f"hand_off_{name}", text, count)
-        for name, text, value in (
-            ("queued", "Hand-offs that have not ended.", pages.queued),
-            ("registered_bytes", "Bytes that wait to be pulled.", pages.registered_bytes),
-        ):
-            gauge = GaugeMetricFamily(PREFIX + f"hand_off_{name}", text, labels=[LABEL])
-            gauge.add_metric([self._model], value)
-            yield gauge
+        text = "How often drafts of a sequence were verified."
+        yield self._counter("spec_decode_num_drafts", text, drafts.runs)
+        text = "Drafts that were verified."
+        yield self._counter("spec_decode_num_draft_tokens", text, drafts.drafted)
+        name = "spec_decode_num_accepted_tokens"
+        yield self._counter(name, "Drafts that held.", sum(drafts.accepted))
+        places, text = enumerate(drafts.accepted), "Drafts that held, by their place."
+        yield self._family(Count, f"{name}_per_pos", text, ["position"], places)
 
     def _fleet_metrics(self, load: EngineLoad) -> Iterator[Metric]:
         """Metrics of a router's workers, by role."""
-        labels = [LABEL, "role", "worker"]
-        up = GaugeMetricFamily(PREFIX + "worker_up", "Whether a worker is ready.", labels=labels)
-        requests = GaugeMetricFamily(
-            PREFIX + "worker_requests",
-            "Requests of a worker; held: those whose KV pages it keeps for a domain.",
-            labels=[*labels, "state"],
-        )
-        pages = CounterMetricFamily(
-            PREFIX + "worker_handed_tokens",
-            "Tokens whose KV pages a prefill worker handed over for this router.",
-            labels=labels,
-        )
-        for worker in load.workers:
-            whose = [self._model, worker.role, worker.name]
-            up.add_metric(whose, worker.status == "ready")
-            for state in ("running", "waiting", "held"):
-                requests.add_metric([*whose, state], getattr(worker, state))
-            if worker.role == "prefill":
-                pages.add_metric(whose, worker.pages_tokens)
-        yield up
-        yield requests
-        yield pages
-        losses = CounterMetricFamily(
-            PREFIX + "worker_losses",
-            "Workers that were there and were given up: closed, silent, stuck, failed or unread.",
-            labels=[LABEL, "role", "cause"],
-        )
-        for role, causes in load.losses.items():
-            for cause, count in causes.items():
-                losses.add_metric([self._model, role, cause], count)
-        yield losses
+        known = [(worker, worker.role, worker.name) for worker in load.workers]
+        labels = ["role", "worker"]
+        ready = [(*whose, worker.status == "ready") for worker, *whose in known]
+        yield self._family(Gauge, "worker_up", "Whether a worker is ready.", labels, ready)
+        text = "Requests of a worker; held: those whose KV pages it keeps for a domain."
+        requests = [
+            (*whose, state, getattr(worker, state))
+            for worker, *whose in known
+            for state in ("running", "waiting", "held")
+        ]
+        yield self._family(Gauge, "worker_requests", text, [*labels, "state"], requests)
+        text = "Tokens whose KV pages a prefill worker handed over for this router."
+        handed = [(*whose, one.pages_tokens) for one, *whose in known if one.role == "prefill"]
+        yield self._family(Count, "worker_handed_tokens", text, labels, handed)
+        text = "Workers that were there and were given up: closed, silent, stuck, failed or unread."
+        losses = [(role, *one) for role, causes in load.losses.items() for one in causes.items()]
+        yield self._family(Count, "worker_losses", text, ["role", "cause"], losses)
         yield self._counter("replays", "Requests that lost their worker.", load.replays)
         yield self._counter("moves", "Requests that left a worker that drains.", load.moves)
         yield self._counter("refusals", "Requests for which there was no room.", load.refusals)
 
-    def _domain_metrics(self, load: EngineLoad) -> Iterator[Metric]:
-        """Metrics of the load of each domain of the runtime."""
-        for name, text, value in (
-            ("running", "Sequences of a domain that get steps.", lambda d: d.running),
-            ("waiting", "Requests that wait in a domain.", lambda d: d.waiting),
-            (
-                "kv_cache_usage_perc",
-                "Used part of a domain's KV cache, 0 to 1.",
-                lambda d: sum(d.kv_usage) / max(1, len(d.kv_usage)),
-            ),
-        ):
-            family = GaugeMetricFamily(f"{PREFIX}domain_{name}", text, labels=[LABEL, "domain"])
-            for number, domain in enumerate(load.domains):
-                family.add_metric([self._model, str(number)], value(domain))
-            yield family
-
     def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:
         """Metrics of the steps measured last; without samples if these are not recent."""
         lately = view.measured_at is not None and time.time() - view.measured_at < FRESH_SECONDS
-        busy = GaugeMetricFamily(
-            PREFIX + "stage_busy_fraction",
-            "Share of the time in which a stage ran, in the steps sampled last.",
-            labels=[LABEL, "stage"],
-        )
-        for stage, share in view.busy.items() if lately else ():
-            busy.add_metric([self._model, stage], share)
-        yield busy
-        yield self._gauge(
-            "bubble_fraction",
-            "1 - the busier side's share, in the steps sampled last.",
-            view.bubble if lately else None,
-        )
+        text = "Share of the time in which a stage ran, in the steps sampled last."
+        busy = view.busy.items() if lately else ()
+        yield self._family(Gauge, "stage_busy_fraction", text, ["stage"], busy)
+        text = "1 - the busier side's share, in the steps sampled last."
+        yield self._gauge("bubble_fraction", text, view.bubble if lately else None)
         transfers = SummaryMetricFamily(
             PREFIX + "transfer_seconds",
             "Transfers between attention and ffn, of the steps sampled.",
@@ -246,32 +179,38 @@ class EngineCollector(Collector):
 
     def _expert_metrics(self, experts: ExpertView) -> Iterator[Metric]:
         """Metrics of experts that move, counted all the time."""
-        yield self._gauge(
-            "expert_imbalance",
-            "Busiest expert's tokens over the mean, mean over layers, in the last window.",
-            experts.imbalance,
-        )
-        yield self._gauge(
-            "expert_balance",
-            "Mean over max tokens of a rank, mean over layers, in the last window.",
-            experts.balance,
-        )
+        text = "Busiest expert's tokens over the mean, mean over layers, in the last window."
+        yield self._gauge("expert_imbalance", text, experts.imbalance)
+        text = "Mean over max tokens of a rank, mean over layers, in the last window."
+        yield self._gauge("expert_balance", text, experts.balance)
         yield self._gauge("expert_rounds_to_come", "Rounds of moves under way.", experts.moving)
-        yield self._gauge(
-            "expert_epoch_age_seconds", "Since experts moved last.", experts.epoch_seconds
-        )
+        text = "Since experts moved last."
+        yield self._gauge("expert_epoch_age_seconds", text, experts.epoch_seconds)
         yield self._counter("expert_epochs", "Rebalances that were finished.", experts.epoch)
         yield self._counter("expert_moves", "Experts that were copied.", experts.moves)
         yield self._counter("expert_move_bytes", "Bytes of those.", experts.move_bytes)
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
-        """A gauge; without a sample for None."""
-        metric = GaugeMetricFamily(PREFIX + name, text, labels=[LABEL])
-        if value is not None:
-            metric.add_metric([self._model], value)
-        return metric
+        """Returns a gauge; without a sample for None."""
+        return self._family(Gauge, name, text, (), [] if value is None else [(value,)])
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(PREFIX + name, text, labels=[LABEL])
-        metric.add_metric([self._model], value)
-        return metric
+        return self._family(Count, name, text, (), [(value,)])
+
+    def _family(
+        self,
+        kind: type[Gauge] | type[Count],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        samples: Iterable[Sequence[Any]],
+    ) -> Metric:
+        """Returns a metric; each sample has the values of the labels, then its number."""
+        family = kind(PREFIX + name, text, labels=[LABEL, *labels])
+        for *whose, value in samples:
+            family.add_metric([self._model, *map(str, whose)], value)
+        return family
+
+
+def _mean(parts: Sequence[float]) -> float:
+    return sum(parts) / max(1, len(parts))
