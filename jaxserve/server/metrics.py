@@ -31,6 +31,20 @@ TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 
 """Buckets of tokens per request: up to 500,000."""
 
 
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From submission to the first token.", LONG),
+    "inter_token_latency_seconds": ("Between a request's tokens.", SHORT),
+    "request_time_per_output_token_seconds": ("A request's mean time between its tokens.", SHORT),
+    "e2e_request_latency_seconds": ("From submission to the last token.", LONG),
+    "request_queue_time_seconds": ("Until a request that got a token was let in.", LONG),
+    "request_prefill_time_seconds": ("From being let in to the first token.", LONG),
+    "request_decode_time_seconds": ("From the first token to the last.", LONG),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", TOKENS),
+    "request_generation_tokens": ("Tokens that a request generated.", TOKENS),
+}
+"""Name → text and buckets; one sample a request, but for `inter_token_latency_seconds`."""
+
+
 class Times(NamedTuple):
     """How long something took, since the start."""
 
@@ -76,35 +90,7 @@ class Metrics:
             made = Histogram(PREFIX + name, text, [LABEL], registry=self._requests, buckets=buckets)
             return made.labels(model)
 
-        self._first = histogram(
-            "time_to_first_token_seconds", "From submission to the first token.", LONG
-        )
-        self._between = histogram(
-            "inter_token_latency_seconds", "Between a request's tokens.", SHORT
-        )
-        self._each = histogram(
-            "request_time_per_output_token_seconds",
-            "A request's mean time between its tokens.",
-            SHORT,
-        )
-        self._whole = histogram(
-            "e2e_request_latency_seconds", "From submission to the last token.", LONG
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "Until a request that got a token was let in.", LONG
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From being let in to the first token.", LONG
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "From the first token to the last.", LONG
-        )
-        self._prompt_lengths = histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt.", TOKENS
-        )
-        self._lengths = histogram(
-            "request_generation_tokens", "Tokens that a request generated.", TOKENS
-        )
+        self._histograms = {name: histogram(name, *of) for name, of in HISTOGRAMS.items()}
         self._responses = counter(
             "http_responses", "Responses over HTTP, by route and status.", ["path", "status"]
         )
@@ -187,10 +173,13 @@ class Metrics:
         MultiProcessCollector(together, str(self._folder))
         return together
 
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
     def prompt(self, tokens: int) -> None:
         """Counts a submitted request."""
         self._prompt_tokens.inc(tokens)
-        self._prompt_lengths.observe(tokens)
+        self._observe("request_prompt_tokens", tokens)
 
     def response(self, path: str, status: int, reason: str | None) -> None:
         """Counts a response over HTTP, and why it is an error if it is one."""
@@ -204,24 +193,24 @@ class Metrics:
 
     def first_token(self, seconds: float, queued: float) -> None:
         """Counts a first token: seconds since submission, of which `queued` before admission."""
-        self._first.observe(seconds)
-        self._queue.observe(queued)
-        self._prefill.observe(max(0.0, seconds - queued))
+        self._observe("time_to_first_token_seconds", seconds)
+        self._observe("request_queue_time_seconds", queued)
+        self._observe("request_prefill_time_seconds", max(0.0, seconds - queued))
 
     def tokens(self, count: int, seconds: float | None) -> None:
         """Counts further tokens, which came `seconds` after the previous ones, if any."""
         self._generated.inc(count)
         if seconds is not None:
-            self._between.observe(seconds / count)
+            self._observe("inter_token_latency_seconds", seconds / count)
 
     def ended(self, reason: str, seconds: float, decoding: float, tokens: int) -> None:
         """Counts the end of a request."""
         self._ended.labels(self._model, reason).inc()
-        self._lengths.observe(tokens)
-        self._whole.observe(seconds)
-        self._decode.observe(decoding)
+        self._observe("request_generation_tokens", tokens)
+        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("request_decode_time_seconds", decoding)
         if tokens > 1:
-            self._each.observe(decoding / (tokens - 1))
+            self._observe("request_time_per_output_token_seconds", decoding / (tokens - 1))
 
 
 class _RequestClock:
