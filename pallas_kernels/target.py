@@ -6,8 +6,10 @@ default device. Imports no kernel.
 """
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import jax
@@ -87,3 +89,12 @@ def use_target(target: Target) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def kernels(op: str, target: Target, part: str = "") -> ModuleType:
+    """Imports the kernels of an op, `pallas_kernels/OP/BACKEND.py`, and only now.
+
+    Args:
+      part: of the module's name, where an op has several, as `_latents`.
+    """
+    return importlib.import_module(f"pallas_kernels.{op}.{target.backend}{part}")

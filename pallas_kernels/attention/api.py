@@ -13,7 +13,6 @@ which they tile, are never as short as a number of heads.
 """
 
 import functools
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,7 @@ from pallas_kernels.attention.checks import (
     check_write,
 )
 from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
-from pallas_kernels.target import WITH_ATTENTION, Target, current_target
+from pallas_kernels.target import WITH_ATTENTION, Target, current_target, kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -377,7 +376,7 @@ def _kernels(target: Target) -> ModuleType:
     `paged_attention(call, target, tiles, places)` may return log-sum-exps unasked.
     `places_of(call, target)` returns its `places`.
     """
-    return importlib.import_module(f"pallas_kernels.attention.{target.backend}")
+    return kernels("attention", target)
 
 
 def _call_gap(target: Target, queries: _Shaped, cache: reference.Cache, page_table: Array) -> str:

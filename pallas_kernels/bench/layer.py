@@ -13,7 +13,7 @@ from pallas_kernels.attention.model_batch import attend
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import attention, grouped_matmul
 from pallas_kernels.grouped_matmul.dense import dense_matmul, dense_swiglu
-from pallas_kernels.grouped_matmul.routed import routed_swiglu
+from pallas_kernels.grouped_matmul.routed import combine, routed_choices
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
 
 D_MODEL, Q_RANK = 7168, 2048
@@ -82,7 +82,7 @@ def ffn_shard(
     gates = jnp.full(choices.shape, 1 / shape.top_k)
 
     def shard(rows: Any, choices: Any, gates: Any, routed_weights: Any, shared_weights: Any) -> Any:
-        share, _ = routed_swiglu(rows, choices, gates, *routed_weights)
+        share = combine(*routed_choices(rows, choices, gates, *routed_weights))
         return share + dense_swiglu(rows, tuple(shared_weights)).astype(share.dtype)
 
     arguments = (rows, choices, gates, routed_weights, shared_weights)

@@ -4,16 +4,13 @@ Called by the model's Gated DeltaNet layers for sequences with one token in a st
 nearly all the bytes of such a layer. The kernels read each state once and write it once, in place.
 """
 
-import importlib
-from types import ModuleType
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.gated_delta import reference
 from pallas_kernels.gated_delta.reference import Step
-from pallas_kernels.target import Target
+from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
 
 OP = "delta_step"
@@ -55,21 +52,18 @@ def delta_step(
     """
     step = Step(states, page, query, key, value, decay, rate)
     _check(step)
-    target = kernel_target(OP, implementation, lambda target: _kernel(target).gap(step), _COST)
+    target = kernel_target(
+        OP, implementation, lambda target: kernels("gated_delta", target).gap(step), _COST
+    )
 
     def compute(step: Step) -> tuple[Array, Array]:
         if target is None or not len(step.page):
             return reference.delta_step(step)
-        found: tuple[Array, Array] = _kernel(target).delta_step(step, target)
+        found: tuple[Array, Array] = kernels("gated_delta", target).delta_step(step, target)
         return found
 
     changed, read = run_op(OP, compute, step)
     return changed, read
-
-
-def _kernel(target: Target) -> ModuleType:
-    """Imports the kernel of a target."""
-    return importlib.import_module(f"pallas_kernels.gated_delta.{target.backend}")
 
 
 def _check(step: Step) -> None:

@@ -30,9 +30,7 @@ refused (`pallas_kernels/coverage.py`). MXFP4 weights, of all groups, are decode
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -54,7 +52,7 @@ from pallas_kernels.quantize import (
     from_bits,
 )
 from pallas_kernels.quantize.product import ROW_BLOCK
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.target import Target, current_target, kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -118,7 +116,7 @@ def grouped_matmul(
         call = _placed(call, first, target)
         if target is None:
             return reference.grouped_matmul(call)
-        product: Array = _kernels(target).grouped_matmul(call, target, tiles)
+        product: Array = kernels("grouped_matmul", target).grouped_matmul(call, target, tiles)
         return product
 
     narrow, place = _in_format(narrow, weights), _place(first)
@@ -238,7 +236,7 @@ def grouped_swiglu(
         call = _placed(call, first, target)
         if target is None:
             return reference.grouped_swiglu(call)
-        out: Array = _kernels(target).grouped_swiglu(call, target, tiles)
+        out: Array = kernels("grouped_matmul", target).grouped_swiglu(call, target, tiles)
         return out
 
     narrow = _in_format(narrow, gate_weights, up_weights)
@@ -276,12 +274,6 @@ def _decoded(op: str, weights: Any, rows: Array) -> Array:
     kind = current_target().device_kind
     fall_back(Fallback(op, kind, "MXFP4 weights", cost, slow=True))
     return dequantize_weight(weights, rows.dtype)
-
-
-def _kernels(target: Target) -> ModuleType:
-    """Returns the module of a backend, `mosaic_tpu` or `mosaic_gpu`: each has `grouped_matmul` and
-    `grouped_swiglu`, functions of (call, target, tiles)."""
-    return importlib.import_module(f"pallas_kernels.grouped_matmul.{target.backend}")
 
 
 def _in_format(narrow: QuantArray | None, *weights: WeightArray) -> QuantArray | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Num
+from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Implementation
@@ -172,7 +172,7 @@ def combine(
         if kernel.covers(rows.shape, rows.dtype, order.place.shape):
             arrays = (rows, gates, order.place, order.here)
             by_kernel = functools.partial(kernel.combine, target=target, dtype=dtype)
-            found: Array = run_op("routed_swiglu", by_kernel, *arrays, base)
+            found: Array = run_op("combine", by_kernel, *arrays, base)
             return found
     # Choices that are not here all read one row, which stays in caches.
     place = jnp.where(order.here, order.place, 0)
@@ -186,42 +186,6 @@ def combine(
     ]
     total = functools.reduce(jnp.add, products)
     return (total if base is None else base.astype(jnp.float32) + total).astype(dtype)
-
-
-def routed_swiglu(
-    x: Float[Array, "tokens d_model"],
-    choices: Int32[Array, "tokens top_k"],
-    gates: Float[Array, "tokens top_k"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
-    *,
-    window: tuple[Int[Array, ""] | int, int] | None = None,
-    row_format: RowFormat | None = None,
-    narrow: QuantArray | None = None,
-    implementation: Implementation = "auto",
-    tiles: Fields | None = None,
-) -> tuple[Float32[Array, "tokens d_out"], Int32[Array, " window"]]:
-    """Runs every token through the SwiGLU networks that it chose and sums the results, weighted by
-    the gates: `routed_choices`, then `combine`.
-
-    Returns:
-      the sums, and the number of tokens of each network of the window.
-    """
-    found = routed_choices(
-        x,
-        choices,
-        gates,
-        gate_weights,
-        up_weights,
-        down_weights,
-        window=window,
-        row_format=row_format,
-        narrow=narrow,
-        implementation=implementation,
-        tiles=tiles,
-    )
-    return combine(*found, implementation), found.order.sizes
 
 
 def routed_choices(
@@ -241,7 +205,7 @@ def routed_choices(
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
-    """Runs every token through the SwiGLU networks that it chose.
+    """Runs every token through the SwiGLU networks that it chose; `combine` sums the results.
 
     Args:
       choices: [tokens, top_k] networks, counted from the first of the window; choices outside the

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Num
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.quantize import Format
+from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -57,20 +58,22 @@ def rms_norm_quantize(
     fused = "norms, which XLA fuses there"
     if weight.dtype != x.dtype:
         implementation = "reference"
-    target = kernel_target(OP, implementation, lambda _: _gap(x), _COST, tiles, fused_on_tpus=fused)
+    target = kernel_target(
+        OP,
+        implementation,
+        lambda target: kernels("norm_quantize", target).gap(x),
+        _COST,
+        tiles,
+        fused_on_tpus=fused,
+    )
 
     def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:
         if target is None:
             return reference.rms_norm_quantize(x, weight, epsilon, format)
-        from pallas_kernels.norm_quantize import mosaic_gpu
-
-        return mosaic_gpu.rms_norm_quantize(x, weight, epsilon, format, target, tiles)
+        found: tuple[Array, Array, Array] = kernels("norm_quantize", target).rms_norm_quantize(
+            x, weight, epsilon, format, target, tiles
+        )
+        return found
 
     normed, values, scales = run_op(OP, compute, x, weight)
     return normed, values, scales
-
-
-def _gap(x: Array) -> str:
-    from pallas_kernels.norm_quantize import mosaic_gpu
-
-    return mosaic_gpu.gap(x)

@@ -15,7 +15,7 @@ from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize.reference import rms_norm
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.rotate_and_write import reference, rotate_tpu
-from pallas_kernels.target import current_target
+from pallas_kernels.target import current_target, kernels
 from pallas_kernels.transforms import run_op
 
 OP = "rotate_and_write"
@@ -71,7 +71,7 @@ def rotate_and_write(
     target = kernel_target(
         OP,
         implementation,
-        lambda _: _gap(pages, query, value),
+        lambda target: kernels(OP, target).gap(pages, query, value),
         _COST,
         fused_on_tpus="rotation and writing, of which XLA fuses what can be fused there",
     )
@@ -84,11 +84,10 @@ def rotate_and_write(
         norms: tuple[Array | None, Array | None],
     ) -> tuple[Array, tuple[Array, ...]]:
         if target is not None:
-            from pallas_kernels.rotate_and_write import mosaic_gpu
-
-            return mosaic_gpu.rotate_and_write(
+            found: tuple[Array, tuple[Array, ...]] = kernels(OP, target).rotate_and_write(
                 pages, heads, turn, where, norms, epsilon=epsilon, target=target
             )
+            return found
         query, key = (
             _rotated(x, norm, epsilon, turn) for x, norm in zip(heads[:2], norms, strict=True)
         )
@@ -108,12 +107,6 @@ def _rotated(x: Array, norm: Array | None, epsilon: float, turn: tuple[Array, Ar
     if current_target().backend != "mosaic_tpu" or not rotate_tpu.covers(x):
         return reference.rotated(x, norm, epsilon, *turn)
     return rotate_tpu.rotate(x if norm is None else rms_norm(x, norm, epsilon), *turn)
-
-
-def _gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
-    from pallas_kernels.rotate_and_write import mosaic_gpu
-
-    return mosaic_gpu.gap(pages, query, value)
 
 
 def _check(

@@ -4,6 +4,7 @@ Called by latent attention (MLA) between its down maps and its other products. A
 `rotate_and_write`, only Hopper GPUs have a kernel (`mosaic_gpu_latents.py`).
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.quantize import EIGHT_BITS
 from pallas_kernels.rotate_and_write import reference
+from pallas_kernels.target import Target, kernels
 from pallas_kernels.transforms import run_op
 
 OP = "norm_and_write"
@@ -75,7 +77,7 @@ def norm_and_write(
     target = kernel_target(
         OP,
         implementation,
-        lambda _: _gap(pages, down, latent_norm, query_norm),
+        lambda target: _kernels(target).gap(pages, down, latent_norm, query_norm),
         _COST,
         fused_on_tpus="norms, rotation and writing, of which XLA fuses what can be fused there",
     )
@@ -91,21 +93,15 @@ def norm_and_write(
         call = reference.LatentsCall(pages, down, turn, where, norms, *options)
         if target is None:
             return Latents(*reference.norm_and_write(call))
-        from pallas_kernels.rotate_and_write import mosaic_gpu_latents
-
-        return Latents(*mosaic_gpu_latents.norm_and_write(call, target))
+        return Latents(*_kernels(target).norm_and_write(call, target))
 
     norms = (latent_norm, query_norm)
     found: Latents = run_op(OP, compute, pages, down, (cosine, sine), wheres, norms)
     return found
 
 
-def _gap(
-    pages: tuple[Array, ...], down: Array, latent_norm: Array, query_norm: Array | None
-) -> str:
-    from pallas_kernels.rotate_and_write import mosaic_gpu_latents
-
-    return mosaic_gpu_latents.gap(pages, down, latent_norm, query_norm)
+def _kernels(target: Target) -> ModuleType:
+    return kernels("rotate_and_write", target, "_latents")
 
 
 def _check(

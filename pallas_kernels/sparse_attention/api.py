@@ -20,7 +20,7 @@ from pallas_kernels.attention.checks import (
 from pallas_kernels.attention.reference import Cache
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.sparse_attention import gathered, reference
-from pallas_kernels.target import Target
+from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
 
 _SCORE_COST = (
@@ -74,19 +74,17 @@ def choose_positions(
         queries, weights, key_pages, key_scales, page_table, sequence_of_token, position
     )
     target = kernel_target(
-        "choose_positions", implementation, functools.partial(_gap, call), _SCORE_COST
+        "choose_positions",
+        implementation,
+        lambda target: kernels("sparse_attention", target).gap(call, target),
+        _SCORE_COST,
     )
 
     def compute(call: reference.ChoiceCall) -> Array:
         if target is None:
             return reference.choose_positions(call, top_k)
-        if target.backend == "mosaic_gpu":
-            from pallas_kernels.sparse_attention import mosaic_gpu
-
-            return mosaic_gpu.choose_positions(call, top_k, target)
-        from pallas_kernels.sparse_attention import mosaic_tpu
-
-        return mosaic_tpu.choose_positions(call, top_k, target)
+        found: Array = kernels("sparse_attention", target).choose_positions(call, top_k, target)
+        return found
 
     chosen: Array = run_op("choose_positions", compute, call)
     return chosen
@@ -154,17 +152,6 @@ def attend_chosen(
     where = reference.Chosen(chosen, page_table, sequence_of_token)
     mixed, lse = run_op("attend_chosen", compute, queries, arrays, where)
     return mixed, lse
-
-
-def _gap(call: reference.ChoiceCall, target: Target) -> str:
-    """Returns the property of a choice that no kernel of a target covers."""
-    if target.backend == "mosaic_gpu":
-        from pallas_kernels.sparse_attention import mosaic_gpu
-
-        return mosaic_gpu.gap(call)
-    from pallas_kernels.sparse_attention import mosaic_tpu
-
-    return mosaic_tpu.gap(call, target)
 
 
 def _keys_and_scales(pages: tuple[Array, ...]) -> tuple[Array, Array | None]:

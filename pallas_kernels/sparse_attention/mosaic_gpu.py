@@ -36,7 +36,7 @@ MOST_HEADS = 128
 """Heads whose scores of 64 positions fit in the registers of a warpgroup."""
 
 
-def gap(call: ChoiceCall) -> str:
+def gap(call: ChoiceCall, target: Target) -> str:
     """Returns the property of a call that the kernel does not cover; empty: none."""
     _, heads, width = call.queries.shape
     page_size, dtype = call.key_pages.shape[2], call.key_pages.dtype

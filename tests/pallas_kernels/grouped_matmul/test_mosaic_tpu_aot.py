@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_matmul
-from pallas_kernels.grouped_matmul.routed import Order, combine, routed_swiglu
+from pallas_kernels.grouped_matmul.routed import Order, combine, routed_choices
 from pallas_kernels.grouped_matmul.shapes import SHAPES
 from pallas_kernels.quantize import QuantArray, StackEntry, scales_shape
 from tests.pallas_kernels.gpu_aot import compiled_cases
@@ -262,7 +262,7 @@ def test_tokens_go_to_experts_and_back(generation, name, format, tokens, sorted_
 
     def routed(*arguments):
         *others, narrow = arguments
-        return routed_swiglu(*others, narrow=narrow and as_dtype(narrow, dtype))
+        return combine(*routed_choices(*others, narrow=narrow and as_dtype(narrow, dtype)))
 
     text = compiled(routed, mesh_of(generation), arguments).as_text()
     assert "grouped_swiglu" in text

@@ -14,7 +14,7 @@ from pallas_kernels.grouped_matmul.routed import (
     _by_counting,
     _by_sorting,
     combine,
-    routed_swiglu,
+    routed_choices,
     sort_choices,
 )
 from tests.pallas_kernels.hopper_replay import mutated, replay
@@ -126,7 +126,8 @@ def windowed(count):
     """The call for a window of `count` groups, compiled once."""
 
     def call(*arguments):
-        return routed_swiglu(*arguments[:-1], window=(arguments[-1], count))
+        found = routed_choices(*arguments[:-1], window=(arguments[-1], count))
+        return combine(*found), found.order.sizes
 
     return jax.jit(call)
 
@@ -161,7 +162,7 @@ def test_all_groups():
     x = rng.normal(size=(9, D_MODEL)).astype(np.float32)
     choices = np.stack([rng.permutation(GROUPS)[:3] for _ in range(9)]).astype(np.int32)
     gates = rng.random((9, 3), np.float32)
-    share, sizes = routed_swiglu(*map(jnp.asarray, (x, choices, gates, *weights())))
+    found = routed_choices(*map(jnp.asarray, (x, choices, gates, *weights())))
     expected = routed_numpy(x, choices, gates, weights(), 0, GROUPS)
-    np.testing.assert_allclose(share, expected, 1e-4, 1e-5)
-    assert sizes.sum() == 27
+    np.testing.assert_allclose(combine(*found), expected, 1e-4, 1e-5)
+    assert found.order.sizes.sum() == 27
