@@ -88,8 +88,7 @@ def environment(flags: str = "") -> dict[str, str]:
 def cases(op: str, generation: str) -> list[Case]:
     """The cases that an op lists for a generation."""
     module = importlib.import_module(f"pallas_kernels.{op}.cases")
-    found: list[Case] = module.cases(generation)
-    return found
+    return module.cases(generation)
 
 
 def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:

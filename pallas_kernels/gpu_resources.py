@@ -73,8 +73,7 @@ def plugin() -> Path | None:
 def cases(op: str, function: Literal["gpu_cases", "before_hopper"] = "gpu_cases") -> list[Case]:
     """Returns the cases that an op lists, for Hopper or for older GPUs."""
     module = importlib.import_module(f"pallas_kernels.{op}.cases")
-    found: list[Case] = getattr(module, function)()
-    return found
+    return getattr(module, function)()
 
 
 def prepare(folder: str | None = None) -> None:

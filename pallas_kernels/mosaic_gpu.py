@@ -86,8 +86,7 @@ def strided(width: int, most: int = 8) -> Any:
 
 def load(source: Any, layout: Any) -> jax.Array:
     """Loads a ref in shared or global memory into registers, in any layout; see `store`."""
-    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
-    return loaded
+    return plgpu.load(source, layout=layout, optimized=False)
 
 
 def store(target: Any, value: Any) -> None:

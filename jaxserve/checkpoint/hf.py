@@ -158,8 +158,7 @@ class HFCheckpoint(BlockReader):
         whole = leaf._replace(sharding=NamedSharding(leaf.sharding.mesh, spec), tile=0)
         grid = *leaf.shape[:-1], -(-leaf.shape[-1] // GROUP)
         parts = whole.of(jnp.float4_e2m1fn), whole._replace(shape=grid).of(E8M0)
-        found: jax.Array = _decoder(leaf)(*self._mxfp4([source], *parts))
-        return found
+        return _decoder(leaf)(*self._mxfp4([source], *parts))
 
     def _mxfp4(
         self, sources: Sequence[Source], values: Leaf, scales: Leaf

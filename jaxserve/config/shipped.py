@@ -22,8 +22,7 @@ def hardware_file(hardware: str) -> dict[str, Any]:
     path = CONFIGS / "hardware" / f"{hardware.lower()}.yaml"
     if not hardware or not path.is_file():
         return {}
-    found: dict[str, Any] = read_yaml(path.read_text(encoding="utf-8"), str(path))
-    return found
+    return read_yaml(path.read_text(encoding="utf-8"), str(path))
 
 
 def device_kind(hardware: str) -> str:

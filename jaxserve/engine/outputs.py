@@ -38,8 +38,7 @@ class StepResult(NamedTuple):
     @property
     def counts(self) -> np.ndarray:
         """Number of tokens in every slot of a step with drafts, `[groups, slots]`."""
-        counts: np.ndarray = (self.sampled != REJECTED).sum(axis=-1, dtype=np.int32)
-        return counts
+        return (self.sampled != REJECTED).sum(axis=-1, dtype=np.int32)
 
 
 def step_result(

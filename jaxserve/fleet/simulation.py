@@ -248,8 +248,7 @@ class FleetSimulation:
         count, even = self._traffic.requests, self._traffic.even
         gaps = np.ones(count) if even else self._random.exponential(1.0, count)
         gaps *= count / gaps.sum()
-        found: list[float] = np.cumsum(gaps / self._traffic.rate).tolist()
-        return found
+        return np.cumsum(gaps / self._traffic.rate).tolist()
 
     def _turn(self) -> bool:
         """The next event, or the turn of the engine that is due first; False: nothing is left."""

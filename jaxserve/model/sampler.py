@@ -212,8 +212,7 @@ def top_of_blocks(
         best, ids = jax.lax.top_k(blocks.reshape(len(blocks), -1), count)
         return best, ids
 
-    found: tuple[Array, Array] = jax.lax.platform_dependent(blocks, cpu=of_few, default=of_all)
-    return found
+    return jax.lax.platform_dependent(blocks, cpu=of_few, default=of_all)
 
 
 def sample_and_largest(
@@ -279,8 +278,7 @@ def _greedy(
     """Returns the first token with the largest logit (vocab - 1 if one is NaN), and that logit."""
     at_once = functools.partial(_greedy_at_once, vocab=vocab)
     by_blocks = functools.partial(_greedy_by_blocks, vocab=vocab)
-    found: tuple[Array, Array] = jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
-    return found
+    return jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
 
 
 def _greedy_of_all(
@@ -375,10 +373,7 @@ def _threshold(
     limits = scaled, top_k, state.top_p
 
     def cut() -> Array:
-        found: Array = jax.lax.platform_dependent(
-            *limits, cpu=_cut_by_candidates, default=_cut_by_search
-        )
-        return found
+        return jax.lax.platform_dependent(*limits, cpu=_cut_by_candidates, default=_cut_by_search)
 
     limited = jnp.any((top_k < off) | (state.top_p < 1.0))
     return jnp.maximum(

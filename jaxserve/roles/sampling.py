@@ -203,11 +203,10 @@ def _packed_rows(
         return replace_rows(packed, start, mine, own)
 
     width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
-    packed: Array = jax.lax.platform_dependent(
+    return jax.lax.platform_dependent(
         cpu=lambda: over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32)),
         default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),
     )
-    return packed
 
 
 def _rules(fields: dict[str, Array]) -> LogitRules:

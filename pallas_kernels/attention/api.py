@@ -111,8 +111,7 @@ def write_rows(
         return tuple(write(array, new) for array, new in zip(pages, rows, strict=True))
 
     where = reference.Where(page_table, sequence_of_token, position)
-    written: tuple[Array, ...] = run_op("write_rows", compute, tuple(pages), tuple(rows), where)
-    return written
+    return run_op("write_rows", compute, tuple(pages), tuple(rows), where)
 
 
 def paged_attention(
@@ -328,8 +327,7 @@ def chunk_attention(
 
         return mosaic_tpu_chunk.chunk_attention(call, target, tiles)
 
-    output, lse = run_op("chunk_attention", compute, inputs)
-    return output, lse
+    return run_op("chunk_attention", compute, inputs)
 
 
 def merge(
@@ -393,5 +391,4 @@ def _call_gap(target: Target, queries: _Shaped, cache: reference.Cache, page_tab
 
 def kernel_gap(target: Target, queries: _Shaped, cache: reference.Cache) -> str:
     """Returns the property of a call that the kernels of a target do not cover."""
-    gap: str = _kernels(target).gap(queries, cache)
-    return gap
+    return _kernels(target).gap(queries, cache)

@@ -189,8 +189,7 @@ def in_parts[Out](compute: Callable[[Any], Out], tokens: tuple[Array, ...], at_o
     parts = jax.lax.map(
         compute, tuple(array.reshape(-1, at_once, *array.shape[1:]) for array in wide)
     )
-    found: Out = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:count], parts)
-    return found
+    return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:count], parts)
 
 
 def _attend_runs(

@@ -113,7 +113,7 @@ def attend(
         jax.ShapeDtypeStruct((*of_pieces, sizes.v_width), out_dtype),
         jax.ShapeDtypeStruct(of_pieces, jnp.float32),
     ]
-    found: tuple[Array, Array, Array, Array] = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_attend, sizes=sizes, names=tuple(present), place=place),
         name="paged_attention",
         # Lanes first: those of a range run at the same time, and read its pages from memory once.
@@ -124,7 +124,6 @@ def attend(
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
     )(*inputs)
-    return found
 
 
 def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -312,7 +311,7 @@ def combine(
     units, lanes, rows, _ = out.shape
     tile = min(COMBINED_ROWS, rows)
     inputs = (out, lse, out_pieces, lse_pieces, start)
-    results: tuple[Array, Array] = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_combine, cut=cut, tile=tile),
         name="paged_attention_combine",
         grid=(units, lanes, rows // tile),
@@ -323,7 +322,6 @@ def combine(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
     )(*inputs)
-    return results
 
 
 def _combine(

@@ -33,8 +33,7 @@ class Estimate(NamedTuple):
 
 def read_counts(path: Path = COUNTS) -> dict[str, Any]:
     """Returns the committed counts."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def costs(kernel: dict[str, Any]) -> list[Cost]:

@@ -59,11 +59,9 @@ def delta_step(
     def compute(step: Step) -> tuple[Array, Array]:
         if target is None or not len(step.page):
             return reference.delta_step(step)
-        found: tuple[Array, Array] = kernels("gated_delta", target).delta_step(step, target)
-        return found
+        return kernels("gated_delta", target).delta_step(step, target)
 
-    changed, read = run_op(OP, compute, step)
-    return changed, read
+    return run_op(OP, compute, step)
 
 
 def _check(step: Step) -> None:

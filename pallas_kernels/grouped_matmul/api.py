@@ -116,12 +116,10 @@ def grouped_matmul(
         call = _placed(call, first, target)
         if target is None:
             return reference.grouped_matmul(call)
-        product: Array = kernels("grouped_matmul", target).grouped_matmul(call, target, tiles)
-        return product
+        return kernels("grouped_matmul", target).grouped_matmul(call, target, tiles)
 
     narrow, place = _in_format(narrow, weights), _place(first)
-    product: Array = _run("grouped_matmul", compute, group_sizes, rows, weights, narrow, place)
-    return product
+    return _run("grouped_matmul", compute, group_sizes, rows, weights, narrow, place)
 
 
 def grouped_swiglu(
@@ -236,13 +234,11 @@ def grouped_swiglu(
         call = _placed(call, first, target)
         if target is None:
             return reference.grouped_swiglu(call)
-        out: Array = kernels("grouped_matmul", target).grouped_swiglu(call, target, tiles)
-        return out
+        return kernels("grouped_matmul", target).grouped_swiglu(call, target, tiles)
 
     narrow = _in_format(narrow, gate_weights, up_weights)
     arrays = rows, weights, source, narrow, biases, _place(first)
-    out: Array = _run("grouped_swiglu", compute, group_sizes, *arrays)
-    return out
+    return _run("grouped_swiglu", compute, group_sizes, *arrays)
 
 
 def _place(first: Int[Array, ""] | int | None) -> Int32[Array, ""] | None:

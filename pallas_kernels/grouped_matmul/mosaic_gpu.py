@@ -93,8 +93,7 @@ def pick_rows(
         grid_names=("block",),
         interpret=interpreter(target),
     )
-    picked_rows: Array = kernel(rows, source, ends)
-    return picked_rows
+    return kernel(rows, source, ends)
 
 
 def _body(

@@ -104,8 +104,7 @@ def _run(
     count: int = 1,
 ) -> tuple[Array, ...]:
     out_type = (jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype),) * count
-    found: tuple[Array, ...] = launch(body, name, out_type, shape[0], "row", target)(*arguments)
-    return found
+    return launch(body, name, out_type, shape[0], "row", target)(*arguments)
 
 
 def _pack(

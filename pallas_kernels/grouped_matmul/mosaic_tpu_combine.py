@@ -90,7 +90,7 @@ def combine(
     beside = (jnp.where(low, jnp.uint32(16), 0), kept, jnp.where(here, gates, 0.0))
     of_block = pl.BlockSpec((block, top_k), lambda index, *_: (index, 0))
     of_rows = pl.BlockSpec((block, d), lambda index, *_: (index, 0))
-    out: Array = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_kernel, tile, tokens // block, per_word),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -115,7 +115,6 @@ def combine(
         interpret=INTERPRET if target.interpret else False,
         name="combine_rows",
     )(places, counts, as_words(rows) if target.interpret else rows, *beside, *bases)
-    return out
 
 
 def _kernel(

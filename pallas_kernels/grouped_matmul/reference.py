@@ -207,8 +207,7 @@ def _map_blocks(
         if not halves:
             return whole(group, start, output)
         half, left = functools.partial(run_rows, block_rows // 2), row_end[group] - start
-        found: Array = jax.lax.cond(left > block_rows // 2, whole, half, group, start, output)
-        return found
+        return jax.lax.cond(left > block_rows // 2, whole, half, group, start, output)
 
     output = jnp.zeros((count + block_rows, weights[-1].shape[-2]), rows.dtype)
     output = vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))

@@ -172,8 +172,7 @@ def combine(
         if kernel.covers(rows.shape, rows.dtype, order.place.shape):
             arrays = (rows, gates, order.place, order.here)
             by_kernel = functools.partial(kernel.combine, target=target, dtype=dtype)
-            found: Array = run_op("combine", by_kernel, *arrays, base)
-            return found
+            return run_op("combine", by_kernel, *arrays, base)
     # Choices that are not here all read one row, which stays in caches.
     place = jnp.where(order.here, order.place, 0)
     products = [

@@ -70,10 +70,8 @@ def rms_norm_quantize(
     def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:
         if target is None:
             return reference.rms_norm_quantize(x, weight, epsilon, format)
-        found: tuple[Array, Array, Array] = kernels("norm_quantize", target).rms_norm_quantize(
+        return kernels("norm_quantize", target).rms_norm_quantize(
             x, weight, epsilon, format, target, tiles
         )
-        return found
 
-    normed, values, scales = run_op(OP, compute, x, weight)
-    return normed, values, scales
+    return run_op(OP, compute, x, weight)

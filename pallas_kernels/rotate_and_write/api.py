@@ -84,10 +84,9 @@ def rotate_and_write(
         norms: tuple[Array | None, Array | None],
     ) -> tuple[Array, tuple[Array, ...]]:
         if target is not None:
-            found: tuple[Array, tuple[Array, ...]] = kernels(OP, target).rotate_and_write(
+            return kernels(OP, target).rotate_and_write(
                 pages, heads, turn, where, norms, epsilon=epsilon, target=target
             )
-            return found
         query, key = (
             _rotated(x, norm, epsilon, turn) for x, norm in zip(heads[:2], norms, strict=True)
         )
@@ -97,10 +96,7 @@ def rotate_and_write(
         return query, write_rows(pages, tuple(rows), *where)
 
     norms = (query_norm, key_norm)
-    queries, written = run_op(
-        OP, compute, pages, (query, key, value), (cosine, sine), wheres, norms
-    )
-    return queries, written
+    return run_op(OP, compute, pages, (query, key, value), (cosine, sine), wheres, norms)
 
 
 def _rotated(x: Array, norm: Array | None, epsilon: float, turn: tuple[Array, Array]) -> Array:

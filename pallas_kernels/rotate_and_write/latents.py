@@ -96,8 +96,7 @@ def norm_and_write(
         return Latents(*_kernels(target).norm_and_write(call, target))
 
     norms = (latent_norm, query_norm)
-    found: Latents = run_op(OP, compute, pages, down, (cosine, sine), wheres, norms)
-    return found
+    return run_op(OP, compute, pages, down, (cosine, sine), wheres, norms)
 
 
 def _kernels(target: Target) -> ModuleType:

@@ -83,11 +83,9 @@ def choose_positions(
     def compute(call: reference.ChoiceCall) -> Array:
         if target is None:
             return reference.choose_positions(call, top_k)
-        found: Array = kernels("sparse_attention", target).choose_positions(call, top_k, target)
-        return found
+        return kernels("sparse_attention", target).choose_positions(call, top_k, target)
 
-    chosen: Array = run_op("choose_positions", compute, call)
-    return chosen
+    return run_op("choose_positions", compute, call)
 
 
 def attend_chosen(
@@ -150,8 +148,7 @@ def attend_chosen(
 
     arrays = k_pages, k_scales, rope_pages
     where = reference.Chosen(chosen, page_table, sequence_of_token)
-    mixed, lse = run_op("attend_chosen", compute, queries, arrays, where)
-    return mixed, lse
+    return run_op("attend_chosen", compute, queries, arrays, where)
 
 
 def _keys_and_scales(pages: tuple[Array, ...]) -> tuple[Array, Array | None]:

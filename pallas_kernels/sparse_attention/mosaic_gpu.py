@@ -89,8 +89,7 @@ def scores_of(call: ChoiceCall, target: Target) -> Float32[Array, "tokens contex
     )
     queries, where = call.queries.astype(dtype), (call.sequence_of_token, call.position)
     (found,) = kernel(queries, call.weights, call.key_pages, call.page_table, *where)
-    scores: Array = found[:, :context]
-    return scores
+    return found[:, :context]
 
 
 def _body(

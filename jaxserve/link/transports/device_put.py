@@ -77,8 +77,7 @@ def fast_first() -> Callable[[jax.Array], jax.Array]:
 
 
 def _private_first(array: Any) -> jax.Array:
-    first: jax.Array = array._fully_replicated_shard()
-    return first
+    return array._fully_replicated_shard()
 
 
 TRANSPORT = Transport(automatic="devices", falls_back_to="ppermute")
