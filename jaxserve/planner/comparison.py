@@ -1,4 +1,4 @@
-"""`plan verify` and `plan calibrate`: measurements beside predictions.
+"""Measurements beside predictions, for `plan verify` (`verify.py`), and `plan calibrate`.
 
 Timelines are compared load by load, and become measurements to calibrate with; preflight makes its
 measurements here, too.
@@ -6,7 +6,6 @@ measurements here, too.
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import Asked, MeasuredStage
 from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.measurements import (
@@ -27,17 +27,13 @@ from jaxserve.planner.measurements import (
     observe,
     read_measurements,
     read_spans,
-    watched_spans,
 )
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
-from jaxserve.planner.search import Balance
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
 from jaxserve.planner.view import Report, declared, json_text, show
 from jaxserve.roles.layout import StepLoad
 
-PARTED = 0.25
-"""Relative error of a running server's stages and steps from which on there is an alarm."""
 WITHIN = {"stage": 0.15, "step": 0.10}
 """Relative errors that a calibrated prediction should keep to."""
 _LEAST = 1e-9
@@ -214,41 +210,7 @@ def balance(made: Scenario, one: Observed) -> Balance:
     return Balance(attend, ffn, ffn * after / before)
 
 
-def verify(options: argparse.Namespace) -> int:
-    """Compares predictions with measurements, stage by stage and load by load; returns 1 if those
-    of a running server part by more than `PARTED`."""
-    if options.timeline is None and not options.url:
-        raise ConfigError(
-            "--timeline is missing: a folder that serve --timeline wrote, or --url of a server"
-        )
-    made, seen = observed(options)
-    known = read_measurements(options.calibration) if options.calibration else []
-    found = compare(made, seen, known)
-    builtins = msgspec.to_builtins
-    tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
-    rows = [one._asdict() | {"title": _name(made, one), "error": one.error} for one in found]
-    for row, one in zip(rows, found, strict=True):
-        row["within"] = one.within
-    prices = made.roles.attention.price, made.roles.ffn.price
-    roles = balance(made, seen[-1])
-    told = summary(found)
-    if roles.ffn:  # an ffn worker's own stages are not in the trace of its attention workers
-        told = [*told, roles.text(made.layout, prices)]
-    show(
-        options,
-        Report("Predicted against measured", declared("verify", found=rows, summary=told), tree),
-    )
-    parted = [one for one in found if abs(one.error) > PARTED] if options.url else []
-    for one in parted:
-        print(
-            f"ALARM: {_name(made, one)} takes {one.measured * 1e6:.0f} µs, planned "
-            f"{one.predicted * 1e6:.0f}",
-            file=sys.stderr,
-        )
-    return 1 if parted else 0
-
-
-def _name(made: Scenario, one: Compared) -> str:
+def title(made: Scenario, one: Compared) -> str:
     """The name of a stage, with the kind of its layers if the model has several kinds."""
     if one.name == "ffn" and len(made.ffn.model.ffn) > 1:
         return f"ffn, {'MoE' if made.ffn.model.ffn[one.layers].experts else 'dense'}"
@@ -258,18 +220,26 @@ def _name(made: Scenario, one: Compared) -> str:
     return one.name
 
 
+def deployed(options: argparse.Namespace) -> Scenario:
+    """Returns the deployment of the options, whose stages are compared.
+
+    Raises:
+      ConfigError: the deployment is colocated.
+    """
+    made = read_scenario(options, 1)
+    if made.layout.topology.has("colocated"):
+        raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
+    return made
+
+
 def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
     """Returns the deployment of the options, and the stages and steps in their timeline.
 
     Raises:
       ConfigError: the deployment is colocated, or the trace is of another deployment.
     """
-    made = read_scenario(options, 1)
-    if made.layout.topology.has("colocated"):
-        raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
-    url = getattr(options, "url", "")
-    spans = watched_spans(url) if url else read_spans(options.timeline)
-    return made, observe(spans, made.attention.model.order)
+    made = deployed(options)
+    return made, observe(read_spans(options.timeline), made.attention.model.order)
 
 
 def calibrate(options: argparse.Namespace) -> None:

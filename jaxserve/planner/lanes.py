@@ -268,14 +268,14 @@ class Colocated(_Pipeline):
         return Seen(total / count, least, most)
 
 
-def step_seconds(times: StepTimes, lanes: int, groups: int) -> float:
+def step_seconds(times: StepTimes, lanes: int, groups: int, domains: int = 1) -> float:
     """Seconds from one step of a lane to its next one along the engine's schedule, when all lanes
     take these times and repeat their step at once. The host enqueues a lane's step once it has read
-    the lane's step before the last."""
-    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups)
-    ends: list[list[float]] = [[] for _ in range(lanes)]
+    the lane's step before the last. `domains` attention meshes have `lanes` lanes each."""
+    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups, domains=domains)
+    ends: list[list[float]] = [[] for _ in range(lanes * domains)]
     host = 0.0
-    for lane in range(lanes):
+    for lane in range(lanes * domains):
         pipeline.begin(lane, 0, 0.0, times)
     while min(map(len, ends)) < SETTLE + COUNTED:
         lane, end = pipeline.advance(host)

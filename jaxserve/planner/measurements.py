@@ -400,13 +400,12 @@ def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:
 
 
 def _timed(values: Iterable[tuple[_LaneStep, float]], ordinary: set[_LaneStep]) -> Timed | None:
-    """Returns the mean over ordinary steps; None if nothing took any time.
+    """Returns the mean over ordinary steps; None if none of them took any time.
 
     The end of a span is noted late now and then, and the next one seems to take no time: the mean
     counts both, so that stages add up.
     """
     seconds = list(values)
-    if longer := [value for _, value in seconds if value > 0]:
-        mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer)
-        return Timed(len(longer), mean)
-    return None
+    longer = [value for _, value in seconds if value > 0]
+    mean = statistics.mean([value for of, value in seconds if of in ordinary] or longer or [0.0])
+    return Timed(len(longer), mean) if mean > 0 else None

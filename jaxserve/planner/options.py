@@ -121,6 +121,11 @@ READERS: dict[str, Callable[[str], Any]] = {
     "spread": spread,
     "stall": stall,
     "tokens": tokens,
+    "address": reader(
+        r"(?:([^:\s]+):)?(\d+)",
+        "[HOST:]PORT, as in 0.0.0.0:9101",
+        lambda host, port: (host or "127.0.0.1", within(1, int(port), 65535)),
+    ),
     "bucket": reader(
         r"(\d+)x(\d+)",
         "tokens x pages, as in 128x64",

@@ -1,5 +1,4 @@
-"""Searches for the cheapest layouts that meet a target, and says why nothing does. Called by `plan
-search`, `map` and `deploy`.
+"""Searches for the cheapest layouts that meet a target, for `plan search`, `map` and `deploy`.
 
 Three modes: `afd`, attention and FFN on separate devices of any two kinds; `ep`, colocated, with
 one DP group per device and the experts divided over all of them; `tp`, colocated, with everything
@@ -13,12 +12,13 @@ import functools
 import itertools
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from jaxserve.observe.spans import STAGES
+from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import MONTH, Hardware
@@ -30,46 +30,6 @@ from jaxserve.planner.monotone import largest
 from jaxserve.planner.noise import Skew, mean_busiest
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
-
-
-class Balance(NamedTuple):
-    """Seconds of a lane's step in all layers on both roles, with a layout's batch.
-
-    Attributes:
-      attend: of a DP group; its sequences stay the same however many groups there are.
-      ffn: of the ffn role.
-      doubled: of the ffn role with twice as many DP groups.
-    """
-
-    attend: float
-    ffn: float
-    doubled: float
-
-    def attention_devices(self, layout: Layout, prices: tuple[float, float]) -> float:
-        """Returns the attention devices for which a token costs least (Song et al. 2026).
-
-        The ffn role takes a constant, its weights, and a time for each DP group. Up to as many
-        groups as keep it busy for as long as a group attends, more cost nothing but themselves.
-        Behind that they make all wait, and pay only while the constant weighs more.
-
-        Args:
-          prices: of a device of either role.
-        """
-        each = (self.doubled - self.ffn) / layout.dp
-        constant = self.ffn - each * layout.dp
-        if each <= 0:
-            return float("inf")
-        attention, ffn = prices[0] * layout.tp, prices[1] * layout.ffn_devices
-        cheapest = max(0.0, constant / each * ffn / attention) ** 0.5
-        return layout.tp * max((self.attend - constant) / each, cheapest)
-
-    def text(self, layout: Layout, prices: tuple[float, float]) -> str:
-        """Says it beside the layout's own numbers."""
-        return (
-            f"{layout.attention_devices} attention devices beside {layout.ffn_devices} for the "
-            f"FFN; by the analytic rule {self.attention_devices(layout, prices):.0f} cost least "
-            f"with this batch (a lane's step: {self.attend * 1e3:.1f} and {self.ffn * 1e3:.1f} ms)"
-        )
 
 
 def tokens_a_step(acceptance: Sequence[float], drafts: int) -> float:
@@ -406,66 +366,3 @@ def _batches(room: int) -> list[int]:
     """Powers of two up to `room`, and `room`."""
     powers = [2**power for power in range(room.bit_length())]
     return powers if powers[-1] == room else [*powers, room]
-
-
-# -------------------------------------------------------------------------- where nothing is found
-
-
-def why_not(searcher: Searcher, target: Target, found: Found) -> str:
-    """Explains which bound prevents the target, and lists single changes that would meet it."""
-    if plan := found.fastest:
-        name, bound = plan.slowest
-        parts = ("dispatch", "combine") if name == "link" else (name,)
-        stage = sum(plan.stages[part].seconds for part in parts)
-        text = (
-            f"no layout reaches {target.tpot * 1e3:g} ms a token: the fastest, "
-            f"{plan.layout.text}, takes {plan.tpot * 1e3:.1f} ms with one sequence a DP group; "
-            f"its {name} stage takes {stage * 1e6:.0f} µs a layer, bound by {bound}"
-        )
-    elif found.short:
-        layout, role, needed, there = found.short
-        text = (
-            f"nothing fits on up to {target.max_devices} devices: the nearest layout, "
-            f"{layout.devices} devices, needs {needed / 1e9:.1f} GB on each of the {role} role's "
-            f"(weights and one sequence a lane) and has {there / 1e9:.1f} GB: bound by memory size"
-        )
-    else:
-        text = f"there is no layout of up to {target.max_devices} devices"
-        text += f": {searcher.memory.refused}" if searcher.memory.refused else ""
-        attention, ffn = (
-            {one.platform for one in role.values()} for role in (searcher.attention, searcher.ffn)
-        )
-        if attention.isdisjoint(ffn):
-            text += " of one platform: GPUs and TPUs do not serve together"
-    changes = "; ".join(_changes(searcher, target, found))
-    advice = f"what would meet it: {changes}" if changes else "no change of one thing meets it"
-    return f"{text}\n  {advice}"
-
-
-def _changes(searcher: Searcher, target: Target, found: Found) -> Iterator[str]:
-    calculator, attention, ffn = searcher.calculator, searcher.attention, searcher.ffn
-
-    def meets(calculator: Calculator, target: Target) -> bool:
-        return Searcher(calculator, attention, ffn).feasible(target)
-
-    for factor in (2, 4, 8):
-        more = target.max_devices * factor
-        if more <= 512 and meets(calculator, msgspec.structs.replace(target, max_devices=more)):
-            yield f"up to {more} devices"
-            break
-    formats = calculator.formats
-    for field in ("weights", "cache"):
-        if getattr(formats, field) == "bfloat16":
-            stored = all(h.stores("fp8") for h in (*attention.values(), *ffn.values()))
-            name = "fp8" if stored else "int8"
-            smaller = msgspec.structs.replace(formats, **{field: name})
-            if meets(calculator._replace(formats=smaller), target):
-                yield f"{field} in {name}"
-    context = calculator.context
-    while context > 256:
-        context //= 2
-        if meets(calculator._replace(context=context), target):
-            yield f"a context of {context:,}"
-            break
-    if found.fastest is not None:
-        yield f"a TPOT of {found.fastest.tpot * 1e3:.1f} ms"

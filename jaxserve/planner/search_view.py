@@ -30,8 +30,9 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
+from jaxserve.planner.search import Found, Plan, Searcher, front
 from jaxserve.planner.view import Part, Report, Series, chart, declared, show
+from jaxserve.planner.why_not import why_not
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "

@@ -25,6 +25,8 @@ RULES = Path(__file__).parents[2] / "launch" / "prometheus-rules.yaml"
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
 NAME = re.compile(r"jaxserve:\w+")
+PLAN = '# TYPE jaxserve:plan_error gauge\njaxserve:plan_error{stage="ffn"} 0.3\n'
+"""What `plan verify --listen` serves."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_every_metric_it_names_exists(exposition: str) -> None:
 def test_alerts_read_metrics_and_labels_that_exist(exposition: str) -> None:
     loop = Metrics("m")
     loop.watch_loop(FakeEngine([]))
-    text = exposition + loop.text().decode()
+    text = exposition + loop.text().decode() + PLAN
     found, labels = (
         set().union(*samples(text).values()),
         {*re.findall(r'(\w+)="', text), "instance"},
@@ -84,7 +86,7 @@ def test_alerts_read_metrics_and_labels_that_exist(exposition: str) -> None:
     rules = [
         rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
     ]
-    assert len(rules) == 10
+    assert len(rules) == 11
     for rule in rules:
         assert set(NAME.findall(rule["expr"])) <= found, rule["alert"]
         assert set(re.findall(r"labels\.(\w+)", f"{rule['annotations']}")) <= labels

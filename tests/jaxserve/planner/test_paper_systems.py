@@ -19,7 +19,6 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.scenario import Roles, Stored, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation
@@ -104,56 +103,6 @@ def _xdeepserve_afd() -> list[Compared]:
     return [Compared(name, "iteration ms", 93.0, 1.9 * tpot), Compared(name, "TPOT ms", 49.0, tpot)]
 
 
-ATTEND_SPREAD, FFN_SPREAD = 0.015, 0.23
-"""Calibrated: the waits in xDeepServe's mean dispatch (234 µs) and combine (312 µs)."""
-STALL_PROBABILITY, STALL_SECONDS, STALL_EXPONENT = 3e-5, 500e-6, 2.0
-"""Calibrated: one heavy-tailed distribution of stalls for all stages and dies, to the longest
-dispatch (1231 µs) and combine (2939 µs)."""
-
-
-def xdeepserve_colocated() -> list[Compared]:
-    """xDeepServe §7.1 and figure 20: DP288, EP288, 60 sequences a die, one MTP layer.
-
-    The paper's: least dispatch and combine, 21.8 % attention and 36 % dispatch and combine of 93
-    ms, 2 ms between steps, 62 layers with MTP, acceptance 0.9. Calibrated: spreads of attend and
-    ffn, to the mean dispatch and combine; stalls, to the longest of both; the rest of the 93 ms as
-    attend (all but 140 µs of ffn), so that iteration and TPOT are read back.
-    """
-    layers = 62  # 61 and the MTP layer
-    iteration, attention = 93e-3, 0.218
-    core = attention * iteration / layers
-    others = (iteration * (1 - 0.36 - attention)) / layers
-    work = 0.14e-3  # the experts' share of the others: 540 rows each at 70 % of the INT8 rate
-    deployment = _deployment(mode="colocated", lanes=1, attention={"dp": 288}, slots=4, longest=512)
-    times = Given(
-        layers=layers,
-        groups=288,
-        attend=core + others - work,
-        dispatch=185e-6,
-        ffn=work,
-        combine=165e-6,
-        leave=2e-3,
-    )
-    jitter = Jitter(
-        spread={"attend": ATTEND_SPREAD, "ffn": FFN_SPREAD},
-        stall_probability=STALL_PROBABILITY,
-        stall_seconds=STALL_SECONDS,
-        stall_exponent=STALL_EXPONENT,
-    )
-    lengths = Lengths(prompt=256, output=200, longest=512)
-    result = _run(deployment, times, lengths, tokens_a_step=1.9, jitter=jitter)
-    name = "xDeepServe colocated EP288"
-    numbers = (
-        ("dispatch µs, mean", 234.0, result.seen["dispatch"].mean * 1e6),
-        ("dispatch µs, most", 1231.0, result.seen["dispatch"].most * 1e6),
-        ("combine µs, mean", 312.0, result.seen["combine"].mean * 1e6),
-        ("combine µs, most", 2939.0, result.seen["combine"].most * 1e6),
-        ("iteration ms with gap", 95.0, result.tpot.p50 * 1.9e3),
-        ("TPOT ms", 50.0, result.tpot.p50 * 1e3),
-    )
-    return [Compared(name, *number) for number in numbers]
-
-
 def _deployment(
     *,
     lanes: int,
@@ -161,7 +110,6 @@ def _deployment(
     longest: int,
     attention: dict[str, Any],
     cache: str = "auto",
-    mode: str = "afd",
     **roles: dict[str, Any],
 ) -> Deployment:
     page = 64
@@ -169,7 +117,7 @@ def _deployment(
     limits = {"slots": slots, "max_length": longest, "token_budget": slots}
     tree = {
         "model": "",
-        "mode": mode,
+        "mode": "afd",
         "lanes": lanes,
         "attention": attention,
         "cache": {"page_size": page, "pages": lanes * slots * (pages + 2), "format": cache},
@@ -207,9 +155,8 @@ def check(found: list[Compared]) -> None:
         assert one.error == pytest.approx(ERRORS[one.system, one.quantity], abs=0.015), one
 
 
-def test_one_disaggregated_and_one_colocated():
+def test_one_system():
     check(step3(cases=STEP3[:1]))
-    check(xdeepserve_colocated())
 
 
 @pytest.mark.nightly
@@ -223,5 +170,5 @@ def test_all_systems():
 
 
 if __name__ == "__main__":
-    found = [*step3(), *_xdeepserve_afd(), *xdeepserve_colocated()]
+    found = [*step3(), *_xdeepserve_afd()]
     print(json_text([one._asdict() for one in found]))

@@ -2,22 +2,21 @@ import msgspec
 import pytest
 
 from jaxserve.planner.assumptions import Assumptions
+from jaxserve.planner.balance import Balance
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.noise import Skew
 from jaxserve.planner.options import PAPER
 from jaxserve.planner.search import (
-    Balance,
-    Plan,
     Searcher,
     front,
     layer_seconds,
     overlapped_seconds,
     tokens_a_step,
-    why_not,
 )
 from jaxserve.planner.stage_times import Rooflines, even_rows
+from jaxserve.planner.why_not import why_not
 from tests import golden
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
@@ -176,13 +175,6 @@ def test_replicas_where_experts_are_unevenly_popular():
     assert held[0] - held[1] == pytest.approx(slot, rel=1e-3)
     assert "1 redundant slot" in with_replicas.layout.text
     assert all(not each.redundant_slots for each in searcher("step3").layouts(target))
-
-
-def test_what_sets_the_pace():
-    plan: Plan = searcher(assumed=PAPER).evaluate(afd(16, lanes=3), 128)
-    assert plan.slowest == ("ffn", "network")
-    far = searcher(assumed=Assumptions(broadcast=True, overlap=1.0, network=0.2))
-    assert far.evaluate(afd(16), 128).slowest[0] in ("link", "ffn")
 
 
 def drafting(*shares: float) -> Searcher:

@@ -1,0 +1,119 @@
+"""How much attention an ffn role can serve: analytic rules for the ratio of the two roles.
+
+`Balance` is for the size of one attention worker, `advice` for the number of attention workers that
+share an ffn role. Both take the seconds of a lane's step on each role: predicted ones from
+`search.py`, measured ones from `verify.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxserve.planner.layouts import Layout
+
+WORTH = 0.05
+"""Part of a token's cost from which on a change of the number of workers is advised."""
+
+
+class Balance(NamedTuple):
+    """Seconds of a lane's step in all layers on both roles, with a layout's batch.
+
+    Attributes:
+      attend: of a DP group; its sequences stay the same however many groups there are.
+      ffn: of the ffn role.
+      doubled: of the ffn role with twice as many DP groups.
+    """
+
+    attend: float
+    ffn: float
+    doubled: float
+
+    def attention_devices(self, layout: Layout, prices: tuple[float, float]) -> float:
+        """Returns the attention devices for which a token costs least (Song et al. 2026).
+
+        The ffn role takes a constant, its weights, and a time for each DP group. Up to as many
+        groups as keep it busy for as long as a group attends, more cost nothing but themselves.
+        Behind that they make all wait, and pay only while the constant weighs more.
+
+        Args:
+          prices: of a device of either role.
+        """
+        each = (self.doubled - self.ffn) / layout.dp
+        constant = self.ffn - each * layout.dp
+        if each <= 0:
+            return float("inf")
+        attention, ffn = prices[0] * layout.tp, prices[1] * layout.ffn_devices
+        cheapest = max(0.0, constant / each * ffn / attention) ** 0.5
+        return layout.tp * max((self.attend - constant) / each, cheapest)
+
+    def text(self, layout: Layout, prices: tuple[float, float]) -> str:
+        """Says it beside the layout's own numbers."""
+        return (
+            f"{layout.attention_devices} attention devices beside {layout.ffn_devices} for the "
+            f"FFN; by the analytic rule {self.attention_devices(layout, prices):.0f} cost least "
+            f"with this batch (a lane's step: {self.attend * 1e3:.1f} and {self.ffn * 1e3:.1f} ms)"
+        )
+
+
+class Advice(NamedTuple):
+    """The number of attention workers for which a token costs least.
+
+    Attributes:
+      workers: attention workers of the ffn role now.
+      wanted: workers that cost least.
+      saving: part of a token's cost that these save.
+    """
+
+    workers: int
+    wanted: int
+    saving: float
+
+    @property
+    def advised(self) -> int:
+        """Returns the number that is worth a change, or the present one."""
+        return self.wanted if self.saving >= WORTH else self.workers
+
+    @classmethod
+    def settled(cls, found: Sequence["Advice"]) -> "Advice":
+        """Returns the median of several advices: a sample of a few steps says little by itself."""
+        return sorted(found, key=lambda one: one.advised)[len(found) // 2]
+
+    @property
+    def text(self) -> str:
+        """Says what to do."""
+        more = self.advised - self.workers
+        if not more:
+            return f"attention workers: {self.workers}, as many as this ffn role should have"
+        change = f"{'add' if more > 0 else 'remove'} {abs(more)}, to {self.advised}"
+        return f"attention workers: {change}: a token would cost {self.saving:.0%} less"
+
+
+def advice(
+    workers: int,
+    lanes: int,
+    times: Balance,
+    moving: tuple[float, float],
+    prices: tuple[float, float],
+) -> Advice:
+    """Returns how many attention workers with this load an ffn role should serve.
+
+    A lane's step takes at least the sum of its stages, a worker's lanes take turns on its attention
+    devices, and the lanes of all workers take turns on the ffn role and on its end of the link.
+    Until that is what all wait for, another worker costs only itself; then it adds no tokens.
+
+    Args:
+      workers: attention workers of the ffn role now.
+      lanes: of each worker.
+      times: of a lane's step.
+      moving: seconds of its messages in all layers, to the ffn role and back.
+      prices: USD an hour of an attention worker and of the ffn role.
+    """
+    alone = max(times.attend + times.ffn + sum(moving), lanes * times.attend)
+    shared = lanes * max(times.ffn, *moving)
+
+    def cost(count: int) -> float:
+        return (count * prices[0] + prices[1]) * max(alone, count * shared) / count
+
+    most = alone / shared
+    wanted = min({max(1, math.floor(most)), math.ceil(most)}, key=cost)
+    return Advice(workers, wanted, max(0.0, 1 - cost(wanted) / cost(workers)))

@@ -1,0 +1,244 @@
+"""`plan verify`: predicted against measured stages, of a timeline or of a running fleet.
+
+With `--every` it is a process beside the fleet, which asks a server or a router for measured steps
+again and again and serves what it finds at `/metrics`; `launch/prometheus-rules.yaml` has an alarm.
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from jaxserve.errors import ConfigError
+from jaxserve.observe.spans import Span
+from jaxserve.planner.balance import Advice, Balance, advice
+from jaxserve.planner.comparison import Compared, balance, compare, deployed, summary, title
+from jaxserve.planner.measurements import (
+    Measurement,
+    observe,
+    read_measurements,
+    read_spans,
+    watched_spans,
+)
+from jaxserve.planner.scenario import Scenario
+from jaxserve.planner.view import Report, declared, show
+
+PARTED = 0.25
+"""Relative error of a running fleet's stages and steps from which on there is an alarm."""
+RECENT = 15
+"""Checks whose median is the advice of a running fleet."""
+LEAST_SECONDS = 1.0
+"""Shortest time from one check to the next."""
+
+
+class Checked(NamedTuple):
+    """A deployment's trace beside its plan.
+
+    Attributes:
+      roles: seconds of a lane's step on both roles, with the most sequences that were seen.
+      advice: None: the trace is without the stages of the ffn role, which has a runtime of its own.
+    """
+
+    found: list[Compared]
+    roles: Balance
+    advice: Advice | None
+
+    @property
+    def stages(self) -> dict[str, "StageError"]:
+        """Stages by name, with their mean over all loads."""
+        found: dict[str, list[Compared]] = defaultdict(list)
+        for one in self.found:
+            found[one.name].append(one)
+        return {name: StageError.of(own) for name, own in found.items()}
+
+
+class StageError(NamedTuple):
+    """Mean seconds of a stage, over its spans."""
+
+    measured: float
+    predicted: float
+
+    @classmethod
+    def of(cls, loads: Sequence[Compared]) -> "StageError":
+        """Returns the mean of several loads."""
+        spans = sum(one.spans for one in loads)
+        sums = (sum(one.spans * getattr(one, name) for one in loads) for name in cls._fields)
+        return cls(*(each / spans for each in sums))
+
+    @property
+    def error(self) -> float:
+        """(predicted − measured) / measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def parted(self) -> bool:
+        """Whether it is beyond `PARTED`."""
+        return abs(self.error) > PARTED
+
+
+def check(made: Scenario, spans: Sequence[Span], known: Sequence[Measurement]) -> Checked:
+    """Compares a trace with the plan.
+
+    Args:
+      known: what the deployment's calibration was made from.
+
+    Raises:
+      ConfigError: the trace is of another deployment.
+    """
+    seen = observe(spans, made.attention.model.order)
+    roles, layout, deployment = balance(made, seen[-1]), made.layout, made.deployment
+    advised = None
+    if roles.ffn:
+        stages, layers = seen[-1].stages, len(made.attention.model.order)
+        there, back = (
+            layers * stages[name, 0].seconds if (name, 0) in stages else 0.0
+            for name in ("dispatch", "combine")
+        )
+        prices = (
+            layout.attention_devices * made.roles.attention.price,
+            layout.ffn_devices * made.roles.ffn.price,
+        )
+        advised = advice(deployment.domains, deployment.lanes, roles, (there, back), prices)
+    return Checked(compare(made, seen, known), roles, advised)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares predictions with measurements, stage by stage and load by load; returns 1 if those
+    of a running fleet part by more than `PARTED`.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    if options.timeline is None and not options.url:
+        raise ConfigError(
+            "--timeline is missing: a folder that serve --timeline wrote, or --url of a server"
+        )
+    for name, needs in (("every", "url"), ("listen", "every")):
+        if getattr(options, name) and not getattr(options, needs):
+            raise ConfigError(f"--{name} needs --{needs}")
+    made = deployed(options)
+    known = read_measurements(options.calibration) if options.calibration else []
+    if options.every:
+        return _watch(options, made, known)
+    spans = watched_spans(options.url) if options.url else read_spans(options.timeline)
+    checked = check(made, spans, known)
+    show(options, _report(made, checked))
+    alarms = _alarms(made, checked) if options.url else []
+    for alarm in alarms:
+        print(f"ALARM: {alarm}", file=sys.stderr)
+    return 1 if alarms else 0
+
+
+def _report(made: Scenario, checked: Checked) -> Report:
+    found, layout, builtins = checked.found, made.layout, msgspec.to_builtins
+    tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
+    rows = [
+        one._asdict() | {"title": title(made, one), "error": one.error, "within": one.within}
+        for one in found
+    ]
+    told = summary(found)
+    if checked.advice is not None:
+        if made.deployment.domains == 1:
+            prices = made.roles.attention.price, made.roles.ffn.price
+            told.append(checked.roles.text(layout, prices))
+        told.append(checked.advice.text)
+    return Report("Predicted against measured", declared("verify", found=rows, summary=told), tree)
+
+
+def _alarms(made: Scenario, checked: Checked) -> list[str]:
+    """Names the stages and steps that part from the plan, load by load."""
+    return [
+        f"{title(made, one)} takes {one.measured * 1e6:.0f} µs, planned {one.predicted * 1e6:.0f}"
+        for one in checked.found
+        if abs(one.error) > PARTED
+    ]
+
+
+# ------------------------------------------------------------------------- beside a running fleet
+
+
+class Gauges:
+    """What the last check found, as metrics. Without an answer of the fleet there are no stages, so
+    that no alarm stays up for old figures."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"jaxserve:{name}", text, labels, registry=self.registry)
+
+        self._measured = gauge("plan_measured_seconds", "Measured, mean of a stage.", ["stage"])
+        self._planned = gauge("plan_predicted_seconds", "Predicted for the same loads.", ["stage"])
+        self._error = gauge("plan_error", "(predicted - measured) / measured.", ["stage"])
+        self._workers = gauge("plan_attention_workers", "Attention workers, and advised.", ["of"])
+        self._checked = gauge("plan_checked_timestamp_seconds", "Time of the last comparison.")
+        self._failed = Counter(
+            "jaxserve:plan_checks_failed", "Without an answer.", registry=self.registry
+        )
+
+    def set(self, checked: Checked) -> None:
+        """Takes a comparison."""
+        self.clear()
+        for stage, one in checked.stages.items():
+            self._measured.labels(stage).set(one.measured)
+            self._planned.labels(stage).set(one.predicted)
+            self._error.labels(stage).set(one.error)
+        if (advised := checked.advice) is not None:
+            self._workers.labels("there").set(advised.workers)
+            self._workers.labels("advised").set(advised.advised)
+        self._checked.set_to_current_time()
+
+    def clear(self) -> None:
+        """Forgets the last comparison."""
+        for one in (self._measured, self._planned, self._error, self._workers):
+            one.clear()
+
+    def fail(self) -> None:
+        """Counts a check without an answer."""
+        self.clear()
+        self._failed.inc()
+
+
+def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurement]) -> int:
+    """Checks until SIGINT or SIGTERM; returns 1 if stages parted from the plan in the last check.
+
+    Raises:
+      ConfigError: the interval is too short, or the port is taken.
+    """
+    if options.every < LEAST_SECONDS:
+        raise ConfigError(f"--every {options.every:g}s: at least {LEAST_SECONDS:g}s")
+    gauges, parted, recent = Gauges(), False, deque[Advice](maxlen=RECENT)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if options.listen:
+        host, port = options.listen
+        try:
+            start_http_server(port, host, gauges.registry)
+        except OSError as error:
+            raise ConfigError(f"--listen {host}:{port}: {error.strerror}") from None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            begun = time.monotonic()
+            try:
+                checked = check(made, watched_spans(options.url), known)
+            except ConfigError as error:
+                gauges.fail()
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                if checked.advice is not None:
+                    recent.append(checked.advice)
+                    checked = checked._replace(advice=Advice.settled(recent))
+                gauges.set(checked)
+                stages = checked.stages
+                parted = any(one.parted for one in stages.values())
+                told = [f"{n} {one.error:+.0%}{' ALARM' * one.parted}" for n, one in stages.items()]
+                advised = f"; {checked.advice.text}" if checked.advice else ""
+                print(", ".join(told) + advised, flush=True)
+            time.sleep(max(0.0, begun + options.every - time.monotonic()))
+    return 1 if parted else 0
