@@ -53,6 +53,7 @@ class DPGroup:
         # So that pages for a valid request can always be had.
         self.pool.most_quarantined = max(0, min(self.pool.most_quarantined, spare))
         if sizes.ring_pages:
+            scratch = 0 if sizes.recurrent else scratch  # drafts write no state
             self.rings = RingPool(sizes.ring_pages - scratch, scratch, sizes.window, page_size)
         self.cache = PrefixCache(self.pool, page_size, self.rings) if sizes.prefix_cache else None
         self.changed = False
@@ -68,6 +69,8 @@ class DPGroup:
         that are due later."""
         self._lanes = lanes
         self._slots = sizes.slots
+        self._states = sizes.ring_pages // (sizes.slots * sizes.lanes) * sizes.recurrent
+        """Most pages of states that a sequence needs, see `RingPool`."""
         self._rows = slice(index * self._slots, (index + 1) * self._slots)
         self._free = [list(range(self._slots)) for _ in lanes]  # heaps: the lowest slot goes first
         self._page_size = page_size
@@ -91,8 +94,9 @@ class DPGroup:
 
     @property
     def full(self) -> bool:
-        """True if every slot is taken."""
-        return not any(self._free)
+        """True if every slot is taken, or held prompts leave another sequence too few states."""
+        left = self._states * (len(self._lanes) * self._slots - self.residents_count - 1)
+        return not any(self._free) or (self._states > 0 and left < len(self.held))
 
     @property
     def leaving(self) -> bool:
@@ -210,9 +214,9 @@ class DPGroup:
         Without a prefix cache a sequence's only state is replaced where it is.
         """
         assert self.rings is not None
-        places = self.rings.written(max(sequence.ring_end, start), end)
+        places = range(max(sequence.ring_end, start), end)
         if self.rings.states and self.cache is None and places and sequence.ring:
-            page_ids = [*sequence.ring.values()]
+            page_ids, places = [*sequence.ring.values()], places[-1:]
             sequence.ring.clear()
         else:
             evict = self.cache.evict_rings if self.cache else None

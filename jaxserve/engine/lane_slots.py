@@ -55,9 +55,9 @@ class LaneSlots:
     def __init__(self, lane: int, sizes: SchedulerSizes):
         self.lane, self.groups, self.slots = lane, sizes.groups, sizes.slots
         self.page_size, self._sizes = sizes.page_size, sizes
-        self.open_ring: list[Callable[[Sequence, int], None] | None] = []
-        """Gives a sequence ring pages up to a place among its pages, by DP group; None without
-        layers that have a window."""
+        self.open_ring: list[Callable[[Sequence, int, int], None] | None] = []
+        """Gives a sequence ring pages up to a place among its pages, from another place on, by DP
+        group; None without layers that have a window or states."""
         rows = sizes.groups * sizes.slots
 
         def counts() -> np.ndarray:
@@ -118,6 +118,8 @@ class LaneSlots:
         """True if the workers have the sequence's sampling parameters."""
         self.pages_told = counts()
         """Number of the sequence's pages that the workers know."""
+        self.rings_told = counts()
+        """Place behind the last page of the sequence's ring that the workers know."""
 
     def take(self, row: int, sequence: Sequence, cached: int) -> None:
         """Puts a sequence, which has its first pages, into a free row.
@@ -131,6 +133,7 @@ class LaneSlots:
         self.length[row], self.longest[row] = len(sequence.tokens), sequence.longest
         self.cached[row] = self.found[row] = cached
         self.pending[row] = self.in_flight[row] = self.pages_told[row] = self.slack[row] = 0
+        self.rings_told[row] = 0
         self.most_cached[row] = -(-sequence.longest_cache // self.page_size) * self.page_size
         self.draftable[row], self.proposed[row] = sequence.draftable, False
         self.recorded[row], self.banned_until[row] = 0, sequence.banned_until
@@ -167,7 +170,12 @@ class LaneSlots:
 
     def drafts(self, decoding: np.ndarray, most: int) -> np.ndarray:
         """Returns the number of drafts, at most `most`, that each row may be given: none beyond its
-        end or last page, and none for rows without proposed drafts."""
+        end or last page, and none for rows without proposed drafts.
+
+        A state that others may start from is in the page of the last token that it has been fed
+        for certain, and the next step looks for it in the page before its first token. Both are
+        one page if drafts end with the page of the token before them.
+        """
         left = np.minimum(self.longest - self.length, self.most_cached - self.cached - self.slack)
         # Either all tokens of a step may end the sequence or none; the same in the next step.
         ban = np.where(
@@ -175,6 +183,10 @@ class LaneSlots:
         )
         left = np.minimum(left, ban - self.length - 1)
         count = np.minimum(left - 1, most)
+        if self._sizes.recurrent and self._sizes.prefix_cache:
+            size, last = self.page_size, self.cached + self.slack
+            most = (self.cached // size == last // size) * (size - 1 - last % size)
+            count = np.minimum(count, most)
         return np.where(decoding & self.draftable & self.proposed, np.maximum(count, 0), 0)
 
     def _decodes(self) -> np.ndarray:
@@ -238,7 +250,7 @@ class LaneSlots:
             new_sequences=[
                 self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
             ],
-            pages=words(self._new_pages(rows, told)),
+            pages=words(self._new_pages(rows, told, kv_lengths)),
             options=options,
             row_temperatures=self._temperatures(rows) if has_rules else b"",
             on_device=words(rows[slack > 0]),
@@ -335,28 +347,36 @@ class LaneSlots:
         sequences = self.sequences[rows]
         return words(np.asarray([one.request.params.temperature for one in sequences]), "<f4")
 
-    def _new_pages(self, rows: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    def _new_pages(self, rows: np.ndarray, reach: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
         """Returns pages that the step reaches and the workers do not know, `[3, pages]`. With
         rings, a page's ids in both tables lie side by side.
 
         Args:
           reach: cache entries that each row may have after the step.
+          kv_lengths: those that it has at least, without its drafts.
         """
-        needed = -(-reach // self.page_size)
-        told = self.pages_told[rows]
-        some = needed > told
+        needed = ends = -(-reach // self.page_size)
+        # A state is only in the page of the last token that is certain.
+        first = (kv_lengths - 1) // self.page_size * self._sizes.recurrent
+        if self._sizes.recurrent:
+            ends = -(-(kv_lengths + self.slack[rows]) // self.page_size)
+        told, rings = self.pages_told[rows], self.rings_told[rows]
+        some = (needed > told) | (ends > rings)
         pages: list[tuple[int, int, int]] = []
-        changed = zip(rows[some].tolist(), told[some].tolist(), needed[some].tolist(), strict=True)
-        for row, start, end in changed:
+        changed = np.stack([rows, told, needed, first, rings, ends], axis=1)[some].tolist()
+        for row, start, end, opened, known, ring_end in changed:
             sequence, open_ring = self.sequences[row], self.open_ring[row // self.slots]
             tables = 1 + (open_ring is not None)
             page_ids = enumerate(sequence.page_ids[start:end], start)
             pages += [(row, place * tables, page) for place, page in page_ids]
             if open_ring is not None:
-                open_ring(sequence, end)
-                ring = sequence.ring.items()
-                pages += [(row, place * tables + 1, page) for place, page in ring if place >= start]
+                open_ring(sequence, ring_end, opened)
+                ring = sequence.ring
+                if self._sizes.recurrent and not self._sizes.prefix_cache:  # one page for all
+                    ring = dict.fromkeys(range(known, ring_end), *ring.values())
+                pages += [(row, at * tables + 1, page) for at, page in ring.items() if at >= known]
         self.pages_told[rows] = np.maximum(needed, told)
+        self.rings_told[rows] = np.maximum(ends, rings)
         return np.asarray(pages, np.int32).reshape(-1, 3).T
 
     def complete(self, step: StepInFlight, accepted: np.ndarray | None = None) -> np.ndarray:
@@ -393,7 +413,7 @@ class LaneSlots:
         self.proposed[rows] = False
         self.fresh[rows] = self.cached[rows] == self.found[rows]
         self.told[rows] = False
-        self.pages_told[rows] = 0
+        self.pages_told[rows] = self.rings_told[rows] = 0
 
     def unfed(self, row: int) -> int:
         """Returns the tokens of the row's sequence that no step has fed yet, at least 1."""

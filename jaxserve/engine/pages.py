@@ -112,7 +112,15 @@ class RingPool(PageAllocator):
     """Page pool of layers with a window, which read only a sequence's last pages: its ring.
 
     In layers with states a page holds the state behind the last token that was fed to it, so that a
-    token reads the page of the token before it. A step writes its last page only.
+    token reads the page of the token before it. A step writes the page of its last token that is no
+    draft, and no other. Without a prefix cache one page serves all places of a sequence.
+
+    With a prefix cache a running sequence needs three pages at most, whatever their size: the one
+    behind its last full page, which its next step reads or later sequences start from, and one for
+    each of two steps in flight. The host may not know how many drafts of the first step are right,
+    and so where the second one writes. As drafts end with the page of the token before them
+    (`LaneSlots.drafts`), that is the page which the first step writes, or the next one. A held
+    prompt needs one page, the state behind it.
 
     Args:
       pages, first: see `PageAllocator`.
@@ -136,7 +144,3 @@ class RingPool(PageAllocator):
         """Returns the place of the first page that a sequence with `tokens` cached tokens keeps:
         the first that it reads, or the state behind its last full page, for sequences to come."""
         return max(tokens // self._page_size - 1, 0) if self.states else self.first_read(tokens)
-
-    def written(self, start: int, end: int) -> range:
-        """Returns the places that are written on the way from `start` to `end` pages."""
-        return range(max(start, end - 1) if self.states else start, end)

@@ -78,7 +78,7 @@ class Scheduler:
         self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
         self._recurrent = sizes.recurrent
-        self._publishes = sizes.prefix_cache or sizes.ring_pages > 0
+        self._publishes = sizes.prefix_cache or sizes.window > 0
         self._in_flight: list[deque[StepInFlight]] = [deque() for _ in range(lanes)]
         self._side_by_side = sizes.side_by_side
         self._completed_at = [0] * lanes  # steps issued in all when the lane's last one completed

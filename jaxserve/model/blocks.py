@@ -243,7 +243,5 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    if deployment.drafts and config.recurrent:
-        raise ConfigError(f"speculative.drafts = {deployment.drafts}: not with Gated DeltaNet")
     if has_scales(cache := deployment.cache_format) and (compressed or config.recurrent):
         raise ConfigError(f"cache.format = {cache}: not with compressed rows or Gated DeltaNet")

@@ -93,6 +93,8 @@ class TokenPrograms:
             fields = fields | {"token_ids": ids}
         if any(kind.ffn.router and kind.ffn.router.token_table for kind in self.config.kinds()):
             ragged = ragged._replace(token_ids=fields["token_ids"])
+        if self.config.recurrent and self.deployment.drafts:
+            ragged = ragged._replace(drafts=jnp.maximum(fields["sample"] - 1, 0))
         piece = cached_sharding(self.mesh, PAGES_SPEC).shard_shape
         caches = {}
         for kind in self.config.kinds():

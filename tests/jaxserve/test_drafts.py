@@ -9,12 +9,7 @@ from tests.jaxserve.layouts import COLOCATED, PROMPTS, Collector
 
 pytestmark = pytest.mark.unoptimised
 
-NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3}
-
-CASES = {
-    "colocated": {**COLOCATED, "lanes": 2, "speculative.automatic": False},
-    "3A2F": layouts.LAYOUTS["3A2F"] | {"lanes": 3, "link.transport": "ppermute"},
-}
+NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3, "speculative.automatic": False}
 
 SAMPLED = SamplingParams(
     max_tokens=24, temperature=0.7, top_k=20, top_p=0.95, min_p=0.02, seed=5, ignore_eos=True
@@ -92,21 +87,16 @@ def expected(colocated_runtime):
 
 
 # Two meshes: `test_prediction_layouts.py` and `test_fuzz.py`.
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.nightly] * (case != "colocated")) for case in CASES],
-)
-def test_the_same_tokens_as_without(case, tiny_model, reference, expected):
+def test_the_same_tokens_as_without(tiny_model, reference, expected):
     sampled, with_options = expected
-    with layouts.running(tiny_model, CASES[case] | NGRAM) as engine:
+    with layouts.running(tiny_model, COLOCATED | NGRAM | {"lanes": 2}) as engine:
         counted = Counted(engine)
         assert layouts.generate(engine) == reference.tokens
-        always = CASES[case].get("speculative.automatic") is False
-        assert counted.held > (100 if always else 0)
-        assert counted.drafted > (1000 if always else 0)
+        assert counted.held > 100
+        assert counted.drafted > 1000
         assert layouts.generate(engine, params=SAMPLED) == sampled
         assert run_mixed(engine) == with_options
-        assert counted.ruled > (0 if always else -1)
+        assert counted.ruled > 0
         layouts.idle(engine)
         assert engine.compilations_after_ready == 0
         drafts = engine.load().drafts

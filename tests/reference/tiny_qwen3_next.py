@@ -31,7 +31,6 @@ class TinyQwen3Next:
     model_type: str = "qwen3_next"
     num_hidden_layers: int = 4
     module: bool = False
-    """Whether the file has the prediction module, which transformers leaves out."""
 
     def is_moe(self, layer: int) -> bool:
         """False: `make_golden.py` does not look at margins of its routers."""
@@ -46,10 +45,8 @@ class TinyQwen3Next:
         parts = ENTRIES["shapes"][self.model_type]
         named = dict(parts["model"])
         layers = [f"{parts['prefix']}{layer}." for layer in range(self.num_hidden_layers)]
-        kinds = ["full" if layer % 4 == 3 else "linear" for layer in range(len(layers))]
-        layers += ["mtp.layers.0."] * self.module
-        for prefix, kind in zip(layers, [*kinds, "full"], strict=False):
-            own = parts["layer"] | parts[kind]
+        for layer, prefix in enumerate(layers + ["mtp.layers.0."] * self.module):
+            own = parts["layer"] | parts["linear" if layer < 3 else "full"]
             for part in parts["ffns"]:
                 own |= prefixed(f"mlp.{part}.", parts["ffn"])
             named |= prefixed(prefix, own)

@@ -36,6 +36,8 @@ class RaggedBatch(NamedTuple):
     """The entry of the layer that the batch is passed to."""
     token_ids: Int[Array, " tokens"] | None = None
     """For routers with a table of experts by token; None: the model has none."""
+    drafts: Int[Array, " slots"] | None = None
+    """Drafts at the end of each sequence, which may turn out wrong; None: no layer must know."""
     ring_table: Int[Array, "slots pages"] | None = None
     """Page ids of a layer's last tokens, where it has other rows in the page table's pages; None:
     all its rows are in pages of one table."""

@@ -16,6 +16,12 @@ zeros, whatever the page held before. Where a step begins with the state of anot
 copied first, and stays for other sequences to start from. Sequences with one token in a step take
 the recurrence together, by a kernel on TPUs and Hopper (`delta_step`). Chunks of prompts take the
 chunked form (arXiv 2406.06484 §3), part after part, in plain XLA.
+
+A rejected draft must leave no trace in a state. A step therefore feeds drafts to a copy: the page
+keeps the state behind the last token that is certain, and the drafts' inputs beside the inputs of
+the convolution. Only the next step knows how many drafts were right, by its first position, and
+feeds those inputs to the state first. Sequences with drafts take the chunked form `TOGETHER` at a
+time, in plain XLA.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +33,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config.model import DeltaNet, LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.attention.kv_cache import COUNTED, Pages
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.gated_delta import delta_step
 
 PART = 64
 """Tokens of a prompt that the chunked form takes at a time."""
+TOGETHER = 8
+"""Sequences with drafts that the chunked form takes at a time, each with its own few tokens."""
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -88,16 +96,15 @@ class GatedDeltaNet(nnx.Module):
         """Puts a page table `[slots, 2]` into a batch: the page of each sequence's state that a
         step writes, and the one that it reads. The batch has, for each page of tokens, the page
         with the state behind them."""
-        table, slot, position = batch.where
+        table, _, position = batch.where
 
-        def page_of(position: Int[Array, " tokens"]) -> Int[Array, "slots 1"]:
-            last = jnp.zeros(len(table), jnp.int32).at[slot].max(position)
+        def page_of(last: Int[Array, " slots"]) -> Int[Array, "slots 1"]:
             return jnp.take_along_axis(table, last[:, None] // page_size, axis=1)
 
         # A sequence's first step reads no state.
         before = jnp.where(batch.chunk_start > 0, batch.chunk_start - 1, position)
-        before = jnp.where(position < 0, -1, before)
-        columns = [page_of(position), page_of(before)]
+        before = _largest(batch, jnp.where(position < 0, -1, before))
+        columns = [page_of(_certain(batch)), page_of(before)]
         return batch._replace(page_table=jnp.concatenate(columns, axis=1))
 
     def __call__(
@@ -106,18 +113,28 @@ class GatedDeltaNet(nnx.Module):
         """Attention of normed tokens, as `GroupedQueryAttention.__call__` describes it."""
         with jax.named_scope("other_pages"):
             states, inputs = _copied(pages, batch.page_table)
-        tokens = x.shape[0]
+        tokens, heads_here = x.shape[0], inputs.shape[1]
+        mixed = linear(x, self.mix).reshape(tokens, heads_here, -1)
+        own, gate = jnp.split(mixed, [self._columns], axis=2)
+        rates = linear(x, self.rates).reshape(tokens, heads_here, -1)
+        drafts = self._drafts(inputs)
+        if drafts:
+            own = jnp.concatenate([own, rates.astype(own.dtype)], axis=2)
         steps = _Steps.of(batch, states.shape[0])
-        mixed = linear(x, self.mix).reshape(tokens, inputs.shape[1], -1)
-        columns = inputs.shape[3] // (self.sizes.convolution - 1)
-        own, gate = jnp.split(mixed, [columns], axis=2)
+        held = inputs[steps.page_of_slot, :, 0]
+        if drafts:
+            steps = steps.after(held[:, 0, -1], drafts)
+            held = held[..., :-1]
+        held = held.reshape(*held.shape[:2], -1, own.shape[2])
         with jax.named_scope("convolution"):
-            convolved, inputs = self._convolve(own, inputs, steps)
-        rows = self._rows(x, convolved)
+            convolved, inputs = self._convolve(own, held, inputs, steps)
+        rows = self._rows(rates, convolved)
         read = jnp.zeros(rows.value.shape, jnp.float32)
         with jax.named_scope("delta_rule"):
             # The same bytes in another shape: XLA copies no pool.
             heads = states.reshape(len(states), read.shape[1], self.sizes.head_dim, -1)
+            if drafts:
+                heads, read = self._drafting(heads, read, rows, held, steps)
             heads, read = _one_token_each(heads, read, rows, steps)
             heads, read = _parts(heads, read, rows, steps)
             states = heads.reshape(states.shape)
@@ -126,40 +143,131 @@ class GatedDeltaNet(nnx.Module):
         gated = (normed.astype(jnp.float32) * jax.nn.silu(gate)).astype(x.dtype)
         return linear(gated.reshape(tokens, -1), self.out), (states, inputs)
 
+    @property
+    def _columns(self) -> int:
+        """Columns of a token's query, key and values, for each key head."""
+        sizes = self.sizes
+        return 2 * sizes.head_dim + sizes.q_heads // sizes.kv_heads * sizes.value_dim
+
+    def _drafts(self, inputs: Array) -> int:
+        """Drafts whose inputs the pages keep (`kv_cache.layer_entries`)."""
+        count, width = self.sizes.convolution - 1, inputs.shape[3]
+        if width == count * self._columns:
+            return 0
+        rates = 2 * self.sizes.q_heads // self.sizes.kv_heads
+        return (width - 1) // (self._columns + rates) - count
+
     def _convolve(
-        self, own: Float[Array, "tokens heads columns"], inputs: Array, steps: "_Steps"
-    ) -> tuple[Float[Array, "tokens heads columns"], Array]:
+        self,
+        own: Float[Array, "tokens heads columns"],
+        held: Float[Array, "slots heads kept columns"],
+        inputs: Array,
+        steps: "_Steps",
+    ) -> tuple[Float[Array, "tokens heads convolved"], Array]:
         """Sums the inputs of each token and of those before it, weighted by the taps. Returns SiLU
-        of the sums, and the pages with the last inputs of every sequence."""
-        heads, columns = own.shape[1:]
-        count = self.sizes.convolution - 1
-        kept = inputs[steps.page_of_slot, :, 0].reshape(-1, heads, count, columns)
-        taps = self._taps(heads)
-        past, summed = [own], own.astype(jnp.float32) * taps[..., count]
+        of the sums, and the pages with the last inputs of every sequence, which are those before
+        its first draft, and its drafts'.
+
+        Args:
+          own: inputs of the tokens; with drafts their rates follow.
+          held: the inputs that each sequence's page had before the step.
+        """
+        count, kept = self.sizes.convolution - 1, held.shape[2]
+        taps = self._taps(own.shape[1])
+        past, summed = [own], own[..., : self._columns].astype(jnp.float32) * taps[..., count]
         for back in range(1, count + 1):
             before = steps.offset - back  # in this batch, if not negative
-            held = kept[steps.slot, :, jnp.clip(count + before, 0, count - 1)]
-            moved = jnp.where((before >= 0)[:, None, None], jnp.roll(own, back, axis=0), held)
+            place = count + steps.right[steps.slot] + before
+            earlier = held[steps.slot, :, jnp.clip(place, 0, kept - 1)]
+            moved = jnp.where((before >= 0)[:, None, None], jnp.roll(own, back, axis=0), earlier)
             there = steps.position >= back
             past.append(jnp.where(there[:, None, None], moved, 0).astype(own.dtype))
-            summed += past[back].astype(jnp.float32) * taps[..., count - back]
+            summed += past[back][..., : self._columns].astype(jnp.float32) * taps[..., count - back]
         ends = steps.ends
-        last = jnp.stack([row[ends.token] for row in reversed(past[:count])], axis=2)
-        rows = last.reshape(len(ends.token), heads, -1).astype(inputs.dtype)
-        inputs = inputs.at[ends.page, :, 0].set(rows, mode="drop")
+        last = [row[ends.token] for row in reversed(past[:count])]
+        for ahead in range(1, 1 + kept - count):
+            drafted = steps.drafts[steps.slot[ends.token]] >= ahead
+            row = own[jnp.minimum(ends.token + ahead, len(own) - 1)]
+            last.append(jnp.where(drafted[:, None, None], row, 0))
+        rows = jnp.stack(last, axis=2).reshape(len(ends.token), own.shape[1], -1)
+        if kept > count:
+            fed = ((steps.position[ends.token] + 1) % COUNTED).astype(rows.dtype)
+            fed = jnp.broadcast_to(fed[:, None, None], (*rows.shape[:2], 1))
+            rows = jnp.concatenate([rows, fed], axis=2)
+        inputs = inputs.at[ends.page, :, 0].set(rows.astype(inputs.dtype), mode="drop")
         return jax.nn.silu(summed).astype(own.dtype), inputs
+
+    def _drafting(
+        self, states: Array, read: Array, rows: Rows, held: Array, steps: "_Steps"
+    ) -> tuple[Array, Float[Array, "tokens heads value_dim"]]:
+        """Feeds the right drafts of the step before to the states of their sequences, then the
+        token that is certain, where drafts follow it. What the drafts themselves read follows from
+        the state with them, which is not kept."""
+        tokens, most = len(read), -(-len(held) // TOGETHER) * TOGETHER
+        drafts = held.shape[2] - (self.sizes.convolution - 1)
+        group = read.shape[1] // held.shape[1]
+        (slots,) = jnp.nonzero(steps.drafting, size=most, fill_value=len(held))
+
+        def run(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            states, read = carry
+            slot = jax.lax.dynamic_slice_in_dim(slots, number * TOGETHER, TOGETHER)
+            found, slot = slot < len(held), jnp.minimum(slot, len(held) - 1)
+            page = jnp.where(found, steps.page_of_slot[slot], len(states))
+            before = self._of_drafts(held[slot])
+            ahead = jnp.arange(1 + drafts)
+            at = steps.first[slot][:, None] + ahead
+            own = jax.tree.map(lambda each: each[jnp.minimum(at, tokens - 1)], rows)
+            fed = steps.drafts[slot][:, None]
+            there = (fed > 0) & (ahead <= fed)
+            right = jnp.arange(drafts) < steps.right[slot][:, None]
+            both = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), before, own)
+            both = both._replace(
+                query=jnp.repeat(both.query, group, axis=2), key=jnp.repeat(both.key, group, axis=2)
+            )
+            some = jnp.concatenate([right, there], axis=1)
+            certain = jnp.concatenate([right, there & (ahead == 0)], axis=1)
+            held_on, seen = jax.vmap(delta_part)(
+                states.at[page].get(mode="clip"), both, some, certain
+            )
+            states = states.at[page].set(held_on, mode="drop")
+            to = jnp.where(there & found[:, None], at, tokens)
+            return states, read.at[to].set(seen[:, drafts:], mode="drop")
+
+        blocks = -(-jnp.sum(steps.drafting) // TOGETHER)
+        return jax.lax.fori_loop(0, blocks, run, (states, read))
+
+    def _of_drafts(self, held: Float[Array, "some heads kept columns"]) -> Rows:
+        """Computes what the last step's drafts feed to the state, from their inputs."""
+        count = self.sizes.convolution - 1
+        taps, (some, heads, kept, _) = self._taps(held.shape[1])[:, None], held.shape
+        parts, rates = jnp.split(held, [self._columns], axis=3)
+        summed = parts[:, :, count:].astype(jnp.float32) * taps[..., count]
+        for back in range(1, count + 1):
+            earlier = parts[:, :, count - back : kept - back]
+            summed += earlier.astype(jnp.float32) * taps[..., count - back]
+        convolved = jax.nn.silu(summed).astype(held.dtype)
+
+        def by_token(part: Array) -> Array:
+            return jnp.swapaxes(part, 1, 2).reshape(some * (kept - count), heads, -1)
+
+        rows = self._rows(by_token(rates[:, :, count:]), by_token(convolved))
+        return jax.tree.map(lambda each: each.reshape(some, kept - count, *each.shape[1:]), rows)
 
     def _taps(self, heads: int) -> Float[Array, "heads columns convolution"]:
         parts = (self.query_taps, self.key_taps, self.value_taps)
         split = [part[...].reshape(heads, -1, self.sizes.convolution) for part in parts]
         return jnp.concatenate(split, axis=1).astype(jnp.float32)
 
-    def _rows(self, x: Array, convolved: Float[Array, "tokens heads columns"]) -> Rows:
+    def _rows(
+        self,
+        rates: Float[Array, "tokens heads both"],
+        convolved: Float[Array, "tokens heads columns"],
+    ) -> Rows:
         sizes, (tokens, heads, _) = self.sizes, convolved.shape
         group, dim = sizes.q_heads // sizes.kv_heads, sizes.head_dim
         query, key, value = jnp.split(convolved.astype(jnp.float32), [dim, 2 * dim], axis=2)
         query, key = _unit(query), _unit(key)
-        rate, step = jnp.split(linear(x, self.rates).reshape(tokens, heads, -1), 2, axis=2)
+        rate, step = jnp.split(rates, 2, axis=2)
         rate, step = (
             each.astype(jnp.float32).reshape(tokens, heads * group) for each in (rate, step)
         )
@@ -184,14 +292,22 @@ class _Steps(NamedTuple):
     offset: Int[Array, " tokens"]
     """Place of a token among those of its sequence in the step."""
     page_of_slot: Int[Array, " slots"]
+    start: Int[Array, " slots"]
+    """Position of the first token of every sequence in the step."""
+    drafts: Int[Array, " slots"]
+    """Drafts at the end of every sequence."""
     ends: _Some
-    """Last token of every sequence."""
+    """Last token of every sequence before its drafts."""
     alone: _Some
     """Tokens that are the only ones of their sequence."""
     parts: _Some
     """First tokens of the parts of all other sequences."""
     number: Int[Array, ""]
     """Number of parts."""
+    first: Int[Array, " slots"]
+    """Index of the first token of every sequence."""
+    right: Int[Array, " slots"]
+    """Drafts of the step before that turned out right."""
 
     @classmethod
     def of(cls, batch: RaggedBatch, pool: int) -> "_Steps":
@@ -202,25 +318,60 @@ class _Steps(NamedTuple):
         offset = position - batch.chunk_start
         there = position >= 0
         following = jnp.roll(there & (offset > 0), -1).at[-1].set(False)
-        alone = there & (offset == 0) & ~following
+        alone, last = there & (offset == 0) & ~following, there & ~following
+        none = jnp.zeros(slots, jnp.int32)
+        drafts = none if batch.drafts is None else batch.drafts
+        if batch.drafts is not None:
+            last = there & (position == _certain(batch)[slot])
 
         def some(chosen: Array, most: int) -> _Some:
             (token,) = jnp.nonzero(chosen, size=most, fill_value=tokens)
             found, token = token < tokens, jnp.minimum(token, tokens - 1)
             return _Some(token, jnp.where(found, pages[slot[token]], pool))
 
-        starts = there & ~alone & (offset % PART == 0)
+        starts = there & ~alone & (offset % PART == 0) & (drafts[slot] == 0)
         most = min(tokens, slots)
         return cls(
             slot,
             position,
             offset,
             jnp.clip(pages, 0, pool - 1),
-            some(there & ~following, most),
+            none.at[slot].max(jnp.where(there, batch.chunk_start, 0)),
+            drafts,
+            some(last, most),
             some(alone, most),
             some(starts, min(tokens, tokens // PART + slots)),
             jnp.sum(starts),
+            jnp.full(slots, tokens).at[slot].min(jnp.where(there, jnp.arange(tokens), tokens)),
+            none,
         )
+
+    def after(self, counted: Float[Array, " slots"], drafts: int) -> "_Steps":
+        """Adds the number of right drafts of the step before.
+
+        Args:
+          counted: tokens that each state has been fed, modulo `COUNTED`.
+          drafts: most drafts of a sequence.
+        """
+        right = (self.start - counted.astype(jnp.int32)) % COUNTED
+        return self._replace(right=jnp.where(self.start > 0, jnp.minimum(right, drafts), 0))
+
+    @property
+    def drafting(self) -> Bool[Array, " slots"]:
+        """Sequences that have drafts, or right ones of the step before."""
+        return (self.first < len(self.slot)) & ((self.right > 0) | (self.drafts > 0))
+
+
+def _largest(batch: RaggedBatch, values: Int[Array, " tokens"]) -> Int[Array, " slots"]:
+    """Returns the largest value of each sequence's tokens, and at least 0."""
+    table, slot, _ = batch.where
+    return jnp.zeros(len(table), jnp.int32).at[slot].max(values)
+
+
+def _certain(batch: RaggedBatch) -> Int[Array, " slots"]:
+    """Returns the position of each sequence's last token before its drafts."""
+    last = _largest(batch, batch.position)
+    return last if batch.drafts is None else last - batch.drafts
 
 
 def _copied(pages: Pages, table: Int[Array, "slots 2"]) -> Pages:
@@ -284,7 +435,10 @@ def _parts(
 
 
 def delta_part(
-    state: Float[Array, "heads key_dim value_dim"], rows: Rows, there: Bool[Array, " tokens"]
+    state: Float[Array, "heads key_dim value_dim"],
+    rows: Rows,
+    there: Bool[Array, " tokens"],
+    stays: Bool[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "heads key_dim value_dim"], Float[Array, "tokens heads value_dim"]]:
     """Feeds consecutive tokens to the states of heads; those that are not `there` change nothing.
 
@@ -292,11 +446,17 @@ def delta_part(
     solution gives the changes of all tokens. It is solved by substitution: products of powers of
     the matrix lose all digits where keys are alike.
 
+    Args:
+      stays: tokens that the returned state has been fed, before all others that are there; None:
+        all.
+
     Returns:
       the states behind the tokens, and what each token reads.
     """
-    query, key, value, decay, rate = rows
-    decay, rate = (jnp.where(there[:, None], each, 0) for each in (decay, rate))
+    # All of a token that is not there: it may be another sequence's, and not finite.
+    query, key, value, decay, rate = (
+        jnp.where(there.reshape(-1, *[1] * (each.ndim - 1)), each, 0) for each in rows
+    )
     passed = jnp.cumsum(decay, axis=0).T  # [heads, tokens]
     order = jnp.arange(len(there))
     earlier = order[:, None] >= order
@@ -312,6 +472,10 @@ def delta_part(
     seen = _product("ihk,jhk->hij", query, key) * between
     read = _product("ihk,hkv->ihv", query * decayed, state)
     read += _product("hij,hjv->ihv", seen, changes)
-    left = jnp.exp(passed[:, -1:] - passed).T[..., None]
-    state = state * jnp.exp(passed[:, -1])[:, None, None]
+    whole = passed[:, -1:]
+    if stays is not None:
+        whole = jnp.sum(jnp.where(stays[:, None], decay, 0), axis=0)[:, None]
+        passed = jnp.where(stays, passed, jnp.inf)
+    left = jnp.exp(whole - passed).T[..., None]
+    state = state * jnp.exp(whole)[..., None]
     return state + _product("ihk,hiv->hkv", key * left, changes), read

@@ -32,6 +32,9 @@ Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
 latent's scales). With an indexer its keys come behind the latent, and so do their scales."""
 
+COUNTED = 64
+"""A state's page has the number of tokens that it has been fed modulo this, which is exact in every
+format and more than a step's drafts."""
 ROW_COLUMNS = 128
 """On TPUs latents behind an indexer are padded with zeros to a multiple of this: XLA keeps narrower
 rows with the tokens last, and would copy the whole pool before it reads single rows."""
@@ -67,7 +70,11 @@ def layer_entries(
         heads, keys, kept = attention.kv_heads, attention.head_dim, attention.convolution - 1
         values = attention.q_heads // heads * attention.value_dim
         state = Entry(heads, keys * values, "float32", every=0, ring=True)
-        return state, state._replace(width=kept * (2 * keys + values), plain=deployment.dtype)
+        width = kept * (2 * keys + values)
+        if drafts := deployment.drafts:  # their inputs and rates, and the tokens of the state
+            rates = 2 * attention.q_heads // heads
+            width = (kept + drafts) * (2 * keys + values + rates) + 1
+        return state, state._replace(width=width, plain=deployment.dtype)
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
@@ -168,9 +175,9 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
     """Returns the number of pages that each DP group reserves for windows and states; 0 if no
     sequence can outgrow a window.
 
-    A slot with a sequence has one page of states. With a prefix cache it has three: the state that
-    later sequences may start from, and those that the two steps in flight write. Pages of idle
-    slots keep the states of prefixes.
+    A slot with a sequence has one page of states, or three with a prefix cache; why no more are
+    needed, with drafts either, is told in `RingPool`. Pages of idle slots keep the states of
+    prefixes and of held prompts.
 
     A decoding sequence holds the pages of its window, and of the tokens and drafts of the two steps
     in flight, which may begin in the middle of a page. A lane's two steps add their chunks, and

@@ -77,7 +77,7 @@ class Device:
         self.slots, self.window = limits.slots, limits.window
         self.rings = [{} for _ in range(limits.groups)]  # as `pages`, for layers with a window
         self.recurrent = limits.recurrent
-        self.states = [{} for _ in range(limits.groups)]  # page -> salt, and tokens fed so far
+        self.states = [{} for _ in range(limits.groups)]  # page -> salt, tokens fed, and drafts
         self.pages = [{} for _ in range(limits.groups)]  # (page, offset) -> (salt, position, token)
         self.last_token = {}  # (lane, group, slot) -> token
         self.length = {}  # (lane, group, slot) -> cached tokens that hold
@@ -166,7 +166,8 @@ class Device:
                     end = len(row.page_ids) * self.page_size
                 self.length[home], self.drafts[home] = -(10**6), [NOT_SAMPLED] * 9
                 if self.recurrent:
-                    written = plan.rings[group, row.slot, (end - 1) // self.page_size]
+                    last = row.kv_length - row.drafts - 1
+                    written = plan.rings[group, row.slot, last // self.page_size]
                     self.states[group][int(written)] = None
                 for position in range(start, end):
                     cell = self._cell(row, position)
@@ -199,11 +200,13 @@ class Device:
             assert found == own, f"{row} finds {found} in its ring at {position}, not {own}"
 
     def _replace(self, group: int, row: SequenceRow, tokens: list[int], pages: np.ndarray) -> None:
-        """Feeds the row's tokens to the state, which has seen all tokens before them."""
-        start, (size, states) = row.kv_length - len(row.token_ids), (self.page_size, self.states)
-        seen, page = (self._salt(row), tokens[:start]), int(pages[max(start - 1, 0) // size])
-        assert not start or states[group].get(page) == seen, f"{row}: not the state of {seen}"
-        states[group][int(pages[(row.kv_length - 1) // size])] = self._salt(row), tokens
+        """Feeds tokens to the state, which has seen those before them but the last drafts."""
+        start, size, states = row.kv_length - len(row.token_ids), self.page_size, self.states[group]
+        salt, fed, beside = states.get(int(pages[max(start - 1, 0) // size])) or ("none", [], [])
+        same = (salt, (fed + beside)[:start]) == (self._salt(row), tokens[:start])
+        assert not start or (same and len(fed) <= start), f"{row} finds {salt}, {fed}, {beside}"
+        end = row.kv_length - row.drafts
+        states[int(pages[(end - 1) // size])] = self._salt(row), tokens[:end], tokens[end:]
 
     def _count(self, home: tuple[int, int, int], row: SequenceRow) -> None:
         """Every generated token that is in the cache was counted once."""
@@ -283,9 +286,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         window = data.draw(st.sampled_from([0, 1, 3, 8, "states"]), "window")
         if window == "states":
-            if not drafts:
-                pages = slots * limits.lanes * (3 if limits.prefix_cache else 1)
-                limits = msgspec.structs.replace(limits, ring_pages=pages)
+            pages = slots * limits.lanes * (3 if limits.prefix_cache else 1)
+            limits = msgspec.structs.replace(limits, ring_pages=pages)
         elif 0 < window < max_length:
             limits = msgspec.structs.replace(limits, window=window)
             limits = msgspec.structs.replace(limits, ring_pages=least_ring_pages(limits))
@@ -611,7 +613,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.limits.ring_pages:
             ring, page_ids = page_ids[1::2], page_ids[::2]
         if self.limits.recurrent and tokens:
-            assert self.device.states[group][ring[-1]] == (salt, request.prompt)
+            assert self.device.states[group][ring[-1]][:2] == (salt, request.prompt)
         elif self.limits.window:
             for at in range(max(tokens + 1 - self.limits.window, 0), tokens):
                 found = self.device.rings[group].get((ring[at // size], at % size))
