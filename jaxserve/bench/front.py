@@ -17,6 +17,7 @@ import grpc
 from jaxserve.bench.client import Client, completion_body
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.workers import BenchError, Worker, run_worker
+from jaxserve.config.sections import Server
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
 from jaxserve.errors import EngineFailedError
@@ -104,8 +105,8 @@ def measure(quick: bool) -> Iterator[Part]:
     metrics = Metrics("stub")
     generator = TextGenerator(StubEngine(tokenizer), tokenizer, metrics.started)
     faces: list[GrpcServer | HttpServer] = [
-        GrpcServer(port=0, max_pending_tokens=2**20),
-        HttpServer(port=0, max_pending_tokens=2**20),
+        GrpcServer(Server(grpc_port=0), max_pending_tokens=2**20),
+        HttpServer(Server(http_port=0), max_pending_tokens=2**20),
     ]
     arguments: dict[str, Any] = {"grpc_address": faces[0].start(), "http": faces[1].start()}
     arguments |= {"tokens": 256 if quick else TOKENS, "probes": 20 if quick else PROBES}

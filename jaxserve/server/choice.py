@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import Server
 from jaxserve.engine.interface import StepLoop
 from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.server.access import Access
@@ -39,11 +40,10 @@ def admin_face(deployment: Deployment) -> HttpServer | None:
     if server.admin_port < 0:
         return None
     return HttpServer(
-        "127.0.0.1",
-        server.admin_port,
+        Server(http_port=server.admin_port, unknown_fields="refuse"),
         access=Access(Access.from_config(server).keys),
         endpoints=ADMIN_ENDPOINTS,
-        name="server.admin_port",
+        key="server.admin_port",
     )
 
 
@@ -53,19 +53,17 @@ def probe_faces(deployment: Deployment, insecure_bind: bool) -> dict[str, GrpcSe
     faces: dict[str, GrpcServer | HttpServer] = {}
     if max(server.follower_grpc_port, server.follower_http_port) < 0:
         return faces
-    access = Access.from_config(server)
-    if server.follower_grpc_port >= 0:
-        faces["grpc"] = GrpcServer(
-            server.host, server.follower_grpc_port, access=access, insecure_bind=insecure_bind
-        )
-    if server.follower_http_port >= 0:
+    access, http_port = Access.from_config(server), server.follower_http_port
+    own = Server(host=server.host, grpc_port=server.follower_grpc_port, http_port=http_port)
+    if own.grpc_port >= 0:
+        faces["grpc"] = GrpcServer(own, access=access, insecure_bind=insecure_bind)
+    if http_port >= 0:
         faces["http"] = HttpServer(
-            server.host,
-            server.follower_http_port,
+            own,
             access=access,
             insecure_bind=insecure_bind,
             endpoints=(*PROBES, METRICS),
-            name="server.follower_http_port",
+            key="server.follower_http_port",
         )
     return faces
 

@@ -91,7 +91,6 @@ class LocalFaces:
         share_ports: bool = False,
         messages_a_second: float = MESSAGES_A_SECOND,
     ):
-        access = Access.from_config(server)
         self._wait_seconds = server.wait_seconds
         self._tracing = Tracing(server.traces, "front") if server.traces else None
         self._tokenizer = Tokenizer.from_folder(model)
@@ -99,30 +98,16 @@ class LocalFaces:
         if not self._tokenizer.knows_text:
             logger.warning("%s: no tokenizer: prompts are token ids, and there are no chats", model)
         self._generator: TextGenerator | None = None
-        self._grpc = GrpcServer(
-            server.host,
-            server.grpc_port,
-            access=access,
-            insecure_bind=insecure_bind,
-            share_port=share_ports,
-            messages_a_second=messages_a_second,
-        )
+        options: dict[str, Any] = {
+            "access": Access.from_config(server),
+            "insecure_bind": insecure_bind,
+            "share_port": share_ports,
+            "messages_a_second": messages_a_second,
+        }
+        self._grpc = GrpcServer(server, **options)
         self._http: HttpServer | None = None
         if server.http_port >= 0 or server.http_socket:
-            self._http = HttpServer(
-                server.host,
-                server.http_port,
-                access=access,
-                insecure_bind=insecure_bind,
-                request_seconds=server.request_seconds,
-                model_names=server.model_names,
-                share_port=share_ports,
-                socket_path=server.http_socket,
-                cors_origins=server.cors_origins,
-                request_templates=server.request_templates,
-                unknown_fields=server.unknown_fields == "warn",
-                messages_a_second=messages_a_second,
-            )
+            self._http = HttpServer(server, **options)
 
     def start(self) -> dict[str, str]:
         """See `Faces.start`."""

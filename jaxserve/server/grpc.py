@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxserve.config.sections import Server
 from jaxserve.engine.interface import StepLoop
 from jaxserve.errors import ConfigError
 from jaxserve.server.access import Access, check_bind
@@ -52,10 +53,9 @@ class GrpcServer(LoopThread):
     Between `start` and `open` health says NOT_SERVING, and requests get UNAVAILABLE.
 
     Args:
-      host: an address of this machine; see `check_bind`.
-      port: 0 picks a free one.
+      settings: the deployment's, of which it takes the address.
       access: what clients have to show.
-      insecure_bind: whether to bind to a public address without keys.
+      insecure_bind: whether to bind to a public address without keys, see `check_bind`.
       max_pending_tokens: tokens that may wait for a slow reader.
       share_port: whether other processes listen on the same port.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
@@ -63,8 +63,7 @@ class GrpcServer(LoopThread):
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
-        port: int = 50051,
+        settings: Server,
         *,
         access: Access | None = None,
         insecure_bind: bool = False,
@@ -74,9 +73,9 @@ class GrpcServer(LoopThread):
     ):
         super().__init__("gRPC")
         self._access = access or Access()
-        check_bind(host, insecure_bind, self._access)
+        check_bind(host := settings.host, insecure_bind, self._access)
         self._host = f"[{host}]" if ":" in host else host
-        self._port = port
+        self._port = settings.grpc_port
         self._max_pending_tokens = max_pending_tokens
         self._share_port = share_port
         self._messages_a_second = messages_a_second

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
+from jaxserve.config.sections import Server
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime
@@ -168,7 +169,7 @@ def serving(runtime: Runtime, eos_token_ids: frozenset[int] = frozenset()) -> It
 def listening(runtime: Runtime) -> Iterator[str]:
     """The address of an HTTP server before an engine around a warm runtime."""
     with serving(runtime) as engine:
-        generator, server = TextGenerator(engine, LETTERS), HttpServer(port=0)
+        generator, server = TextGenerator(engine, LETTERS), HttpServer(Server(http_port=0))
         address = server.start()
         server.open(generator)
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import generate
+from jaxserve.config.sections import Server
 from jaxserve.engine.request import SamplingParams
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.text.generator import TextGenerator
@@ -18,7 +19,7 @@ from tests.jaxserve.text.test_generator import generator as generator
 @pytest.fixture
 def address(generator: TextGenerator) -> Iterator[str]:
     """A server to ask."""
-    server = GrpcServer(port=0)
+    server = GrpcServer(Server(grpc_port=0))
     address = server.start()
     server.open(generator)
     yield address

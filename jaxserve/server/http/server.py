@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxserve.config.sections import Server
 from jaxserve.engine.interface import StepLoop
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
@@ -51,56 +52,35 @@ class HttpServer(LoopThread):
     Between `start` and `open` /health says "starting", and requests get 503.
 
     Args:
-      host: an address of this machine; see `check_bind`.
-      port: 0 picks a free one.
+      settings: the deployment's; it listens on `http_port`, or on `http_socket`.
       access: what clients have to show.
-      insecure_bind: whether to bind to a public address without keys.
+      insecure_bind: whether to bind to a public address without keys, see `check_bind`.
       endpoints: which routes to serve.
-      request_seconds: the longest that a request may run.
-      max_pending_tokens: tokens that may wait for a slow reader.
-      model_names: what the model may be called; empty: the engine says.
-      name: of the key that sets the port, for errors.
+      key: the key of the deployment that sets the port, for errors.
       share_port: whether other processes listen on the same port.
-      socket_path: of a Unix socket to listen on instead; empty: none.
-      cors_origins: whose web pages may call; `*`: all.
-      request_templates: whether requests may bring a chat template.
-      unknown_fields: whether unknown fields of requests are left out.
+      max_pending_tokens: tokens that may wait for a slow reader.
       messages_a_second: of the streams beyond the first few, see `stream.py`.
     """
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        settings: Server,
         *,
         access: Access | None = None,
         insecure_bind: bool = False,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
-        request_seconds: float = 3600.0,
-        max_pending_tokens: int = MAX_PENDING_TOKENS,
-        model_names: Sequence[str] = (),
-        name: str = "server.http_port",
+        key: str = "server.http_port",
         share_port: bool = False,
-        socket_path: str = "",
-        cors_origins: Sequence[str] = (),
-        request_templates: bool = False,
-        unknown_fields: bool = False,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
         messages_a_second: float = MESSAGES_A_SECOND,
     ):
         super().__init__("HTTP")
         self._access = access or Access()
-        if not socket_path:
-            check_bind(host, insecure_bind, self._access)
-        self._host, self._port, self._key = host, port, name
-        self._endpoints = endpoints
-        self._request_seconds = request_seconds
-        self._max_pending_tokens = max_pending_tokens
-        self._model_names = tuple(model_names)
-        self._share_port = share_port
-        self._socket_path = socket_path
-        self._cors_origins = list(cors_origins)
-        self._request_templates, self._unknown_fields = request_templates, unknown_fields
-        self._messages_a_second = messages_a_second
+        if not settings.http_socket:
+            check_bind(settings.host, insecure_bind, self._access)
+        self._settings, self._endpoints = settings, endpoints
+        self._key, self._share_port = key, share_port
+        self._pace = max_pending_tokens, messages_a_second
 
     def open(
         self,
@@ -167,20 +147,15 @@ class HttpServer(LoopThread):
         self._call(refused())
 
     async def _main(self) -> None:
-        if self._socket_path:
-            listener = bind_unix(self._socket_path, "server.http_socket")
+        settings, path = self._settings, self._settings.http_socket
+        if path:
+            listener = bind_unix(path, "server.http_socket")
         else:
-            listener = bind(self._host, self._port, self._key, reuse_port=self._share_port)
+            listener = bind(
+                settings.host, settings.http_port, self._key, reuse_port=self._share_port
+            )
         listener.setblocking(False)
-        self._service = Service(
-            self._request_seconds,
-            self._max_pending_tokens,
-            self._messages_a_second,
-            self._model_names,
-            request_templates=self._request_templates,
-            unknown_fields=self._unknown_fields,
-            stores=not self._share_port,
-        )
+        self._service = Service(settings, *self._pace, stores=not self._share_port)
         config = uvicorn.Config(
             self._application(),
             http=_Connection,
@@ -209,17 +184,17 @@ class HttpServer(LoopThread):
             self._service.close()
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-            if self._socket_path:
-                remove_unix(self._socket_path)
+            if path:
+                remove_unix(path)
 
     def _application(self) -> ASGIApp:
         """The application, and around it what answers browsers from other origins."""
         app: ASGIApp = App(self._service, self._endpoints, self._access)
-        if not self._cors_origins:
+        if not self._settings.cors_origins:
             return app
         return CORSMiddleware(
             app,
-            allow_origins=self._cors_origins,
+            allow_origins=self._settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -228,9 +203,10 @@ class HttpServer(LoopThread):
 
     def _shown(self, listener: socket.socket) -> str:
         """Where it listens, as it is told."""
-        if self._socket_path:
-            return f"unix:{self._socket_path}"
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        if self._settings.http_socket:
+            return f"unix:{self._settings.http_socket}"
+        host = self._settings.host
+        host = f"[{host}]" if ":" in host else host
         return f"{host}:{listener.getsockname()[1]}"
 
     async def _stop(self, grace: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from jaxserve.config.sections import Server
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
@@ -40,12 +41,9 @@ class Service(FrontEnd):
     """The state behind the handlers. Lives on the server's event loop.
 
     Args:
-      request_seconds: the longest that a request may run.
+      settings: the deployment's.
       max_pending_tokens: tokens that may wait for a slow reader.
       messages_a_second: see `FrontEnd`.
-      model_names: what the model may be called; empty: the engine says.
-      request_templates: whether requests may bring a chat template.
-      unknown_fields: whether unknown fields of requests are left out.
       stores: whether responses are kept; other processes on the same port would not find them.
 
     Attributes:
@@ -59,14 +57,11 @@ class Service(FrontEnd):
 
     def __init__(
         self,
-        request_seconds: float,
+        settings: Server,
         max_pending_tokens: int,
         messages_a_second: float,
-        model_names: Sequence[str] = (),
         *,
-        request_templates: bool = False,
-        unknown_fields: bool = False,
-        stores: bool = True,
+        stores: bool,
     ):
         super().__init__(MAX_ACTIVE, max_pending_tokens, messages_a_second)
         self.template: ChatTemplate | None = None
@@ -75,15 +70,13 @@ class Service(FrontEnd):
         self.requests: LiveRequests | None = None
         self.on_drain: Callable[[], None] | None = None
         self.created = int(time.time())
-        self._request_seconds = request_seconds
-        self._model_names = tuple(model_names)
-        self._request_templates = request_templates
+        self._settings = settings
         self._told: set[str] = set()
-        self.left_out = self._note_unknown if unknown_fields else None
+        self.left_out = self._note_unknown if settings.unknown_fields == "warn" else None
 
-    def model_names(self) -> tuple[str, ...]:
+    def model_names(self) -> Sequence[str]:
         """Returns the names that requests may call the model by; the first is its name."""
-        return self._model_names or (str(self.ready().engine.model_info()["model"]),)
+        return self._settings.model_names or (str(self.ready().engine.model_info()["model"]),)
 
     def model(self, asked: str | None) -> str:
         """The name that was asked for, or the first; HttpError if the model is not called so."""
@@ -114,7 +107,7 @@ class Service(FrontEnd):
         if own is None:
             assert self.template is not None
             return self.template
-        if not self._request_templates:
+        if not self._settings.request_templates:
             raise InvalidRequestError(
                 "chat_template", "is not taken from requests; server.request_templates allows it"
             )
@@ -165,7 +158,7 @@ class Service(FrontEnd):
         if key := exchange.idempotency_key:
             name = keyed_id(exchange.tenant, key, exchange.asked)
         names = [f"{name}.{job.index}" for job in jobs]
-        deadline = time.monotonic() + self._request_seconds
+        deadline = time.monotonic() + self._settings.request_seconds
         running = self.running(
             *(jobs, names, deadline),
             stream=stream,

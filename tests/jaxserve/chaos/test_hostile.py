@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxserve.chaos import hostile
+from jaxserve.config.sections import Server
 from jaxserve.server.grpc import GrpcServer
 from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig
@@ -16,7 +17,7 @@ from tests.jaxserve.server.http.rig import HttpRig
 )
 def test_a_server_survives_hostile_requests(number, capsys):
     rig = HttpRig(request_templates=True)
-    face = GrpcServer(port=0)
+    face = GrpcServer(Server(grpc_port=0))
     grpc_address = face.start()
     face.open(rig.generator)
     try:

@@ -7,6 +7,7 @@ import grpc
 import httpx
 import pytest
 
+from jaxserve.config.sections import Server
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.access import Access
 from jaxserve.server.grpc import GrpcServer
@@ -34,7 +35,7 @@ class Faces(HttpRig):
 
     def __init__(self, access: Access | None = None, limits: Any = None, **options: Any):
         super().__init__(access=access, **(limits or {}), **options)
-        self._grpc = GrpcServer(port=0, access=access, **(limits or {}))
+        self._grpc = GrpcServer(Server(grpc_port=0), access=access, **(limits or {}))
         self.grpc_address = self._grpc.start()
         self.channel = grpc.insecure_channel(self.grpc_address)
         self._grpc.open(self.generator, self.metrics)

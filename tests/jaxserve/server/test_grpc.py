@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from grpc_status import rpc_status
 
+from jaxserve.config.sections import Server
 from jaxserve.errors import OverloadedError
 from jaxserve.server import inference
 from jaxserve.server import jaxserve_pb2 as pb
@@ -248,7 +249,7 @@ def test_two_thousand_streams_at_once(faces):
 
 
 def test_health_over_a_life():
-    server = GrpcServer(port=0)
+    server = GrpcServer(Server(grpc_port=0))
     address = server.start()
     engine = FakeEngine(ids_of("one"))
     generator = TextGenerator(engine, LETTERS)

@@ -30,7 +30,7 @@ def test_a_port_in_use_is_a_clear_error(face: type[GrpcServer | HttpServer]) -> 
 
 def test_http_over_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "http.sock"
-    rig = HttpRig(socket_path=str(path), host="0.0.0.0")  # the host is not listened on
+    rig = HttpRig(http_socket=str(path), host="0.0.0.0")  # the host is not listened on
     assert rig.address == f"unix:{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     transport = httpx.HTTPTransport(uds=str(path))

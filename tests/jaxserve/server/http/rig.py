@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from jaxserve.config.sections import Server
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.chat import ChatTemplate
@@ -53,7 +54,9 @@ class HttpRig:
         self.metrics = Metrics("fake")
         self.metrics.watch(self.engine)
         self.generator = TextGenerator(front(self.engine), tokenizer, self.metrics.started)
-        self.server = HttpServer(port=0, **server)
+        fields = {name: server.pop(name) for name in Server.__struct_fields__ if name in server}
+        settings = Server(http_port=0, **{"unknown_fields": "refuse", **fields})
+        self.server = HttpServer(settings, **server)
         self.address = self.server.start()
         self.template = None if template is None else ChatTemplate({"default": template})
         self.server.open(self.generator, self.template, metrics=self.metrics)

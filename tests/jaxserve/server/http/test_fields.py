@@ -104,7 +104,7 @@ LEFT_OUT = (
 
 
 def test_unknown_fields_are_left_out_and_told_once(make_rig, caplog):
-    rig = make_rig(unknown_fields=True)
+    rig = make_rig(unknown_fields="warn")
     given: dict[str, Any] = dict.fromkeys(LEFT_OUT, True)
     given |= {"stream_options": {"include_usage": None, "x": 1}, "best_of": None, "tfs_z": 1}
     with caplog.at_level("WARNING", "jaxserve.server.http.service"):
@@ -117,7 +117,7 @@ def test_unknown_fields_are_left_out_and_told_once(make_rig, caplog):
 
 
 def test_null_is_a_missing_field(make_rig):
-    rig = make_rig(unknown_fields=True)
+    rig = make_rig(unknown_fields="warn")
     nothing = {"system": None, "tools": None, "nobody": None, "stop_sequences": None}
     answer = rig.client.post("/v1/messages", json=RIGHT["/v1/messages"] | nothing)
     assert answer.status_code == 200, answer.text

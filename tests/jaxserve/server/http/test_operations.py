@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import has_key, keyed_id
 from jaxserve.fleet.rolling import Rolling, WorkerStatus
@@ -28,7 +29,7 @@ def drained() -> threading.Event:
 
 @pytest.fixture
 def admin(rig: HttpRig, drained: threading.Event) -> Iterator[httpx.Client]:
-    server = HttpServer(port=0, endpoints=ADMIN_ENDPOINTS)
+    server = HttpServer(Server(http_port=0, unknown_fields="refuse"), endpoints=ADMIN_ENDPOINTS)
     address = server.start()
     server.operate(rig.generator, rig.metrics, drained.set)
     with httpx.Client(base_url=f"http://{address}", timeout=SECONDS) as client:

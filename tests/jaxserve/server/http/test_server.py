@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.server.http import exchange, server
 from jaxserve.server.http.server import HttpServer
@@ -23,7 +24,7 @@ STREAM = {"prompt": "hi", "stream": True}
 
 
 def test_health_over_a_life():
-    life = HttpServer(port=0)
+    life = HttpServer(Server(http_port=0))
     client = httpx.Client(base_url=f"http://{life.start()}", timeout=SECONDS)
     assert client.get("/health").json() == {"status": "starting"}
     assert client.get("/ready").status_code == 503
@@ -290,7 +291,7 @@ def request_bytes(fields: dict[str, object]) -> bytes:
 
 
 def test_version_6():
-    life = HttpServer("::1", 0)
+    life = HttpServer(Server(host="::1", http_port=0))
     try:
         address = life.start()
     except ConfigError:
