@@ -20,7 +20,7 @@ from jaxserve.launch.options import (
     files_of,
 )
 from jaxserve.launch.packages import sbom
-from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml
+from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml, trees
 from jaxserve.launch.workloads import Workload, serve_arguments
 
 Tree = dict[str, Any]
@@ -146,7 +146,6 @@ def _service(
     gpus: list[str],
     options: Options,
 ) -> Tree:
-    server = deployment.server
     which = {"ffn": f"--listen={name}:{work.port}"}
     which |= dict.fromkeys(("prefill", "domain"), f"--worker={number}")
     own = [which[work.kind]] if work.kind in which else []
@@ -154,58 +153,17 @@ def _service(
     files = files_of(deployment, options)
     if work.faces and not files:
         given.append("--insecure-bind")
-    mounts = ["./deployment.yaml:/etc/jaxserve/deployment.yaml:ro", f"cache-{name}:{CACHE}"]
-    if files and work.faces:
-        mounts.append(f"./secrets:{KEYS}:ro")
-    if deployment.cluster.tls:
-        mounts.append(f"./tls:{TLS}:ro")
-    mounts.append("${MODELS:-./models}:/models:ro")
-    made: Tree = {
-        "image": options.image,
-        "command": given,
-        "restart": "unless-stopped",
-        "stop_grace_period": f"{int(server.drain_seconds) + SPARE_SECONDS}s",
-        "read_only": True,
-        "tmpfs": ["/tmp"],
-        "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges:true"],
-        "volumes": mounts,
-        "healthcheck": {
-            "test": ["CMD", "python", "-c", _health(deployment, work, name)],
-            "interval": "10s",
-            "timeout": "8s",
-            "start_period": "1h" if not work.faces else "1m",
-        },
-    }
-    if work.kind != "whole":
-        made["environment"] = {"JAXSERVE_CLUSTER_TOKEN": "${JAXSERVE_CLUSTER_TOKEN:?}"}
-    if work.faces:
-        ports = [port for port in (server.http_port, server.grpc_port) if port > 0]
-        made["ports"] = [f"{port}:{port}" for port in ports]
-    if gpus:
-        device = {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
-        made["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-        made["shm_size"] = "8gb"
-    if work.tpu:
-        made["devices"] = ["/dev/vfio:/dev/vfio"]
-        made["ulimits"] = {"memlock": -1}
-    return made
-
-
-def _health(deployment: Deployment, work: Workload, name: str) -> str:
-    """Returns a program that fails unless the process is alive. Workers without HTTP are asked by
-    their port."""
-    server = deployment.server
-    if not work.faces or server.tls_client_ca:
-        port = work.port or server.http_port
-        return f"import socket; socket.create_connection(('{name}', {port}), 5)"
-    if server.tls_certificate:
-        return (
-            "import ssl, urllib.request as r; r.urlopen("
-            f"'https://127.0.0.1:{server.http_port}/health', timeout=5, "
-            "context=ssl._create_unverified_context())"
-        )
-    return (
-        "import urllib.request as r; "
-        f"r.urlopen('http://127.0.0.1:{server.http_port}/health', timeout=5)"
+    (made,) = trees(
+        "compose_service",
+        work=work,
+        name=name,
+        gpus=gpus,
+        options=options,
+        server=deployment.server,
+        cluster=deployment.cluster,
+        files=files,
+        arguments=given,
+        spare_seconds=SPARE_SECONDS,
+        folders={"cache": CACHE, "secrets": KEYS, "tls": TLS},
     )
+    return made

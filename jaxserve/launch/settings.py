@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import msgspec
 import yaml
 
@@ -115,7 +116,20 @@ def filled(template: str, /, **values: object) -> str:
     return re.sub("@([a-z]+)@", lambda place: str(values[place[1]]), text)
 
 
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+YAML = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=_json,
+)
+"""Templates of YAML, in which each `{{ value }}` becomes JSON, of which any YAML may consist."""
+
+
 def trees(template: str, /, **values: object) -> list[dict[str, Any]]:
     """Returns the documents of a YAML template; a value may be a tree itself."""
-    texts = {name: msgspec.json.encode(value).decode() for name, value in values.items()}
-    return list(yaml.safe_load_all(filled(f"{template}.yaml", **texts)))
+    return list(yaml.safe_load_all(YAML.get_template(f"{template}.yaml.jinja").render(values)))
