@@ -4,17 +4,9 @@ deepseek_v3, kimi_k2 and kimi_k25): their config.json and their tensors."""
 import functools
 from typing import Any
 
+from jaxserve.checkpoint import source
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
 from jaxserve.checkpoint.families import Family
-from jaxserve.checkpoint.source import (
-    Source,
-    Sources,
-    View,
-    decoder_names,
-    matrices,
-    matrix,
-    vector,
-)
 from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, RouterSpec, decoder_layers
 
 
@@ -88,7 +80,7 @@ def _router(entries: Entries, count: int) -> RouterSpec:
     )
 
 
-def latent_attention(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+def latent_attention(config: ModelConfig, sizes: Attention, name: str) -> source.Sources:
     """The leaves of latent attention; `name` is the prefix of its tensors."""
     d = config.d_model
     assert isinstance(sizes, MLA)
@@ -97,34 +89,34 @@ def latent_attention(config: ModelConfig, sizes: Attention, name: str) -> Source
     both = sizes.nope_dim + sizes.v_dim
     downs = {"q_a_proj": sizes.q_latent} if sizes.q_latent else {}
     downs |= {"kv_a_proj_with_mqa": down}
-    kv_b = matrix(f"{name}kv_b_proj.weight", heads * both, latent)
-    part = functools.partial(View, (heads, both, latent), 1)
+    kv_b = source.matrix(f"{name}kv_b_proj.weight", heads * both, latent)
+    part = functools.partial(source.View, (heads, both, latent), 1)
     sources = {
-        "attention.down": matrices(name, downs, d),
-        "attention.latent_norm": vector(f"{name}kv_a_layernorm.weight", latent),
+        "attention.down": source.matrices(name, downs, d),
+        "attention.latent_norm": source.vector(f"{name}kv_a_layernorm.weight", latent),
         "attention.key_up": kv_b._replace(view=part(0, sizes.nope_dim)),
         "attention.value_up": kv_b._replace(view=part(sizes.nope_dim, both)),
-        "attention.out": matrix(f"{name}o_proj.weight", d, heads * sizes.v_dim),
+        "attention.out": source.matrix(f"{name}o_proj.weight", d, heads * sizes.v_dim),
     }
     if sizes.q_latent:
         sources |= {
-            "attention.query_norm": vector(f"{name}q_a_layernorm.weight", sizes.q_latent),
-            "attention.query_up": matrix(f"{name}q_b_proj.weight", queries, sizes.q_latent),
+            "attention.query_norm": source.vector(f"{name}q_a_layernorm.weight", sizes.q_latent),
+            "attention.query_up": source.matrix(f"{name}q_b_proj.weight", queries, sizes.q_latent),
         }
     else:
-        sources["attention.query_up"] = matrix(f"{name}q_proj.weight", queries, d)
+        sources["attention.query_up"] = source.matrix(f"{name}q_proj.weight", queries, d)
     if sizes.bias:
         sources |= {
-            "attention.down_bias": Source(
+            "attention.down_bias": source.Source(
                 tuple(f"{name}{each}.bias" for each in downs),
                 tuple((rows,) for rows in downs.values()),
             ),
-            "attention.out_bias": vector(f"{name}o_proj.bias", d),
+            "attention.out_bias": source.vector(f"{name}o_proj.bias", d),
         }
     return sources
 
 
-_NAMES = functools.partial(decoder_names, attention=latent_attention)
+_NAMES = functools.partial(source.decoder_names, attention=latent_attention)
 _OTHER_PARTS = "vision_tower.", "mm_projector."
 DEEPSEEK = Family(deepseek_config, _NAMES)
 KIMI_K25 = Family(

@@ -5,18 +5,9 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.checkpoint import source
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
-from jaxserve.checkpoint.source import (
-    CheckpointNames,
-    Source,
-    Sources,
-    View,
-    feed_forward,
-    matrices,
-    matrix,
-    vector,
-)
 from jaxserve.config.model import (
     FFN,
     Compressed,
@@ -163,17 +154,17 @@ def _ffns(entries: Entries, layers: int, d_ff: int, decoder: dict[str, Any]) -> 
     return [first if layer < hashed else by_score for layer in range(layers)] + [by_score]
 
 
-def deepseek_v4_names(config: ModelConfig) -> CheckpointNames:
+def deepseek_v4_names(config: ModelConfig) -> source.CheckpointNames:
     """DeepSeek-V4's tensors."""
     d, vocab = config.d_model, config.vocab
     modules = [f"mtp.{number}." for number in range(config.modules)]
     prefixes = [*(f"layers.{layer}." for layer in range(config.layers)), *modules]
     pairs = [*zip(prefixes, config.decoder + config.predictors, strict=False)]
-    return CheckpointNames(
-        embedding={"table": matrix("embed.weight", vocab, d)},
+    return source.CheckpointNames(
+        embedding={"table": source.matrix("embed.weight", vocab, d)},
         head={
-            "norm": vector("norm.weight", d),
-            "weight": matrix("head.weight", vocab, d),
+            "norm": source.vector("norm.weight", d),
+            "weight": source.matrix("head.weight", vocab, d),
             **_mixer(config, "streams", "hc_head_", 1),
         },
         attention=[_attention_block(config, *pair) for pair in pairs],
@@ -184,66 +175,66 @@ def deepseek_v4_names(config: ModelConfig) -> CheckpointNames:
     )
 
 
-def _module(config: ModelConfig, name: str) -> Sources:
+def _module(config: ModelConfig, name: str) -> source.Sources:
     """The leaves of `model.blocks.Prediction`."""
     d = config.d_model
     parts = f"{name}e_proj.weight", f"{name}h_proj.weight"
     return {
-        "token_norm": vector(f"{name}enorm.weight", d),
-        "hidden_norm": vector(f"{name}hnorm.weight", d),
-        "projection": Source(parts, ((d, d),) * 2, stacked=True),
-        "head.norm": vector(f"{name}norm.weight", d),
+        "token_norm": source.vector(f"{name}enorm.weight", d),
+        "hidden_norm": source.vector(f"{name}hnorm.weight", d),
+        "projection": source.Source(parts, ((d, d),) * 2, stacked=True),
+        "head.norm": source.vector(f"{name}norm.weight", d),
         **_mixer(config, "head.streams", f"{name}hc_head_", 1),
     }
 
 
-def _mixer(config: ModelConfig, leaf: str, tensor: str, gains: int = 3) -> Sources:
+def _mixer(config: ModelConfig, leaf: str, tensor: str, gains: int = 3) -> source.Sources:
     """The leaves of `model.residual`."""
     assert config.streams
     count = config.streams.count
     rows = count if gains == 1 else count * (2 + count)
     return {
-        f"{leaf}.map": matrix(f"{tensor}fn", rows, count * config.d_model),
-        f"{leaf}.base": vector(f"{tensor}base", rows),
-        f"{leaf}.gain": vector(f"{tensor}scale", gains),
+        f"{leaf}.map": source.matrix(f"{tensor}fn", rows, count * config.d_model),
+        f"{leaf}.base": source.vector(f"{tensor}base", rows),
+        f"{leaf}.gain": source.vector(f"{tensor}scale", gains),
     }
 
 
-def _attention_block(config: ModelConfig, layer: str, kind: LayerKind) -> Sources:
+def _attention_block(config: ModelConfig, layer: str, kind: LayerKind) -> source.Sources:
     d, sizes, router, name = config.d_model, kind.attention, kind.ffn.router, f"{layer}attn."
     assert isinstance(sizes, Compressed)
     assert router
     heads, width = sizes.q_heads * sizes.head_dim, sizes.head_dim
     groups = sizes.out_groups, sizes.out_latent, heads // sizes.out_groups
-    out_down = matrix(f"{name}wo_a.weight", groups[0] * groups[1], groups[2])
+    out_down = source.matrix(f"{name}wo_a.weight", groups[0] * groups[1], groups[2])
     sources = {
-        "input_norm": vector(f"{layer}attn_norm.weight", d),
-        "post_norm": vector(f"{layer}ffn_norm.weight", d),
-        "router.gate": matrix(f"{layer}ffn.gate.weight", router.experts, d),
-        "attention.query_down": matrix(f"{name}wq_a.weight", sizes.q_latent, d),
-        "attention.query_norm": vector(f"{name}q_norm.weight", sizes.q_latent),
-        "attention.query_up": matrix(f"{name}wq_b.weight", heads, sizes.q_latent),
-        "attention.row": matrix(f"{name}wkv.weight", width, d),
-        "attention.row_norm": vector(f"{name}kv_norm.weight", width),
-        "attention.sinks": vector(f"{name}attn_sink", sizes.q_heads),
-        "attention.out_down": out_down._replace(view=View(groups, 0, 0, groups[0])),
-        "attention.out": matrix(f"{name}wo_b.weight", d, groups[0] * groups[1]),
+        "input_norm": source.vector(f"{layer}attn_norm.weight", d),
+        "post_norm": source.vector(f"{layer}ffn_norm.weight", d),
+        "router.gate": source.matrix(f"{layer}ffn.gate.weight", router.experts, d),
+        "attention.query_down": source.matrix(f"{name}wq_a.weight", sizes.q_latent, d),
+        "attention.query_norm": source.vector(f"{name}q_norm.weight", sizes.q_latent),
+        "attention.query_up": source.matrix(f"{name}wq_b.weight", heads, sizes.q_latent),
+        "attention.row": source.matrix(f"{name}wkv.weight", width, d),
+        "attention.row_norm": source.vector(f"{name}kv_norm.weight", width),
+        "attention.sinks": source.vector(f"{name}attn_sink", sizes.q_heads),
+        "attention.out_down": out_down._replace(view=source.View(groups, 0, 0, groups[0])),
+        "attention.out": source.matrix(f"{name}wo_b.weight", d, groups[0] * groups[1]),
         **_mixer(config, "input_mixer", f"{layer}hc_attn_"),
         **_mixer(config, "post_mixer", f"{layer}hc_ffn_"),
     }
     if router.token_table:
-        table = matrix(f"{layer}ffn.gate.tid2eid", router.token_table, router.top_k)
+        table = source.matrix(f"{layer}ffn.gate.tid2eid", router.token_table, router.top_k)
         sources["router.table"] = table
     else:
-        sources["router.bias"] = vector(f"{layer}ffn.gate.bias", router.experts)
+        sources["router.bias"] = source.vector(f"{layer}ffn.gate.bias", router.experts)
     if sizes.every:
         sources |= _compressor(config, sizes, "attention.", name, width)
     if index := sizes.indexer:
         leaf, tensor = "attention.indexer.", f"{name}indexer."
         queries = index.heads * index.head_dim
         sources |= {
-            f"{leaf}query": matrix(f"{tensor}wq_b.weight", queries, sizes.q_latent),
-            f"{leaf}weights": matrix(f"{tensor}weights_proj.weight", index.heads, d),
+            f"{leaf}query": source.matrix(f"{tensor}wq_b.weight", queries, sizes.q_latent),
+            f"{leaf}weights": source.matrix(f"{tensor}weights_proj.weight", index.heads, d),
             **_compressor(config, sizes, leaf, tensor, index.head_dim),
         }
     return sources
@@ -251,20 +242,20 @@ def _attention_block(config: ModelConfig, layer: str, kind: LayerKind) -> Source
 
 def _compressor(
     config: ModelConfig, sizes: Compressed, leaf: str, tensor: str, width: int
-) -> Sources:
+) -> source.Sources:
     """The leaves of `model.attention.compressed.Compressor`."""
     columns, name = width * (2 if sizes.indexer else 1), f"{tensor}compressor."
     return {
-        f"{leaf}compressor.map": matrices(
+        f"{leaf}compressor.map": source.matrices(
             name, dict.fromkeys(("wkv", "wgate"), columns), config.d_model
         ),
-        f"{leaf}compressor.bias": Source((f"{name}ape",), ((sizes.every, columns),)),
-        f"{leaf}compressor.norm": vector(f"{name}norm.weight", width),
+        f"{leaf}compressor.bias": source.Source((f"{name}ape",), ((sizes.every, columns),)),
+        f"{leaf}compressor.norm": source.vector(f"{name}norm.weight", width),
     }
 
 
-def _ffn(config: ModelConfig, layer: str, kind: LayerKind) -> Sources:
-    sources = feed_forward(config, layer, kind.ffn, "ffn.", ("w1", "w3", "w2"))
+def _ffn(config: ModelConfig, layer: str, kind: LayerKind) -> source.Sources:
+    sources = source.feed_forward(config, layer, kind.ffn, "ffn.", ("w1", "w3", "w2"))
     stacks = {name for name in sources if name.startswith("experts.")}
     return {name: own._replace(expert_stack=name in stacks) for name, own in sources.items()}
 

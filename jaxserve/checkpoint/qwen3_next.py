@@ -2,47 +2,28 @@
 
 import re
 
+from jaxserve.checkpoint import source
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
-from jaxserve.checkpoint.source import (
-    CheckpointNames,
-    Source,
-    Sources,
-    View,
-    decoder_names,
-    grouped_query,
-    matrix,
-    per_expert,
-    swiglu,
-    vector,
-)
-from jaxserve.config.model import (
-    FFN,
-    GQA,
-    Attention,
-    DeltaNet,
-    LayerKind,
-    ModelConfig,
-    RouterSpec,
-)
+from jaxserve.config import model
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-def qwen3_next_config(entries: Entries) -> ModelConfig:
+def qwen3_next_config(entries: Entries) -> model.ModelConfig:
     """Reads Qwen3-Next's config.json."""
     decoder = entries.decoder("moe_intermediate_size")
     layers, d_ff = decoder.pop("layers"), decoder.pop("d_ff")
     heads = entries.heads(decoder["d_model"], 256)
     share = entries.number("partial_rotary_factor", default=0.25)
     rope = entries.rope("head_dim", heads["head_dim"], share=share)
-    full = GQA(**heads, rope=rope, qk_norm="heads", gate="columns")
+    full = model.GQA(**heads, rope=rope, qk_norm="heads", gate="columns")
     linear = _linear(entries)
-    ffn = FFN(
+    ffn = model.FFN(
         d_ff=entries.size("shared_expert_intermediate_size"),
         gated=True,
         expert_d_ff=d_ff,
-        router=RouterSpec(
+        router=model.RouterSpec(
             experts=entries.size("num_experts"),
             top_k=entries.size("num_experts_per_tok"),
             renormalise=entries.flag("norm_topk_prob", default=True),
@@ -61,14 +42,14 @@ def qwen3_next_config(entries: Entries) -> ModelConfig:
     # No layer is dense, and states are FP32.
     entries.meaningless("intermediate_size", "mamba_ssm_dtype")
     kinds = [full if name == FULL else linear for name in _types(entries, layers)]
-    layer_kinds = tuple(LayerKind(kind, ffn) for kind in kinds)
-    predictors = (LayerKind(full, ffn),) * modules
-    return ModelConfig(**decoder, decoder=layer_kinds, predictors=predictors, unit_norms=True)
+    layer_kinds = tuple(model.LayerKind(kind, ffn) for kind in kinds)
+    predictors = (model.LayerKind(full, ffn),) * modules
+    return model.ModelConfig(**decoder, decoder=layer_kinds, predictors=predictors, unit_norms=True)
 
 
-def _linear(entries: Entries) -> DeltaNet:
+def _linear(entries: Entries) -> model.DeltaNet:
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
-    spec = DeltaNet(
+    spec = model.DeltaNet(
         kv_heads=entries.size(keys),
         q_heads=entries.size(values),
         head_dim=entries.size("linear_key_head_dim"),
@@ -101,50 +82,50 @@ MODULE = {
 in the layer behind the model's own."""
 
 
-def qwen3_next_names(config: ModelConfig) -> CheckpointNames:
+def qwen3_next_names(config: model.ModelConfig) -> source.CheckpointNames:
     """Qwen3-Next's tensors."""
-    names = decoder_names(config, mixing, feed_forward)
+    names = source.decoder_names(config, mixing, feed_forward)
     return names._replace(spellings=module_spellings(config))
 
 
-def module_spellings(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+def module_spellings(config: model.ModelConfig) -> tuple[tuple[str, str], ...]:
     """Returns the spellings (`CheckpointNames`) of the prediction module's tensors."""
     layer = f"model.layers.{config.layers}."
     return tuple((rf"^mtp\.{re.escape(own)}\.", layer + known) for own, known in MODULE.items())
 
 
-def mixing(config: ModelConfig, sizes: Attention, name: str) -> Sources:
+def mixing(config: model.ModelConfig, sizes: model.Attention, name: str) -> source.Sources:
     """The leaves of a layer's attention; `name` is the prefix that it has in layers that see all
     tokens."""
-    if not isinstance(sizes, DeltaNet):
-        return grouped_query(config, sizes, name)
+    if not isinstance(sizes, model.DeltaNet):
+        return source.grouped_query(config, sizes, name)
     d, name = config.d_model, f"{name.removesuffix('self_attn.')}linear_attn."
     keys, values = sizes.kv_heads * sizes.head_dim, sizes.q_heads * sizes.value_dim
     columns, taps = 2 * keys + values, sizes.convolution
 
-    def part(start: int, stop: int) -> Source:
-        whole = Source((f"{name}conv1d.weight",), ((columns, 1, taps),))
-        return whole._replace(view=View((columns, taps), 0, start, stop))
+    def part(start: int, stop: int) -> source.Source:
+        whole = source.Source((f"{name}conv1d.weight",), ((columns, 1, taps),))
+        return whole._replace(view=source.View((columns, taps), 0, start, stop))
 
     return {
-        "attention.mix": matrix(f"{name}in_proj_qkvz.weight", columns + values, d),
-        "attention.rates": matrix(f"{name}in_proj_ba.weight", 2 * sizes.q_heads, d),
+        "attention.mix": source.matrix(f"{name}in_proj_qkvz.weight", columns + values, d),
+        "attention.rates": source.matrix(f"{name}in_proj_ba.weight", 2 * sizes.q_heads, d),
         "attention.query_taps": part(0, keys),
         "attention.key_taps": part(keys, 2 * keys),
         "attention.value_taps": part(2 * keys, columns),
-        "attention.decay": vector(f"{name}A_log", sizes.q_heads),
-        "attention.step_bias": vector(f"{name}dt_bias", sizes.q_heads),
-        "attention.norm": vector(f"{name}norm.weight", sizes.value_dim),
-        "attention.out": matrix(f"{name}out_proj.weight", d, values),
+        "attention.decay": source.vector(f"{name}A_log", sizes.q_heads),
+        "attention.step_bias": source.vector(f"{name}dt_bias", sizes.q_heads),
+        "attention.norm": source.vector(f"{name}norm.weight", sizes.value_dim),
+        "attention.out": source.matrix(f"{name}out_proj.weight", d, values),
     }
 
 
-def feed_forward(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
+def feed_forward(config: model.ModelConfig, layer: str, ffn: model.FFN) -> source.Sources:
     """The leaves of a layer's experts, of the shared one and of its gate."""
     return {
-        **per_expert(config, ffn, f"{layer}mlp.experts."),
-        **swiglu("dense", f"{layer}mlp.shared_expert.", config.d_model, ffn.d_ff),
-        "dense.share": matrix(f"{layer}mlp.shared_expert_gate.weight", 1, config.d_model),
+        **source.per_expert(config, ffn, f"{layer}mlp.experts."),
+        **source.swiglu("dense", f"{layer}mlp.shared_expert.", config.d_model, ffn.d_ff),
+        "dense.share": source.matrix(f"{layer}mlp.shared_expert_gate.weight", 1, config.d_model),
     }
 
 

@@ -7,15 +7,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import device_kind
 from jaxserve.config.topology import Role
 from jaxserve.link.dispatch.contract import MOST_MESSAGES
-from jaxserve.model.ffn.traffic import (
-    ExchangeKind,
-    Moved,
-    alltoall_moves,
-    exchange_mesh,
-    exchange_of,
-    gather_moves,
-    ranks_met,
-)
+from jaxserve.model.ffn import traffic
 from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.roles.capacity import RoleBytes, Sizes, gb_text
 from jaxserve.roles.ffn_bytes import most_messages, pass_activations
@@ -109,15 +101,15 @@ def _billions(count: int) -> str:
 
 def describe_exchange(config: ModelConfig, deployment: Deployment) -> list[str]:
     """Returns lines about the exchange and its bytes; empty if nothing is exchanged."""
-    mesh = exchange_mesh(deployment)
+    mesh = traffic.exchange_mesh(deployment)
     if not config.experts or mesh.ranks == 1:
         return []
     row = deployment_row_bytes(config, deployment)
-    met = ranks_met(mesh, config.experts, config.top_k)
-    kind = exchange_of(config, deployment)
-    moved: dict[ExchangeKind, Moved] = {
-        "gather": gather_moves(mesh, row),
-        "alltoall": alltoall_moves(mesh, row, met / mesh.ranks, config.moe.d_ff > 0),
+    met = traffic.ranks_met(mesh, config.experts, config.top_k)
+    kind = traffic.exchange_of(config, deployment)
+    moved: dict[traffic.ExchangeKind, traffic.Moved] = {
+        "gather": traffic.gather_moves(mesh, row),
+        "alltoall": traffic.alltoall_moves(mesh, row, met / mesh.ranks, config.moe.d_ff > 0),
     }
     (other,) = moved.keys() - {kind}
     numbers = {

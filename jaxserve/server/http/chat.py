@@ -9,23 +9,12 @@ from msgspec import UNSET
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
+from jaxserve.server.http import responses
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.forms import chosen_tools, forced_call, grammar, with_rules
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest, StreamOptions
-from jaxserve.server.http.responses import (
-    Chat,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    FunctionCall,
-    ToolCall,
-    Usage,
-)
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
 from jaxserve.text.answer_format import AnswerFormat
@@ -48,7 +37,7 @@ async def chat_completions(service: Service, exchange: HttpExchange) -> None:
     count = UsageCount(jobs, len(jobs))
     answer = _Answer(
         request,
-        ChatChunk(
+        responses.ChatChunk(
             id=f"chatcmpl-{exchange.request_id}",
             created=int(time.time()),
             model=conversation.model,
@@ -219,7 +208,7 @@ class _Answer:
     def __init__(
         self,
         request: ChatRequest,
-        chunk: ChatChunk,
+        chunk: responses.ChatChunk,
         count: UsageCount,
         parsers: Sequence[AnswerParser],
         tokenizer: Tokenizer,
@@ -234,7 +223,7 @@ class _Answer:
         echoed = request.echo and last.get("role") == "assistant"
         self._echo = content_text(last) if echoed else ""
 
-    async def gather(self, service: Service, sources: Sequence[Source]) -> Chat:
+    async def gather(self, service: Service, sources: Sequence[Source]) -> responses.Chat:
         """Waits for every answer."""
         choices, scores = [], None
         for source in sources:
@@ -245,7 +234,7 @@ class _Answer:
                 scores = await service.with_scores(
                     output, prompt_logprobs, self._tokenizer, output.prompt_logprobs
                 )
-        return Chat(
+        return responses.Chat(
             id=self._chunk.id,
             created=self._chunk.created,
             model=self._chunk.model,
@@ -260,8 +249,10 @@ class _Answer:
         self._chunk.prompt_token_ids = self._prompt_ids(sources)
         chunks = []
         for source in sources:
-            delta = ChatDelta(role="assistant", content=self._echo)
-            chunks.append(self._encode([ChatChunkChoice(index=source.job.index, delta=delta)]))
+            delta = responses.ChatDelta(role="assistant", content=self._echo)
+            chunks.append(
+                self._encode([responses.ChatChunkChoice(index=source.job.index, delta=delta)])
+            )
             self._chunk.prompt_token_ids = UNSET
         return chunks
 
@@ -273,13 +264,13 @@ class _Answer:
         pieces = self._pieces(parser, output)
         ended = output.finish_reason is not None
         choices = [
-            ChatChunkChoice(index=index, delta=delta)
+            responses.ChatChunkChoice(index=index, delta=delta)
             for piece in pieces
             if (delta := self._delta(piece)) is not None
         ]
         told = self._request.return_token_ids or self._request.logprobs
         if ended or (not choices and told and output.token_ids):
-            choices.append(ChatChunkChoice(index=index, delta=ChatDelta()))
+            choices.append(responses.ChatChunkChoice(index=index, delta=responses.ChatDelta()))
         if self._request.logprobs and output.logprobs and choices:
             choices[0].logprobs = self._logprobs(output)
         if self._request.return_token_ids and choices:
@@ -300,15 +291,15 @@ class _Answer:
     def _options(self) -> StreamOptions:
         return self._request.stream_options or StreamOptions()
 
-    def _encode(self, choices: list[ChatChunkChoice]) -> bytes:
-        usage: Usage | None = None
+    def _encode(self, choices: list[responses.ChatChunkChoice]) -> bytes:
+        usage: responses.Usage | None = None
         if self._options.include_usage and self._options.continuous_usage_stats:
             usage = self._count.usage()
         self._chunk.choices = choices
         self._chunk.usage = UNSET if usage is None and not self._options.include_usage else usage
         return msgspec.json.encode(self._chunk)
 
-    def _logprobs(self, output: GenerationOutput) -> ChatLogprobs:
+    def _logprobs(self, output: GenerationOutput) -> responses.ChatLogprobs:
         ids = bool(self._request.return_tokens_as_token_ids)
         own = self._request.logprob_token_ids is not None
         return chat_logprobs(self._tokenizer, output.logprobs, ids=ids, own=own)
@@ -328,16 +319,16 @@ class _Answer:
             self._count.reasoning += len(self._tokenizer.encode(thought, add_bos=False))
         return pieces
 
-    def _delta(self, piece: Piece) -> ChatDelta | None:
+    def _delta(self, piece: Piece) -> responses.ChatDelta | None:
         if piece.call is not None:
-            return ChatDelta(tool_calls=[_call_delta(piece.call)])
+            return responses.ChatDelta(tool_calls=[_call_delta(piece.call)])
         if not piece.reasoning:
-            return ChatDelta(content=piece.content)
+            return responses.ChatDelta(content=piece.content)
         if self._request.include_reasoning is False:
             return None
-        return ChatDelta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
+        return responses.ChatDelta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
 
-    def _choice(self, source: Source, output: GenerationOutput) -> ChatChoice:
+    def _choice(self, source: Source, output: GenerationOutput) -> responses.ChatChoice:
         parser = self._parsers[source.job.index]
         pieces = self._pieces(parser, output)
         calls = [
@@ -348,9 +339,9 @@ class _Answer:
         reasoning = "".join(piece.reasoning for piece in pieces)
         content = self._echo + "".join(piece.content for piece in pieces)
         shown = reasoning and self._request.include_reasoning is not False
-        return ChatChoice(
+        return responses.ChatChoice(
             index=source.job.index,
-            message=ChatMessage(
+            message=responses.ChatMessage(
                 content=content or (None if calls else ""),
                 reasoning_content=reasoning if shown else UNSET,
                 reasoning=reasoning if shown else UNSET,
@@ -376,15 +367,17 @@ def _finish_reason(output: GenerationOutput, parser: AnswerParser) -> Any:
     return output.finish_reason
 
 
-def _call_delta(part: CallPart) -> ToolCall:
+def _call_delta(part: CallPart) -> responses.ToolCall:
     """Something new of a tool call."""
     if not part.id:
-        return ToolCall(index=part.number, function=FunctionCall(arguments=part.arguments))
-    return ToolCall(
+        return responses.ToolCall(
+            index=part.number, function=responses.FunctionCall(arguments=part.arguments)
+        )
+    return responses.ToolCall(
         index=part.number,
         id=part.id,
         type="function",
-        function=FunctionCall(name=part.name, arguments=part.arguments),
+        function=responses.FunctionCall(name=part.name, arguments=part.arguments),
     )
 
 

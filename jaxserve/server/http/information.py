@@ -7,19 +7,10 @@ from msgspec import UNSET
 import jaxserve
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.access import without_addresses
+from jaxserve.server.http import responses
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.requests import DetokenizeRequest, TokenizeRequest
-from jaxserve.server.http.responses import (
-    Model,
-    ModelList,
-    ServerLoad,
-    Status,
-    Text,
-    TokenizerInfo,
-    Tokens,
-    Version,
-)
 from jaxserve.server.http.service import Service
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -31,7 +22,7 @@ async def tokenize(service: Service, exchange: HttpExchange) -> None:
     await exchange.reply(await service.in_thread(_tokens, service, request))
 
 
-def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
+def _tokens(service: Service, request: TokenizeRequest) -> responses.Tokens:
     generator = service.ready()
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("prompt", "set either prompt or messages")
@@ -48,7 +39,7 @@ def _tokens(service: Service, request: TokenizeRequest) -> Tokens:
     texts = None
     if request.return_token_strs:
         texts = [generator.tokenizer.decode([token_id]) for token_id in token_ids]
-    return Tokens(
+    return responses.Tokens(
         count=len(token_ids),
         max_model_len=int(generator.engine.model_info()["max_length"]),
         tokens=token_ids,
@@ -68,7 +59,7 @@ async def detokenize(service: Service, exchange: HttpExchange) -> None:
                 f"tokens[{index}]", f"{token_id} is not in [0, {vocab_size - 1}]"
             )
     text = await service.in_thread(generator.tokenizer.decode, request.tokens)
-    await exchange.reply(Text(prompt=text))
+    await exchange.reply(responses.Text(prompt=text))
 
 
 STUCK_SECONDS = 60.0
@@ -92,7 +83,7 @@ async def health(service: Service, exchange: HttpExchange) -> None:
     found = service.generator.engine.load().problems if service.generator is not None else []
     if not exchange.tenant:  # the client has shown no key
         found = [without_addresses(problem) for problem in found]
-    await exchange.reply(Status(status=status, problems=found or UNSET))
+    await exchange.reply(responses.Status(status=status, problems=found or UNSET))
 
 
 async def ready(service: Service, exchange: HttpExchange) -> None:
@@ -100,18 +91,18 @@ async def ready(service: Service, exchange: HttpExchange) -> None:
     status = service.loop_ready().status
     if status != "ready":
         raise HttpError(503, f"not ready: {status}", code="not_ready")
-    await exchange.reply(Status(status="ready"))
+    await exchange.reply(responses.Status(status="ready"))
 
 
 async def version(service: Service, exchange: HttpExchange) -> None:
     """The version of jaxserve."""
-    await exchange.reply(Version(version=jaxserve.__version__))
+    await exchange.reply(responses.Version(version=jaxserve.__version__))
 
 
 async def models(service: Service, exchange: HttpExchange) -> None:
     """The models that are served."""
     names = service.model_names()
-    await exchange.reply(ModelList(data=[_model(service, name) for name in names]))
+    await exchange.reply(responses.ModelList(data=[_model(service, name) for name in names]))
 
 
 async def model(service: Service, exchange: HttpExchange) -> None:
@@ -122,7 +113,7 @@ async def model(service: Service, exchange: HttpExchange) -> None:
 
 async def load(service: Service, exchange: HttpExchange) -> None:
     """How many requests are being served."""
-    await exchange.reply(ServerLoad(server_load=service.active_requests))
+    await exchange.reply(responses.ServerLoad(server_load=service.active_requests))
 
 
 async def tokenizer_info(service: Service, exchange: HttpExchange) -> None:
@@ -131,7 +122,7 @@ async def tokenizer_info(service: Service, exchange: HttpExchange) -> None:
     tokenizer = generator.tokenizer
     bos = tokenizer.bos_token_id
     await exchange.reply(
-        TokenizerInfo(
+        responses.TokenizerInfo(
             vocab_size=tokenizer.vocab_size,
             model_max_length=int(generator.engine.model_info()["max_length"]),
             bos_token_id=bos,
@@ -147,7 +138,9 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.decode([token_id], special=True)
 
 
-def _model(service: Service, name: str) -> Model:
+def _model(service: Service, name: str) -> responses.Model:
     info = service.ready().engine.model_info()
     root = str(info["model"])
-    return Model(id=name, root=root, created=service.created, max_model_len=info["max_length"])
+    return responses.Model(
+        id=name, root=root, created=service.created, max_model_len=info["max_length"]
+    )

@@ -12,33 +12,21 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.http import requests
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.requests import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatRequest,
-    Count,
-    FunctionChoice,
-    JsonObject,
-    JsonSchema,
-    ResponseFormat,
-    StopString,
-    Strict,
-    ToolChoice,
-)
 from jaxserve.text.messages import MAX_PARTS
 
 MAX_STOP_SEQUENCES = 16
 
 
-class CacheControl(Strict, kw_only=True):
+class CacheControl(requests.Strict, kw_only=True):
     """Taken without effect: prefixes are cached without being asked."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Strict, kw_only=True, tag_field="type"):
+class Block(requests.Strict, kw_only=True, tag_field="type"):
     """A part of a message."""
 
     cache_control: CacheControl | None = None
@@ -63,8 +51,8 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
 
     id: str
     name: str
-    input: JsonObject
-    caller: JsonObject | None = None
+    input: requests.JsonObject
+    caller: requests.JsonObject | None = None
 
 
 class ImageBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="image"):
@@ -91,18 +79,18 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
 AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
 
 
-class InputMessage(Strict, kw_only=True):
+class InputMessage(requests.Strict, kw_only=True):
     """A turn; adjacent turns of a role are one. A last turn of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[AnyBlock], Meta(max_length=MAX_PARTS)]
 
 
-class CustomTool(Strict, kw_only=True):
+class CustomTool(requests.Strict, kw_only=True):
     """A function that the model may call."""
 
     name: str
-    input_schema: JsonObject
+    input_schema: requests.JsonObject
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
@@ -110,12 +98,12 @@ class CustomTool(Strict, kw_only=True):
     """True: forced calls have no arguments but those that the schema names."""
     eager_input_streaming: bool | None = None
     """Without effect, like the following fields."""
-    input_examples: Annotated[list[JsonObject], Meta(max_length=MAX_PARTS)] | None = None
+    input_examples: Annotated[list[requests.JsonObject], Meta(max_length=MAX_PARTS)] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
 
 
-class MessageToolChoice(Strict, kw_only=True):
+class MessageToolChoice(requests.Strict, kw_only=True):
     """Whether to call tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -125,24 +113,24 @@ class MessageToolChoice(Strict, kw_only=True):
     """True keeps the first call alone."""
 
 
-class Thinking(Strict, kw_only=True):
+class Thinking(requests.Strict, kw_only=True):
     """Whether the model reasons first; without it, it does as its template has it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
+    budget_tokens: requests.Count | None = None
     """Tokens after which the reasoning is ended."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` leaves the blocks of it empty; it is never summarised."""
 
 
-class JsonOutput(Strict, kw_only=True):
+class JsonOutput(requests.Strict, kw_only=True):
     """The schema that the answer follows."""
 
     type: Literal["json_schema"] = "json_schema"
-    schema: JsonObject
+    schema: requests.JsonObject
 
 
-class OutputConfig(Strict, kw_only=True):
+class OutputConfig(requests.Strict, kw_only=True):
     """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -150,24 +138,24 @@ class OutputConfig(Strict, kw_only=True):
     format: JsonOutput | None = None
 
 
-class CountTokensRequest(Strict, kw_only=True):
+class CountTokensRequest(requests.Strict, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=requests.MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
-    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=requests.MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: requests.JsonObject | None = None
     """Variables of the template, such as enable_thinking."""
-    thread: JsonObject | None = None
+    thread: requests.JsonObject | None = None
     """Refused: the server keeps no conversations, and Anthropic's client then sends them whole."""
 
 
-class MessageMetadata(Strict, kw_only=True):
+class MessageMetadata(requests.Strict, kw_only=True):
     """Taken without effect."""
 
     user_id: str | None = None
@@ -176,9 +164,11 @@ class MessageMetadata(Strict, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: Count
+    max_tokens: requests.Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_SEQUENCES)] | None = None
+    stop_sequences: (
+        Annotated[list[requests.StopString], Meta(max_length=MAX_STOP_SEQUENCES)] | None
+    ) = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -200,7 +190,7 @@ NAMES = (
 """Name of a field in chats → its name in this route."""
 
 
-def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
+def as_chat(request: CountTokensRequest) -> tuple[requests.ChatRequest, list[int]]:
     """The request as a chat, and for every message of it the index of its first turn; -1: system.
 
     Raises:
@@ -218,7 +208,7 @@ def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
         switches.setdefault("enable_thinking", thinking.type != "disabled")
     schema = None if output is None or output.format is None else output.format.schema
     last = messages[-1]
-    chat = ChatRequest(
+    chat = requests.ChatRequest(
         model=request.model,
         messages=messages,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
@@ -233,7 +223,9 @@ def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
         response_format=(
             None
             if schema is None
-            else ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+            else requests.ResponseFormat(
+                type="json_schema", json_schema=requests.JsonSchema(schema=schema)
+            )
         ),
         chat_template_kwargs=switches or None,
         continue_final_message=(
@@ -248,9 +240,9 @@ def as_chat(request: CountTokensRequest) -> tuple[ChatRequest, list[int]]:
     return chat, origins
 
 
-def _tool(tool: CustomTool) -> JsonObject:
+def _tool(tool: CustomTool) -> requests.JsonObject:
     told = {"name": tool.name, "description": tool.description, "strict": tool.strict or None}
-    function: JsonObject = {key: value for key, value in told.items() if value is not None}
+    function: requests.JsonObject = {key: value for key, value in told.items() if value is not None}
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 
@@ -261,16 +253,16 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
         return "required"
     if choice.name is None:
         raise InvalidRequestError("tool_choice.name", "is missing")
-    return ToolChoice(function=FunctionChoice(name=choice.name))
+    return requests.ToolChoice(function=requests.FunctionChoice(name=choice.name))
 
 
-def _messages(request: CountTokensRequest) -> tuple[list[JsonObject], list[int]]:
+def _messages(request: CountTokensRequest) -> tuple[list[requests.JsonObject], list[int]]:
     """Turns as messages of a chat: results of tools are messages of their own."""
-    messages: list[JsonObject] = []
+    messages: list[requests.JsonObject] = []
     origins: list[int] = []
     called: dict[str, str] = {}  # id of a call → the tool's name
 
-    def message_of(role: str, origin: int) -> JsonObject:
+    def message_of(role: str, origin: int) -> requests.JsonObject:
         """The last message, or a new one of this role."""
         if not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": []})
@@ -315,11 +307,11 @@ def _messages(request: CountTokensRequest) -> tuple[list[JsonObject], list[int]]
     return messages, origins
 
 
-def _texts(content: str | Sequence[msgspec.Struct], place: str) -> list[JsonObject]:
+def _texts(content: str | Sequence[msgspec.Struct], place: str) -> list[requests.JsonObject]:
     """Parts of a text or of blocks, of which only texts are supported."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    parts: list[JsonObject] = []
+    parts: list[requests.JsonObject] = []
     for number, block in enumerate(content):
         if not isinstance(block, TextBlock):
             raise _unsupported(block, f"{place}[{number}]")
@@ -327,7 +319,7 @@ def _texts(content: str | Sequence[msgspec.Struct], place: str) -> list[JsonObje
     return parts
 
 
-def _plain(parts: list[JsonObject]) -> str | list[JsonObject]:
+def _plain(parts: list[requests.JsonObject]) -> str | list[requests.JsonObject]:
     """A single text as it is: not every template reads parts."""
     return parts[0]["text"] if len(parts) == 1 else parts or ""
 

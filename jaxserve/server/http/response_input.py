@@ -14,52 +14,38 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.http import requests
 from jaxserve.server.http.foreign_fields import understood
-from jaxserve.server.http.requests import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatRequest,
-    Count,
-    FunctionChoice,
-    JsonObject,
-    JsonSchema,
-    ResponseFormat,
-    SamplingFields,
-    Strict,
-    Text,
-    ToolChoice,
-    TopLogprobs,
-)
 
 
-class NamedFunction(Strict, kw_only=True):
+class NamedFunction(requests.Strict, kw_only=True):
     """The one function to call."""
 
     name: str
     type: Literal["function"] = "function"
 
 
-class FunctionTool(Strict, kw_only=True):
+class FunctionTool(requests.Strict, kw_only=True):
     """A function that the model may call."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: requests.JsonObject | None = None
     strict: bool | None = None
 
 
-class TextFormat(Strict, kw_only=True):
+class TextFormat(requests.Strict, kw_only=True):
     """The format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "schema"
     description: str | None = None
-    schema: JsonObject | None = None
+    schema: requests.JsonObject | None = None
     strict: bool | None = None
 
 
-class TextOptions(Strict, kw_only=True):
+class TextOptions(requests.Strict, kw_only=True):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
@@ -67,7 +53,7 @@ class TextOptions(Strict, kw_only=True):
     """Taken and without effect."""
 
 
-class ReasoningOptions(Strict, kw_only=True):
+class ReasoningOptions(requests.Strict, kw_only=True):
     """Options of the model's reasoning."""
 
     effort: str | None = None
@@ -77,25 +63,28 @@ class ReasoningOptions(Strict, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponseRequest(SamplingFields, kw_only=True):
+class ResponseRequest(requests.SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
     IGNORED: ClassVar[tuple[str, ...]] = tuple(
-        name for name in SamplingFields.IGNORED if name != "store"
+        name for name in requests.SamplingFields.IGNORED if name != "store"
     )
 
-    input: Text | Annotated[list[JsonObject], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: (
+        requests.Text
+        | Annotated[list[requests.JsonObject], Meta(min_length=1, max_length=requests.MAX_MESSAGES)]
+    )
     """A text of the user, or items: messages, calls, their outputs, and reasoning."""
     instructions: str | None = None
     """A system message at the beginning of the conversation."""
-    max_output_tokens: Count | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    max_output_tokens: requests.Count | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=requests.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     """False keeps the first call alone."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: requests.JsonObject | None = None
     """Variables of the template, such as enable_thinking."""
     include: (
         Annotated[
@@ -108,7 +97,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     truncation: Literal["disabled", "auto"] | None = None
     """`auto`: of a conversation that is too long the first items are left out, but no instructions
     and not the last item."""
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: requests.TopLogprobs | None = None
     """The likeliest tokens at each place of a message; implies their `include`."""
 
     store: bool | None = None
@@ -117,8 +106,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
     """The kept response whose conversation goes on, without its instructions."""
     background: bool | None = None
     """True is refused, like the fields below."""
-    conversation: str | JsonObject | None = None
-    prompt: JsonObject | None = None
+    conversation: str | requests.JsonObject | None = None
+    prompt: requests.JsonObject | None = None
 
 
 def check_supported(request: ResponseRequest) -> None:
@@ -135,7 +124,7 @@ def wants_logprobs(request: ResponseRequest) -> bool:
     return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
 
 
-def items_of(request: ResponseRequest) -> list[JsonObject]:
+def items_of(request: ResponseRequest) -> list[requests.JsonObject]:
     """The items of a request's input."""
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}]
@@ -144,9 +133,9 @@ def items_of(request: ResponseRequest) -> list[JsonObject]:
 
 def as_chat(
     request: ResponseRequest,
-    earlier: Sequence[JsonObject] = (),
+    earlier: Sequence[requests.JsonObject] = (),
     left_out: Callable[[str], None] | None = None,
-) -> tuple[ChatRequest, list[int]]:
+) -> tuple[requests.ChatRequest, list[int]]:
     """The request as a chat, and for every message the index of its first item.
 
     Args:
@@ -157,17 +146,17 @@ def as_chat(
       InvalidRequestError: an item is invalid or of an unknown type.
     """
     messages, origins = _messages(request.instructions, earlier, items_of(request), left_out)
-    same = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    same = {name: getattr(request, name) for name in requests.SamplingFields.__struct_fields__}
     same["store"] = None
     form = request.text.format if request.text is not None else None
     choice = request.tool_choice
-    chat = ChatRequest(
+    chat = requests.ChatRequest(
         **same,
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=(
-            ToolChoice(function=FunctionChoice(name=choice.name))
+            requests.ToolChoice(function=requests.FunctionChoice(name=choice.name))
             if isinstance(choice, NamedFunction)
             else choice
         ),
@@ -216,35 +205,35 @@ def in_words_of(names: Names, origins: list[int], *, items: str, system: str) ->
         raise InvalidRequestError(field, error.message) from None
 
 
-def _tool(tool: FunctionTool) -> JsonObject:
+def _tool(tool: FunctionTool) -> requests.JsonObject:
     function = msgspec.structs.asdict(tool)
     kind = function.pop("type")
     given = {key: value for key, value in function.items() if value is not None}
     return {"type": kind, "function": given}
 
 
-def _response_format(form: TextFormat) -> ResponseFormat:
+def _response_format(form: TextFormat) -> requests.ResponseFormat:
     if form.type != "json_schema":
-        return ResponseFormat(type=form.type)
+        return requests.ResponseFormat(type=form.type)
     if form.schema is None:
         raise InvalidRequestError("text.format.schema", "is missing")
-    return ResponseFormat(
+    return requests.ResponseFormat(
         type="json_schema",
-        json_schema=JsonSchema(name=form.name, schema=form.schema, strict=form.strict),
+        json_schema=requests.JsonSchema(name=form.name, schema=form.schema, strict=form.strict),
     )
 
 
 # ----------------------------------------------------------------------------------- items
 
 
-class _Part(Strict, kw_only=True):
+class _Part(requests.Strict, kw_only=True):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class _Item(Strict, kw_only=True):
+class _Item(requests.Strict, kw_only=True):
     """Further fields of items of earlier answers; without effect."""
 
     id: str | None = None
@@ -288,20 +277,20 @@ _ITEMS: dict[str, type[_Item]] = {
 
 def _messages(
     instructions: str | None,
-    earlier: Sequence[JsonObject],
-    items: Sequence[JsonObject],
+    earlier: Sequence[requests.JsonObject],
+    items: Sequence[requests.JsonObject],
     left_out: Callable[[str], None] | None,
-) -> tuple[list[JsonObject], list[int]]:
+) -> tuple[list[requests.JsonObject], list[int]]:
     """Converts items to messages: reasoning, text and tool calls of one answer are one message.
     Earlier items count as the first one."""
-    messages: list[JsonObject] = []
+    messages: list[requests.JsonObject] = []
     origins: list[int] = []
 
     def add(origin: int, role: str, **fields: Any) -> None:
         messages.append({"role": role, **fields})
         origins.append(origin)
 
-    def answer(origin: int, fits: Callable[[JsonObject], bool]) -> JsonObject:
+    def answer(origin: int, fits: Callable[[requests.JsonObject], bool]) -> requests.JsonObject:
         """The message under construction, if it can take this kind of part, else a new one."""
         if not messages or messages[-1]["role"] != "assistant" or not fits(messages[-1]):
             add(origin, "assistant", content="")
@@ -332,7 +321,7 @@ def _messages(
     return messages, origins
 
 
-def _read(raw: JsonObject, index: int, left_out: Callable[[str], None] | None) -> _Item:
+def _read(raw: requests.JsonObject, index: int, left_out: Callable[[str], None] | None) -> _Item:
     """Checks one item."""
     place = f"input[{index}]"
     kind = raw.get("type") or "message"

@@ -12,33 +12,13 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Source
+from jaxserve.server.http import response_input, response_output
 from jaxserve.server.http.chat import read_conversation, read_prompt
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.logprobs import MessageLogprobs
 from jaxserve.server.http.requests import ChatRequest, JsonObject
-from jaxserve.server.http.response_input import (
-    NAMES,
-    ReasoningOptions,
-    ResponseRequest,
-    TextFormat,
-    TextOptions,
-    as_chat,
-    check_supported,
-    in_words_of,
-    items_of,
-)
-from jaxserve.server.http.response_output import (
-    DeletedResponse,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ReasoningItem,
-    Response,
-    ResponseEvent,
-    ResponseUsage,
-    ResponseWriter,
-)
 from jaxserve.server.http.response_store import LIFETIME_SECONDS, KeptResponse
 from jaxserve.server.http.service import Service, UsageCount
 from jaxserve.text.answers import AnswerParser
@@ -48,29 +28,31 @@ from jaxserve.text.tokenizer import Tokenizer
 
 async def create_response(service: Service, exchange: HttpExchange) -> None:
     """Answer a conversation, item by item."""
-    request = await exchange.read(ResponseRequest)
+    request = await exchange.read(response_input.ResponseRequest)
     exchange.rename(request.request_id)
-    check_supported(request)
+    response_input.check_supported(request)
     earlier: list[JsonObject] = []
     if before := request.previous_response_id:
         earlier = msgspec.json.decode(_kept(service, exchange, before).items)
-    chat, origins = as_chat(request, earlier, exchange.left_out)
+    chat, origins = response_input.as_chat(request, earlier, exchange.left_out)
     if request.truncation == "auto":
         await _shorten(service, chat, origins)
-    with in_words_of(NAMES, origins, items="input", system="instructions"):
+    with response_input.in_words_of(
+        response_input.NAMES, origins, items="input", system="instructions"
+    ):
         conversation = await read_conversation(service, chat, exchange.tenant)
     tokenizer = service.ready().tokenizer
     count = UsageCount(conversation.jobs, 1)
 
-    def keep(response: Response) -> None:
+    def keep(response: response_output.Response) -> None:
         if response.store and service.stored is not None:
-            items = [*earlier, *items_of(request), *response.output]
+            items = [*earlier, *response_input.items_of(request), *response.output]
             whole = msgspec.json.encode(response), msgspec.json.encode(items)
             service.stored.put(exchange.tenant, response.id, *whole)
 
     response = _response(request, exchange.request_id, conversation.model)
     response.store = request.store is not False and service.stored is not None
-    writer = ResponseWriter(response, keep)
+    writer = response_output.ResponseWriter(response, keep)
     (parser,) = conversation.parsers
     await answer(
         service,
@@ -95,7 +77,7 @@ async def delete_response(service: Service, exchange: HttpExchange) -> None:
     _kept(service, exchange, response_id)
     assert service.stored is not None
     service.stored.remove(exchange.tenant, response_id)
-    await exchange.reply(DeletedResponse(id=response_id))
+    await exchange.reply(response_output.DeletedResponse(id=response_id))
 
 
 async def cancel_response(service: Service, exchange: HttpExchange) -> None:
@@ -120,11 +102,11 @@ def _kept(service: Service, exchange: HttpExchange, response_id: str) -> KeptRes
 
 async def _events(
     source: Source,
-    writer: ResponseWriter,
+    writer: response_output.ResponseWriter,
     parser: AnswerParser,
     count: UsageCount,
     tokenizer: Tokenizer,
-) -> AsyncIterator[Iterable[ResponseEvent]]:
+) -> AsyncIterator[Iterable[response_output.ResponseEvent]]:
     """The events of a response, as the model generates it."""
     special = not source.job.params.skip_special_tokens
     located = MessageLogprobs(parser, tokenizer, special=special)
@@ -174,9 +156,11 @@ async def _shorten(service: Service, chat: ChatRequest, origins: list[int]) -> N
         del messages[kept : kept + low], origins[kept : kept + low]
 
 
-def _response(request: ResponseRequest, request_id: str, model: str) -> Response:
+def _response(
+    request: response_input.ResponseRequest, request_id: str, model: str
+) -> response_output.Response:
     """A response without items."""
-    return Response(
+    return response_output.Response(
         id=f"resp_{request_id}",
         created_at=int(time.time()),
         model=model,
@@ -187,8 +171,10 @@ def _response(request: ResponseRequest, request_id: str, model: str) -> Response
         tools=[msgspec.to_builtins(tool) for tool in request.tools or []],
         tool_choice=msgspec.to_builtins(request.tool_choice or "auto"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        text=msgspec.to_builtins(request.text or TextOptions(format=TextFormat())),
-        reasoning=msgspec.to_builtins(request.reasoning or ReasoningOptions()),
+        text=msgspec.to_builtins(
+            request.text or response_input.TextOptions(format=response_input.TextFormat())
+        ),
+        reasoning=msgspec.to_builtins(request.reasoning or response_input.ReasoningOptions()),
         metadata=request.metadata or {},
         user=request.user,
         previous_response_id=request.previous_response_id,
@@ -197,22 +183,24 @@ def _response(request: ResponseRequest, request_id: str, model: str) -> Response
     )
 
 
-def _usage(count: UsageCount, response: Response, tokenizer: Tokenizer) -> ResponseUsage:
+def _usage(
+    count: UsageCount, response: response_output.Response, tokenizer: Tokenizer
+) -> response_output.ResponseUsage:
     usage = count.usage()
     details = usage.prompt_tokens_details
     thoughts = [
         part.text
         for item in response.output
-        if isinstance(item, ReasoningItem)
+        if isinstance(item, response_output.ReasoningItem)
         for part in item.content
     ]
-    return ResponseUsage(
+    return response_output.ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(
+        input_tokens_details=response_output.InputTokensDetails(
             cached_tokens=0 if details is None else details.cached_tokens
         ),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(
+        output_tokens_details=response_output.OutputTokensDetails(
             reasoning_tokens=sum(len(tokenizer.encode(text, add_bos=False)) for text in thoughts)
         ),
         total_tokens=usage.total_tokens,

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.server import HttpServer
@@ -20,11 +21,11 @@ def test_a_port_in_use_is_a_clear_error(face: type[GrpcServer | HttpServer]) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"_port: cannot listen on 127.0.0.1:{port}"):
-            face(port=port).start()
-    first = face(port=0)
+            face(Server(grpc_port=port, http_port=port)).start()
+    first = face(Server(grpc_port=0, http_port=0))
     port = int(first.start().rpartition(":")[2])
     with pytest.raises(ConfigError, match="is it in use"):
-        face(port=port).start()
+        face(Server(grpc_port=port, http_port=port)).start()
     first.stop(0)
 
 

@@ -90,12 +90,13 @@ def test_no_pickle_on_any_wire_or_file(faces):
 
 def test_addresses():
     assert Server().host == "127.0.0.1"
+    anywhere = Server(host="0.0.0.0", grpc_port=0, http_port=0)
     for face in (GrpcServer, HttpServer):
         for host in ("0.0.0.0", "::", "192.0.2.1", ""):
             with pytest.raises(ConfigError, match=r"server\.host = .* --insecure-bind"):
-                face(host, 0)
-        face("0.0.0.0", 0, access=Access(ApiKeys([ALICE])))
-        face("0.0.0.0", 0, insecure_bind=True)
+                face(Server(host=host, grpc_port=0, http_port=0))
+        face(anywhere, access=Access(ApiKeys([ALICE])))
+        face(anywhere, insecure_bind=True)
 
 
 # ------------------- authenticate everything but liveness and readiness, constant-time compare
