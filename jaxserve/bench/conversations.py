@@ -1,12 +1,15 @@
-"""Conversations whose KV pages exceed the pool: the time to the first token with `cache.host_gb`.
+"""Conversations whose KV pages exceed the pool: the time to the first token with `cache.host_gb`
+and `cache.storage`.
 
-Part of `bench engine`. Every user's turn repeats the conversation so far. Three engines on the demo
-model take turns with the same requests: a pool for all conversations, a tenth of it, and a tenth
-with host memory below.
+Part of `bench engine`. Every user's turn repeats the conversation so far. Four engines on the demo
+model take turns with the same requests: a pool for all conversations, a tenth of it, a tenth with
+host memory below, and one with a folder below that. At the end all but the first are closed and
+opened again, and every user returns once.
 """
 
 import random
 import statistics
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
 from jaxserve.bench.workers import BenchError, Worker, run_worker
 from jaxserve.config.load import load_deployment
+from jaxserve.engine.engine import Engine
 from jaxserve.fleet.assembly import open_engine
 
 USERS, TURNS, TOGETHER = 50, 20, 5
@@ -22,6 +26,7 @@ POOLS: dict[str, tuple[int, list[str]]] = {
     "endless": (1, []),
     "a tenth": (10, []),
     "a tenth, and host memory": (10, ["cache.host_gb=1"]),
+    "a tenth, host memory and a folder": (10, ["cache.host_gb=1", "cache.storage={folder}"]),
 }
 """Inverse of the pool's share of all pages, and settings."""
 RATIO = 1.3
@@ -43,55 +48,75 @@ def measure(quick: bool) -> Iterator[Part]:
             measures.append(Measure("  p50 ÷ endless", half / statistics.median(base), "", limit))
             measures.append(Measure("  p95 ÷ endless", most / percentile(base, 95), "", limit))
         measures.append(Measure("  prompt tokens not computed", samples["found"] * 100, "%"))
+        again = statistics.median(samples["returning"])
+        measures.append(Measure("  after a restart, p50", again * 1e3, "ms"))
+        if name != "endless":
+            kept = again / statistics.median(found["endless"]["returning"])
+            measures.append(Measure("  ÷ endless, not restarted", kept, ""))
     notes = [f"{arguments['users']} users, {arguments['turns']} turns; all tokens equal."]
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 
 
 def measure_pools(users: int, turns: int) -> dict[str, Any]:
-    """Seconds to the first token of every request after the first turn, by pool."""
-    pages = users * -(-turns * (TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
-    engines = {
-        name: open_engine(
-            load_deployment(
-                DEMO,
-                [
-                    *("mode=colocated", "lanes=1", f"cache.page_size={PAGE_SIZE}"),
-                    *(f"cache.pages={max(pages // share, 64)}", *settings),
-                ],
-            )
-        )
-        for name, (share, settings) in POOLS.items()
-    }
+    """Seconds to the first token of every request after the first turn, by pool, and of every
+    user's request after a restart."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _measured(users, turns, folder)
+
+
+def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
+    pages = users * -(-(turns + 1) * (TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
+
+    def opened(name: str) -> Engine:
+        share, settings = POOLS[name]
+        overrides = [
+            *("mode=colocated", "lanes=1", f"cache.page_size={PAGE_SIZE}"),
+            f"cache.pages={max(pages // share, 64)}",
+            *(each.format(folder=folder) for each in settings),
+        ]
+        return open_engine(load_deployment(DEMO, overrides))
+
     draw = random.Random(0)
     texts: list[list[int]] = [[] for _ in range(users)]
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(turns):
+
+    def take_turn() -> dict[str, list[float]]:
+        """Seconds to the first token by pool."""
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
         order = draw.sample(range(users), users)
         for first in range(0, users, TOGETHER):
             some = order[first : first + TOGETHER]
             for user, words in zip(
-                some, random_prompts(draw, len(some), TOKENS, 1000), strict=True
+                some, random_prompts(draw, len(some), TOKENS, VOCAB), strict=True
             ):
                 texts[user] += words
             prompts, answers = [texts[user] for user in some], []
             for name, engine in draw.sample([*engines.items()], len(engines)):
                 ran = run_requests(engine, prompts, greedy(OUTPUT_TOKENS))
                 answers.append(ran.tokens)
-                if turn:
-                    seconds[name] += [times[0] for times in ran.arrivals]
+                seconds[name] += [times[0] for times in ran.arrivals]
             if answers.count(answers[0]) < len(answers):
-                raise BenchError(f"turn {turn} of users {some}: the pools gave different tokens")
+                raise BenchError(f"users {some}: the pools gave different tokens")
             for user, tokens in zip(some, answers[0], strict=True):
                 texts[user] += tokens
+        return seconds
+
+    engines = {name: opened(name) for name in POOLS}
+    taken = [take_turn() for _ in range(turns)]
     found = {}
     for name, engine in engines.items():
         load = engine.load()
         hits = load.prefix_hits + PAGE_SIZE * load.host_pages.get("hits", 0)
         found[name] = {
-            "seconds": seconds[name],
+            "seconds": [each for turn in taken[1:] for each in turn[name]],
             "found": hits / load.prefix_queries,
             "preemptions": load.preemptions,
             "host_pages": load.host_pages,
         }
+    for name in [name for name in POOLS if name != "endless"]:
+        engines[name].close()
+        engines[name] = opened(name)
+    returning = take_turn()
+    for name, engine in engines.items():
+        found[name] |= {"returning": returning[name], "returned": engine.load().host_pages}
         engine.close()
     return found

@@ -79,8 +79,8 @@ def complete(deployment: Deployment) -> Deployment:
             f"cache.rope = {cache.rope} keeps a part of rows in 8 bits out of them, but "
             f"cache.format = {cache.format} is {deployment.cache_format}"
         )
-    if cache.host_gb and not cache.prefix:
-        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}, but cache.prefix = false keeps none")
+    if (cache.storage and not cache.host_gb) or (cache.host_gb and not cache.prefix):
+        raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
     _check_fleet(deployment)
@@ -102,10 +102,8 @@ def complete(deployment: Deployment) -> Deployment:
             f"cache.pages = {cache.pages} cannot hold one sequence of scheduler.max_length = "
             f"{limits.max_length} tokens: that takes {longest} pages of {cache.page_size}{beside}"
         )
-    scheduler = msgspec.structs.replace(
-        limits, token_buckets=token_buckets, page_buckets=page_buckets
-    )
-    return msgspec.structs.replace(deployment, scheduler=scheduler)
+    made = msgspec.structs.replace(limits, token_buckets=token_buckets, page_buckets=page_buckets)
+    return msgspec.structs.replace(deployment, scheduler=made)
 
 
 def _check_runtimes(deployment: Deployment) -> None:

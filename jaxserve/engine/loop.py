@@ -361,8 +361,11 @@ class Loop:
     def begin_anew(self) -> None:
         """Takes back all steps, after the KV caches were lost with them.
 
-        Not for a worker that holds prompts: the held pages are lost, too.
+        Not for a worker that holds prompts: the held pages are lost, too. The prefix caches are
+        emptied first, because sequences that leave their pages to them would have them kept.
         """
+        for scheduler in self.schedulers:
+            scheduler.reset_prefix_caches()
         for lane in range(len(self.issued)):
             self.lost(lane)
         for scheduler in self.schedulers:

@@ -6,58 +6,65 @@ When a sequence is admitted, the pages here that continue its prefix on the devi
 its own pages, as those of a hand-off are (`admission.Fetches`). Pages of a preempted sequence come
 back, too, because it leaves them to the prefix cache.
 
-The engine's thread decides and enqueues. One further thread copies: it waits for what the device
-reads, and puts what goes back. Nothing waits for it but the sequences whose pages it brings.
+With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
+and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
+read there, into host memory.
+
+The engine's thread decides and enqueues. One further thread waits for what the device reads. A few
+bring what goes back, a request each. Nothing waits for them but the sequences whose pages they
+bring.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from jaxserve.engine.admission import Fetches, FetchOrder
+from jaxserve.engine.disk_pages import DiskPages
+from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.host_pages import HostPage, HostPages, PageName, page_names
+from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.pages import PageAllocator
-from jaxserve.engine.prefix_cache import PageNode, PrefixCache
+from jaxserve.engine.prefix_cache import PageKeys, PageNode, PrefixCache
 from jaxserve.engine.request import TokenOutput
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.stepper import Post
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
-
-if TYPE_CHECKING:
-    from jaxserve.engine.dp_group import DPGroup
-    from jaxserve.engine.lane_slots import LaneSlots
-    from jaxserve.roles.page_transfer import PageAccess
+from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 256 << 20
-"""Most bytes that were read on the device and are not in host memory yet. Pages that are evicted
-meanwhile are lost."""
+"""Most bytes of pages that were read on the device and are not in host memory yet. Pages that are
+evicted meanwhile are lost."""
 PIECES = 4
 """Most pieces that are back on the device and not written yet."""
 WRITE_SECONDS = 60.0
 """Longest wait for the engine to write a piece."""
 AHEAD = 32
 """Inverse of the share of the pool that is evicted at a time, so that a read has several pages."""
+AT_ONCE = 4
+"""Requests whose pages are brought at a time."""
 COUNTERS = (
     *("queries", "hits", "saved", "lost", "bytes_saved", "bytes_restored"),
-    *("save_seconds", "restore_seconds", "held_bytes"),
+    *("save_seconds", "restore_seconds", "held_bytes", "storage_hits", "storage_errors"),
+    *("storage_bytes_read", "storage_bytes_written"),
 )
-"""Counters of a tier: pages looked for and found; pages copied to the host, and evicted ones that
-were not (too many at a time, or the device failed); bytes copied either way; seconds from eviction
-to host memory, summed over reads, and from admission until all pages are back on the device, summed
-over requests; bytes held now."""
+"""Counters of a tier: pages looked for and found; pages copied to the host, and ones that were not
+(too many at a time, or the device failed); bytes copied either way; seconds from the decision to
+host memory, summed over reads, and from admission until all pages are back on the device, summed
+over requests; bytes held now; of the folder: pages found there alone, failed reads, writes and
+lists, and bytes of files."""
 
 
 class PageTier:
@@ -73,7 +80,7 @@ class PageTier:
 
     def __init__(
         self,
-        accesses: "Items[PageAccess]",
+        accesses: Items[PageAccess],
         limit: int,
         loop: Loop,
         post: Post,
@@ -87,25 +94,30 @@ class PageTier:
         self._pieces = [tokens // self._size for tokens in transfer.pieces]
         self.page_bytes = self._size * transfer.programs.token_bytes
         self._store = HostPages(limit // self.page_bytes)
-        self._reading = 0  # bytes
+        self._reading = 0  # pages
         self._room = threading.Semaphore(PIECES)
         self._copies = ThreadPoolExecutor(1, "jaxserve-host-pages")
+        self._returns = ThreadPoolExecutor(AT_ONCE, "jaxserve-pages-back")
+        self.disk: DiskPages | None = None
+        """Pages in a folder; None: there is no folder."""
 
     # ------------------------------------------------------------------- the engine's thread
     def save(self, domain: int, group: int, pages: Items[tuple[PageName, int]]) -> None:
         """Starts to read pages that are about to be handed out again.
 
         Args:
-          pages: names and page ids of the DP group.
+          pages: names and page ids of the DP group, every page behind those that continue it. The
+            first ones are lost if there are too many.
         """
         wanted = [(name, page_id) for name, page_id in pages if self._store.get(name) is None]
+        room = max(0, READ_BYTES // self.page_bytes - self._reading)
+        lost = max(0, len(wanted) - room)
+        wanted = wanted[lost:]
+        self.counters["lost"] += lost
+        self._reading += len(wanted)
         while wanted:
             piece = self._piece(len(wanted))
             part, wanted = wanted[:piece], wanted[piece:]
-            if self._reading + piece * self.page_bytes > READ_BYTES:
-                self.counters["lost"] += len(part)
-                continue
-            self._reading += piece * self.page_bytes
             run = PageRun(group, [page_id for _, page_id in part])
             tokens = len(part) * self._size, piece * self._size
             arrays = self._accesses[domain].read(run, *tokens)
@@ -116,25 +128,34 @@ class PageTier:
         self.counters["held_bytes"] = len(self._store) * self.page_bytes
 
     def find(self, names: Items[PageName]) -> list[HostPage]:
-        """Returns the first of these pages, as far as they are here."""
+        """Returns the first of these pages, as far as they are here or in the folder."""
         found: list[HostPage] = []
         for name in names:
             if (page := self._store.get(name)) is None:
-                break
+                if self.disk is None or name not in self.disk:
+                    break
+                page = self._store.add(name)
             found.append(page)
         for page in reversed(found):  # the first page leaves last, as on the device
             self._store.get(page.name)
-        self.counters["queries"] += len(names)
-        self.counters["hits"] += len(found)
+        if self.disk and len(found) < len(names):
+            self.disk.look()
         return found
 
     def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
         """Starts to bring found pages to the device, for a fetch that has begun."""
-        self._copies.submit(self._bring, domain, order, pages, time.monotonic())
+        work = partial(self._bring, domain, order, pages, time.monotonic())
+        lacking = [page.name for page in pages if page.rows is None]
+        if all(self.disk and name in self.disk for name in lacking):
+            self._returns.submit(work)
+        else:  # after those that the device still reads
+            self._copies.submit(self._returns.submit, work)
 
     def forget(self, root: bytes | None = None) -> None:
-        """Drops the pages that continue a first page, or all."""
+        """Drops the pages that continue a first page, in the folder, too; or all in host memory."""
         self._store.forget(root)
+        if self.disk and root:
+            self.disk.condemn(root)
         self.counters["held_bytes"] = len(self._store) * self.page_bytes
 
     def _piece(self, pages: int) -> int:
@@ -142,7 +163,7 @@ class PageTier:
         fits = [size for size in self._pieces if size < 2 * pages]
         return next((size for size in fits if size >= pages), fits[-1])
 
-    # --------------------------------------------------------------------- the copying thread
+    # ---------------------------------------------------------------------- the other threads
     def _land(
         self, pages: Items[HostPage], arrays: Items[jax.Array], piece: int, since: float
     ) -> None:
@@ -150,6 +171,8 @@ class PageTier:
         try:
             for page, rows in zip(pages, packed([*map(np.asarray, arrays)], piece), strict=False):
                 page.rows = rows.copy()
+                if self.disk:
+                    self.disk.keep(page.name, page.rows)
             self.counters["saved"] += len(pages)
             self.counters["bytes_saved"] += len(pages) * self.page_bytes
             self.counters["save_seconds"] += time.monotonic() - since
@@ -157,14 +180,7 @@ class PageTier:
             logger.warning("%d KV pages did not reach host memory: %s", len(pages), error)
             self.counters["lost"] += len(pages)
 
-        def landed() -> list[TokenOutput]:
-            self._reading -= piece * self.page_bytes
-            for page in pages:
-                if page.rows is None:
-                    self._store.discard(page)
-            return []
-
-        self._post(landed)
+        self._post(partial(self._landed, pages, len(pages)))
 
     def _bring(self, domain: int, order: FetchOrder, pages: Items[HostPage], since: float) -> None:
         """Puts pages on the devices of a DP group, piece by piece, and has them written."""
@@ -177,7 +193,7 @@ class PageTier:
                 self._wait_for_room()
             except Exception as error:
                 logger.warning("KV pages did not come from host memory: %s", error)
-                self._post(partial(self._failed, domain, order.ticket))
+                self._post(partial(self._failed, domain, order.ticket, pages))
                 return
             first, at = order.start + at * self._size, at + len(part)
             self._post(partial(self._write, domain, order.ticket, first, len(part), arrays))
@@ -193,15 +209,29 @@ class PageTier:
     def _put(self, domain: int, group: int, pages: Items[HostPage], piece: int) -> Items[jax.Array]:
         transfer = self._accesses[domain].transfer
         landing = transfer.landing(group, piece * self._size, self._format)
+        if self.disk:
+            self.disk.read(pages)
         rows = [page.rows for page in pages if page.rows is not None]
         if len(rows) < len(pages):
-            raise ValueError(f"{len(pages) - len(rows)} pages were lost on the way there")
+            raise ValueError(f"{len(pages) - len(rows)} pages were lost")
         arrays = unpacked(rows, landing, piece)
         put = jax.device_put(arrays, [shape.sharding for shape in landing])
         jax.block_until_ready(put)  # an array that failed would take the device's pages along
         return put
 
     # ------------------------------------------------------------------- the engine's thread
+    def _landed(self, pages: Items[HostPage], read: int) -> list[TokenOutput]:
+        """Drops pages that did not come.
+
+        Args:
+          read: number of pages that are not on their way from the device any more.
+        """
+        self._reading -= read
+        for page in pages:
+            if page.rows is None:
+                self._store.discard(page)
+        return []
+
     def _write(
         self, domain: int, ticket: int, first: int, pages: int, arrays: Items[jax.Array]
     ) -> list[TokenOutput]:
@@ -216,10 +246,10 @@ class PageTier:
             self.counters["bytes_restored"] += pages * self.page_bytes
         return []
 
-    def _failed(self, domain: int, ticket: int) -> list[TokenOutput]:
+    def _failed(self, domain: int, ticket: int, pages: Items[HostPage]) -> list[TokenOutput]:
         """Lets a sequence compute what did not come, whatever `pages.on_failure` says."""
         self._loop.schedulers[domain].fetches.failed(ticket)
-        return []
+        return self._landed(pages, 0)
 
 
 def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
@@ -267,47 +297,48 @@ class TieredCache(PrefixCache):
         self._tier, self._place = tier, (domain, group)
         self._ahead = pool.pages // AHEAD
         self._names: dict[PageNode, PageName] = {}
-        self._saves = True
+        """Names of the cached pages, without those below a root that was forgotten."""
+
+    def extend(self, path: list[PageNode], keys: PageKeys, page_id: int, ring: int = -1) -> bool:
+        """Adds the page that follows a held path, with its name; see `PrefixCache.extend`."""
+        named, before = not path, self._names.get(path[-1]) if path else None
+        added = super().extend(path, keys, page_id, ring)
+        if added and (named or before):
+            (self._names[path[-1]],) = page_names(keys.salt, [path[-1].key], before)
+        return added
+
+    def release(self, path: Items[PageNode]) -> None:
+        """Ends one user's hold of a path; pages that a folder lacks go there."""
+        super().release(path)
+        if (disk := self._tier.disk) is not None:
+            # The first page comes last, so that it is the last of them to be deleted for room.
+            names = self._named(reversed(path))
+            self._tier.save(*self._place, [pair for pair in names if pair[0] not in disk])
 
     def evict(self, count: int) -> None:
         """Gives the `count` least recently used pages, or some more, back to the pool."""
         leaving = [*islice(self._idle, max(count, self._ahead))]
-        if self._saves:
-            names = [(self._name(node), node.page_id) for node in leaving]
-            self._tier.save(*self._place, [(name, at) for name, at in names if name is not None])
+        self._tier.save(*self._place, self._named(leaving))
         super().evict(len(leaving))
         for node in leaving:
             self._names.pop(node, None)
 
     def reset(self) -> int:
         """Empties the cache, and the tier."""
-        self._saves = False  # after a lost step the pages hold nothing
-        try:
-            return super().reset()
-        finally:
-            self._saves = True
-            self._names.clear()
-            self._tier.forget()
+        self._names.clear()  # so that none is saved: after a lost step the pages hold nothing
+        self._tier.forget()
+        return super().reset()
 
     def condemn(self, path: Items[PageNode]) -> None:
         """Makes a held path, and all that continues it, match no more, in the tier neither."""
-        if (name := self._name(path[0])) is not None:
-            self._tier.forget(name.root)
+        if (top := self._names.get(path[0])) is not None:
+            self._tier.forget(top.root)
+            self._names = {at: name for at, name in self._names.items() if name.root != top.root}
         super().condemn(path)
-        self._names.clear()
 
-    def _name(self, node: PageNode) -> PageName | None:
-        """Returns the name of a page; None if it is below a root that was forgotten."""
-        path: list[PageNode] = []
-        while node.parent is not None and node not in self._names:
-            path.append(node)
-            node = node.parent
-        if node in self._forgotten:
-            return None
-        path.reverse()
-        names = page_names(node.key, [each.key for each in path], self._names.get(node))
-        self._names.update(zip(path, names, strict=True))
-        return names[-1] if names else self._names[node]
+    def _named(self, nodes: Iterable[PageNode]) -> list[tuple[PageName, int]]:
+        """Returns the names and ids of those pages that have a name."""
+        return [(self._names[node], node.page_id) for node in nodes if node in self._names]
 
 
 class TierFetches(Fetches):
@@ -320,7 +351,7 @@ class TierFetches(Fetches):
     """
 
     def __init__(
-        self, groups: "Items[DPGroup]", lanes: "Items[LaneSlots]", tier: PageTier, domain: int
+        self, groups: Items[DPGroup], lanes: Items[LaneSlots], tier: PageTier, domain: int
     ):
         super().__init__(groups, lanes)
         self._tier, self._domain = tier, domain
@@ -332,9 +363,11 @@ class TierFetches(Fetches):
             return super().begin(sequence)
         slots, row = self._row(sequence)
         size, cached = slots.page_size, int(slots.cached[row]) // slots.page_size
-        salt = sequence.keys.salt.encode("utf-8", "surrogatepass")
-        names = page_names(salt, sequence.keys.first(sequence.reusable // size))[cached:]
+        keys = sequence.keys.first(sequence.reusable // size)
+        names = page_names(sequence.keys.salt, keys)[cached:]
         found = self._tier.find(names)
+        self._tier.counters["queries"] += len(names)
+        self._tier.counters["hits"] += len(found)
         if not found:
             return None
         sequence.source = PagesSource("", "", (cached + len(found)) * size, "")

@@ -36,7 +36,7 @@ class PageKeys:
     __slots__ = ("_made", "_page_size", "_tokens", "salt")
 
     def __init__(self, salt: str, tokens: array[int], page_size: int):
-        self.salt = salt
+        self.salt = salt.encode("utf-8", "surrogatepass")
         self._tokens, self._page_size = tokens, page_size
         self._made: list[bytes] = []
 
@@ -92,7 +92,7 @@ class PrefixCache:
         self._kept: OrderedDict[PageNode, None] = OrderedDict()
         """Nodes with a ring page that no sequence reads, the next to lose it first."""
         self._page_size = page_size
-        self._roots: dict[str, PageNode] = {}
+        self._roots: dict[bytes, PageNode] = {}
         self._forgotten: set[PageNode] = set()
         """Roots from before a reset or a condemnation; sequences still use pages below them, and
         nothing matches there."""
@@ -197,9 +197,7 @@ class PrefixCache:
         if path:
             parent = path[-1]
         else:
-            parent = self._roots.setdefault(
-                keys.salt, PageNode(-1, keys.salt.encode("utf-8", "surrogatepass"), None)
-            )
+            parent = self._roots.setdefault(keys.salt, PageNode(-1, keys.salt, None))
         key = keys[len(path)]
         node = parent.children.get(key)
         if node is None:
@@ -299,7 +297,7 @@ class PrefixCache:
             if parent in self._forgotten:
                 self._forgotten.remove(parent)
             else:
-                del self._roots[parent.key.decode("utf-8", "surrogatepass")]
+                del self._roots[parent.key]
 
     def _all_roots(self) -> list[PageNode]:
         return [*self._roots.values(), *self._forgotten]

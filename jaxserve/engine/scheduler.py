@@ -267,12 +267,11 @@ class Scheduler:
         self._completed_at[plan.lane] = self._steps_issued
 
     def begin_anew(self) -> None:
-        """Starts over after the loss of the KV cache, with no step in flight: all running sequences
-        are computed again, prompt and generated tokens, and the prefix caches are empty."""
+        """Starts over after the loss of the KV cache, with no step in flight and empty prefix
+        caches: all running sequences are computed again, prompt and generated tokens."""
         for slots in self.lanes:
             for sequence in slots.sequences[slots.running]:
                 self._preempt(sequence)
-        self.reset_prefix_caches()
 
     def held(self, request_id: str) -> tuple[int, list[int]] | None:
         """Returns the DP group and the pages (as in `PageRun`) held for an ended request."""

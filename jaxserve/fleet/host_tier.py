@@ -1,16 +1,23 @@
-"""Gives an engine a tier of KV pages in host memory (`cache.host_gb`).
+"""Gives an engine a tier of KV pages in host memory, and one in a folder below (`cache.host_gb`,
+`cache.storage`).
 
 Called before a model is loaded, which refuses what cannot work, and again after an engine is made
 and before it starts. Only a process with such a tier imports this.
 """
 
+import hashlib
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches
@@ -25,6 +32,8 @@ PAGES = (1, 4, 16, 64)
 """Pages of the pieces that cross between device and host."""
 PIECE_BYTES = 8 << 20
 """Larger pieces than these are left out, but not those of one page."""
+FOLDER = "kv-pages"
+"""Folder of the pages inside `cache.storage`, which may have other files."""
 
 
 def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -> None:
@@ -34,8 +43,8 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: the runtime has several processes, the model keeps windows or states, or the host
-        lacks the memory.
+      ConfigError: the runtime has several processes, the model keeps windows or states, the host
+        lacks the memory, or the folder cannot be written.
     """
     gb, free = deployment.cache.host_gb, free_host_memory()
     rings = ring_pages(config or read_model(deployment)[0], deployment)
@@ -49,9 +58,30 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
     ):
         if applies:
             raise ConfigError(f"cache.host_gb = {gb:g}: {reason}")
+    if deployment.cache.storage:
+        folder = Path(deployment.cache.storage, FOLDER)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"cache.storage = {folder.parent}: {error.strerror}") from None
+        revision(deployment.model)  # hashes the weights while they are loaded
 
 
-def open_host_tier(engine: Engine) -> PageTier:
+def page_identity(deployment: Deployment, config: ModelConfig, programs: PagePrograms) -> str:
+    """Returns 16 hexadecimal digits that stand for everything but salt and tokens that the bytes of
+    a page depend on: weights, formats of all numbers, and the page's form. The sizes of the meshes
+    change no more than the order of sums, as in hand-offs, and are left out."""
+    formats = deployment.dtype, deployment.dispatch_format, deployment.combine_format
+    weights = deployment.attention.weights, deployment.ffn.weights, deployment.ffn.expert_rows
+    form = [str(array) for array in programs.parts(programs.page_size, programs.format).values()]
+    # The number stands for the form of the bytes, and changes with `page_tier.packed`.
+    facts = 1, revision(deployment.model).digest, config, formats, weights, form
+    text = msgspec.json.encode(facts, order="deterministic")  # sorts the sets of the configuration
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def open_host_tier(engine: Engine) -> None:
     """Opens the tier of an engine that is not started yet.
 
     Raises:
@@ -66,27 +96,22 @@ def open_host_tier(engine: Engine) -> PageTier:
     if limit < page_bytes:
         raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {page_bytes:,} bytes")
     pieces = [size * pages for pages in PAGES if pages == 1 or pages * page_bytes <= PIECE_BYTES]
-    formats = [deployment.cache_format]
-    options: dict[str, Any] = {"exports": True, "imports": formats, "pieces": pieces}
-    accesses = [
-        PageAccess(PageTransfer(each.programs, stacked=each.stacked, **options), each)
-        for each in arrays
-    ]
-    made: list[PageTier] = []
-
-    def ended() -> bool:
-        return engine.status in ("closed", "failed")
+    options: dict[str, Any] = {"exports": True, "imports": [programs.format], "pieces": pieces}
+    transfers = [PageTransfer(each.programs, stacked=each.stacked, **options) for each in arrays]
+    accesses = [*map(PageAccess, transfers, arrays)]
 
     def attach(loop: Loop, post: Post) -> HandOffs:
-        made.append(PageTier(accesses, limit, loop, post, ended))
+        tier = PageTier(accesses, limit, loop, post, lambda: engine.status in ("closed", "failed"))
+        engine.host_pages = tier.counters
+        if cache.storage:
+            identity = page_identity(deployment, arrays[0].programs.config, programs)
+            folder, most = Path(cache.storage, FOLDER), int(cache.storage_gb * 1e9)
+            tier.disk = DiskPages(folder, most, identity, page_bytes, tier.counters)
+        for domain, scheduler in enumerate(engine.schedulers):
+            fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
+            scheduler.fetches = scheduler.queue.fetches = fetches
+            for group in scheduler.groups:
+                group.cache = TieredCache(group.pool, size, tier, domain, group.index)
         return engine.hand_offs  # links stay as they are
 
     engine.hand_off_with(attach)
-    (tier,) = made
-    engine.host_pages = tier.counters
-    for domain, scheduler in enumerate(engine.schedulers):
-        fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
-        scheduler.fetches = scheduler.queue.fetches = fetches
-        for group in scheduler.groups:
-            group.cache = TieredCache(group.pool, size, tier, domain, group.index)
-    return tier

@@ -87,7 +87,7 @@ class SpreadPages(PageTransfer):
         super().__init__(programs, **options)
         mesh = self.programs.mesh
         here = jax.process_index()
-        self.device = next(d for d in mesh.devices.flat if d.process_index == here)
+        self._device = next(d for d in mesh.devices.flat if d.process_index == here)
         wanted: dict[PageKey, Program] = {}
         for key in self._compiled:
             name = self._collected if key.name == "gather" else self._spread
@@ -107,7 +107,7 @@ class SpreadPages(PageTransfer):
         self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
         """Shapes of every KV head's arrays, all on this process's first device."""
-        sharding = SingleDeviceSharding(self.device)
+        sharding = SingleDeviceSharding(self._device)
         return [
             array.update(sharding=sharding)
             for array in self.programs.parts(tokens, cache_format).values()

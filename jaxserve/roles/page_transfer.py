@@ -66,14 +66,11 @@ class PageTransfer:
             if exports:
                 wanted[PageKey("gather", piece, own)] = self.programs.gather(piece)
             for cache_format in imports:
-                wanted[PageKey("scatter", piece, cache_format)] = self.programs.scatter(
-                    piece, cache_format
-                )
+                key = PageKey("scatter", piece, cache_format)
+                wanted[key] = self.programs.scatter(piece, cache_format)
         self._compiled: Mapping[PageKey, jax.stages.Compiled] = compile_all(wanted)
         mesh = self.programs.mesh
         self._devices = mesh.devices
-        self.device: jax.Device = mesh.devices.flat[0]
-        """A device of this process."""
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
         self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}

@@ -41,12 +41,16 @@ HANDED_OFF = {
 HOST_PAGES = {
     "queries": "KV pages looked for in host memory.",
     "hits": "KV pages found in host memory.",
-    "saved": "Evicted KV pages that were copied to host memory.",
-    "lost": "Evicted KV pages that were not copied: too many at a time, or the device failed.",
+    "saved": "KV pages that were copied to host memory.",
+    "lost": "KV pages that were not copied: too many at a time, or the device failed.",
     "bytes_saved": "Bytes copied to host memory.",
     "bytes_restored": "Bytes copied back to the device.",
     "save_seconds": "From eviction to host memory, summed over reads.",
     "restore_seconds": "From admission until all pages are back, summed over requests.",
+    "storage_hits": "KV pages found in the folder alone (cache.storage).",
+    "storage_errors": "Reads, writes and lists of the folder that failed; damaged files.",
+    "storage_bytes_read": "Bytes read from the folder.",
+    "storage_bytes_written": "Bytes written to the folder.",
 }
 """Counters of `EngineLoad.host_pages`."""
 

@@ -29,12 +29,6 @@ def sequence(max_generated=1, prompt=(1, 2, 3)):
     return Sequence(request, (0.0, 0), max_generated, tokens, PageKeys("", tokens, 2))
 
 
-def test_an_empty_group_costs_what_is_taken_and_what_is_computed():
-    assert GroupLoad(group()).cost(3, []) == 3 + 3
-    assert GroupLoad(group()).cost(10, []) == 20
-    assert GroupLoad(group()).cost(11, []) is None
-
-
 def test_residents_count_with_what_they_will_need_and_a_page_to_spare():
     full = group()
     full.admit(sequence(max_generated=10), 0, 2, [])

@@ -88,6 +88,7 @@ def fetching() -> tuple[Loop, FetchOrder]:
 class TestOrder:
     def test_it_gets_no_step_before_its_pages_are_written(self):
         loop, order = fetching()
+        loop.fetch_policy = FetchPolicy(between_steps=4)  # without steps all are written at once
         assert (order.request_id, order.start, order.stop, order.group) == ("a", 0, 16, 0)
         assert order.token_ids == list(range(16))
         assert step(loop) == Idle(None)
@@ -128,20 +129,6 @@ class TestOrder:
                     loop.complete(awaited.lane, awaited.plan, result)
         assert seen == [0, 4, "step", 8, 12, "step", 16, 20, "step", 24, 28, "step"]
         assert finish(loop)["a"] == [7, 7, 7, 7]
-
-    @pytest.mark.parametrize("size", [4, 8])
-    def test_pieces_may_arrive_before_the_last_one_is_written(self, size):
-        """Without steps all are written at once, whatever may be written between two steps."""
-        loop, order = fetching()
-        loop.fetch_policy = FetchPolicy(between_steps=4)
-        for first in range(0, 16, size):
-            loop.arrived(0, order.ticket, first, size, first)
-        for first in range(0, 16, size):
-            action = step(loop)
-            assert isinstance(action, ImportPages)
-            assert action.piece == first
-            loop.imported(0, order.ticket, size)
-        assert finish(loop) == {"a": [7, 7, 7, 7]}
 
     def test_others_go_on_meanwhile(self):
         loop = make_loop()

@@ -82,13 +82,6 @@ class TestRequests:
             assert outputs[f"request {length - 1}"] == Output(expected, "length")
         idle(engine)
 
-    def test_ids_are_drawn(self, make):
-        engine, _ = make()
-        ids = {
-            engine.submit([1], SamplingParams(max_tokens=1), lambda output: None) for _ in range(3)
-        }
-        assert len(ids) == 3
-
     def test_an_id_and_a_grammar_belong_to_one_request_at_a_time(self, make):
         engine, driver = make()
         driver.gate.clear()

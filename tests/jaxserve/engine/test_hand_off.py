@@ -21,7 +21,6 @@ from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError
 from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.ffn_runtime import open_ffn
-from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.roles.actions import ReadPages, WritePages
@@ -362,42 +361,15 @@ class TestIntegrity:
         return output.error
 
 
-class TestFailures:
-    @pytest.mark.parametrize("every", [1, 2], ids=["all", "every other"])
-    def test_corrupt_pieces_never_reach_tokens(self, pair, monkeypatch, every):
-        """A piece with a changed bit is fetched again, then computed here."""
-        source, domain = pair
-        count, sent = itertools.count(), pages_server.send_arrays
-
-        def changed(channel, *arguments, **options):
-            def send(frame, parts):
-                parts = [bytearray(part) for part in parts]
-                if next(count) % every == 0:
-                    parts[0][5] ^= 64
-                channel.send(frame, [memoryview(part) for part in parts])
-
-            return sent(SimpleNamespace(send=send), *arguments, **options)
-
-        monkeypatch.setattr(pages_server, "send_arrays", changed)
-        prompts = draw_prompts(80 + every, (65, 150))
-        expected, before = alone(domain, prompts), counters(domain)
-        assert hand_over(source, domain, prompts, GREEDY) == expected
-        after = counters(domain)
-        assert after.corrupt > before.corrupt
-        if every == 1:
-            assert after.failures == before.failures + len(prompts)
-
-    @pytest.mark.parametrize(
-        "change", [{"hand_off": "gone"}, {"epoch": 5}, {"address": "127.0.0.1:9"}]
-    )
-    def test_a_lost_lease_or_worker_is_a_cache_miss(self, pair, change):
-        source, domain = pair
-        (prompt,) = draw_prompts(8, [70])
-        expected = alone(domain, [prompt])
-        held = msgspec.structs.replace(prefill(source, prompt, request_id="l"), **change)
-        salt = msgspec.structs.replace(GREEDY, cache_salt=str(change))
-        assert ask(domain, prompt, salt, source=held).token_ids == expected[0]
-        source.cancel("l")
+@pytest.mark.parametrize("change", [{"hand_off": "gone"}, {"epoch": 5}, {"address": "127.0.0.1:9"}])
+def test_a_lost_lease_or_worker_is_a_cache_miss(pair, change):
+    source, domain = pair
+    (prompt,) = draw_prompts(8, [70])
+    expected = alone(domain, [prompt])
+    held = msgspec.structs.replace(prefill(source, prompt, request_id="l"), **change)
+    salt = msgspec.structs.replace(GREEDY, cache_salt=str(change))
+    assert ask(domain, prompt, salt, source=held).token_ids == expected[0]
+    source.cancel("l")
 
 
 def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
@@ -457,51 +429,41 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
 
 class TestPressure:
     @staticmethod
-    def hand_over_as_they_come(pair, prompts, params) -> tuple[Collector, list[int]]:
-        """Starts all prompts; the domain gets each as soon as it is held. Numbers of those."""
+    def hand_over_as_they_come(pair, prompts, params) -> Collector:
+        """Starts all prompts; the domain gets each as soon as it is held."""
         source, domain = pair
-        collector, started = Collector(), []
+        collector = Collector()
 
         def go_on(number):
             def held(news):
                 if not isinstance(news, Exception):
                     name, prompt = f"{number}", prompts[number]
                     collector.submit(domain, prompt, params, request_id=name, source=news)
-                    started.append(number)
 
             return held
 
         for number, prompt in enumerate(prompts):
             collector._outputs[f"{number}"] = []
             source.prefill(prompt, go_on(number), request_id=f"{number}")
-        return collector, started
-
-    def test_many_requests_through_four_slots(self, pair):
-        """More than the domain takes wait there, and beyond that at the prefill worker."""
-        source, domain = pair
-        prompts = draw_prompts(9, [random.Random(n).randrange(20, 150) for n in range(20)])
-        expected = alone(domain, prompts)
-        collector, started = self.hand_over_as_they_come(pair, prompts, GREEDY)
-        most = 0
-        while len(started) < len(prompts):
-            most = max(most, source.load().held)
-            threading.Event().wait(0.002)
-        outputs = collector.wait()
-        assert [outputs[f"{n}"].token_ids for n in range(len(prompts))] == expected
-        assert most <= 6
+        return collector
 
     def test_cancelled_at_random_moments(self, pair):
+        """More than four slots take; others wait in the domain, and at the prefill worker."""
         source, domain = pair
         threads = threading.active_count()
         draw = random.Random(10)
         prompts = draw_prompts(11, [draw.randrange(1, 150) for _ in range(60)])
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        collector, _ = self.hand_over_as_they_come(pair, prompts, params)
+        expected = alone(domain, prompts, params)
+        collector = self.hand_over_as_they_come(pair, prompts, params)
         for _ in range(80):
             threading.Event().wait(draw.random() * 0.02)
             draw.choice([source, domain]).cancel(f"{draw.randrange(60)}")
+            assert source.load().held <= 6
         until(lambda: not source._open)
-        collector.wait()
+        outputs = [(int(name), output.token_ids) for name, output in collector.wait().items()]
+        assert all(tokens == expected[n][: len(tokens)] for n, tokens in outputs)
+        assert sum(len(tokens) == 4 for _, tokens in outputs) >= 10
         # A lease whose request was cancelled on its way between the two is for the router to end.
         for number in range(60):
             source.cancel(f"{number}")
@@ -509,7 +471,9 @@ class TestPressure:
             at_rest(engine)
         until(lambda: counters(domain).queued == 0)
         assert source.hand_offs.prefill.server.counters.registered_bytes == 0
-        assert threading.active_count() <= threads + 4  # the streams to one prefill worker
+        assert (
+            threading.active_count() <= threads + 8
+        )  # both ends of the streams to one prefill worker
 
 
 def test_a_domain_whose_ffn_worker_is_in_another_runtime(tmp_path):

@@ -1,6 +1,5 @@
 """Prompts that a prefill worker may run and hold, and until when; without devices."""
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -53,78 +52,6 @@ def run(loop: Loop, sampled: int = 7) -> list[tuple[str, str | None]]:
                 ended += [(output.request_id, output.finish_reason) for output in outputs]
     loop.schedulers[0].check_integrity()
     return ended
-
-
-def test_the_pages_of_a_prompt_are_held():
-    loop, _ = make()
-    loop.prefill(prompt("a"))
-    assert run(loop) == [("a", "length")]
-    hold = loop.holds.of_request("a")
-    assert hold is loop.holds.of_hand_off("lease 0")
-    assert (hold.tokens, hold.group, len(hold.page_ids), hold.until) == (8, 0, 2, 130.0)
-    assert loop.schedulers[0].kv_usage == [2 / 16]
-    loop.cancel("a")
-    assert loop.holds.of_request("a") is None
-    assert loop.schedulers[0].kv_usage == [0.0]
-    loop.schedulers[0].check_integrity()
-
-
-def test_two_that_begin_alike_hold_the_same_pages():
-    loop, _ = make()
-    for name in "ab":
-        request = prompt("same", 8 if name == "a" else 12)
-        loop.prefill(msgspec.structs.replace(request, request_id=name))
-        run(loop)
-    first, second = (loop.holds.of_request(name).page_ids for name in "ab")
-    assert second[:2] == first
-    loop.holds.release("lease 0")
-    loop.schedulers[0].check_integrity()
-    assert loop.schedulers[0].kv_usage == [3 / 16]
-
-
-def admitted_together(loop: Loop, *names: str, tokens: int = 12) -> None:
-    """Prompts with the same first page, all admitted before one of them publishes it."""
-    for name in names:
-        own = [sum(map(ord, name))] * (tokens - 4)
-        request = prompt(name)
-        loop.prefill(msgspec.structs.replace(request, prompt=[1, 2, 3, 4, *own]))
-    loop.next([0])
-
-
-def held_pages(loop: Loop, name: str) -> list[int]:
-    group = loop.schedulers[0].groups[0]
-    assert loop.holds.of_request(name).page_ids == group.held[name].page_ids
-    return group.held[name].page_ids
-
-
-def test_prompts_that_share_a_page_hold_their_own_ones():
-    loop, _ = make(pages=99)
-    admitted_together(loop, "a", "b")
-    loop.enqueued(0)
-    assert sorted(run(loop)) == [("a", "length"), ("b", "length")]
-    pages = held_pages(loop, "a") + held_pages(loop, "b")
-    assert len(pages) == len(set(pages)) == 6
-    scheduler = loop.schedulers[0]
-    assert scheduler.kv_usage == [6 / 16]
-    for name in "ba":
-        loop.holds.release(loop.holds.of_request(name).hand_off)
-        scheduler.check_integrity()
-    assert scheduler.kv_usage == [0.0]
-
-
-def test_a_reset_in_the_middle_of_a_prompt():
-    """Chunks of 8 tokens: the first two pages are published and forgotten before the third."""
-    loop, _ = make(pages=99)
-    loop.prefill(prompt("a", 16))
-    loop.next([0])
-    step = loop.enqueued(0)
-    loop.complete(0, step.plan, StepResult(np.full((1, 4), 7, np.int32), {}, {}))
-    loop.schedulers[0].reset_prefix_caches()
-    assert run(loop) == [("a", "length")]
-    assert len(set(held_pages(loop, "a"))) == 4
-    loop.cancel("a")
-    assert loop.schedulers[0].kv_usage == [0.0]
-    loop.schedulers[0].check_integrity()
 
 
 def test_pages_that_do_not_cover_the_prompt_are_not_held(caplog):

@@ -1,4 +1,4 @@
-"""The loop without threads or devices: what it does next, and steps that are lost on the way."""
+"""The loop without threads or devices: what it does next."""
 
 import numpy as np
 import pytest
@@ -125,22 +125,3 @@ class TestRequests:
         step = loop.enqueued(0)
         (output,) = loop.complete(0, step.plan, result())
         assert output.queue_seconds == 1.5
-
-
-def test_a_lane_whose_steps_are_lost_begins_again_and_others_keep_theirs():
-    """Lane 0 loses a step whose tokens are on their way and one that has begun."""
-    loop, _ = make_loop(request("a"), request("b"), groups=1)
-    first, other = loop.next([0, 1]).steps
-    loop.enqueued(0)
-    loop.enqueued(1)
-    assert [step.lane for step in loop.next([0]).steps] == [0]
-    loop.lost(0)
-    assert list(loop.in_flight) == [other]
-    loop.schedulers[0].check_integrity()
-    (again,) = loop.next([0]).steps
-    assert again.plan.token_ids.tolist() == first.plan.token_ids.tolist() == [1, 1, 1]
-    loop.enqueued(0)
-    for step in (other, again):
-        assert [output.token_ids for output in loop.complete(step.lane, step.plan, result())] == [
-            [7]
-        ]

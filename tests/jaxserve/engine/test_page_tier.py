@@ -1,7 +1,11 @@
 """KV pages in host memory: tokens are those without, cold and warm, whatever happens meanwhile."""
 
+import contextlib
+import os
 import random
 import re
+from concurrent.futures import Future
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -11,36 +15,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine import page_tier
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.host_pages import HostPages, PageName, page_names
 from jaxserve.engine.page_tier import packed, unpacked
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.sequence import token_array
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import host_tier
 from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
+from tests.jaxserve.engine.test_lost_steps import Failing
 from tests.jaxserve.layouts import PROMPTS, Collector, ask, generate, idle
+from tests.reference.tiny_step3 import write_tiny_step3
 
 PAGE_BYTES = 8192
 """Bytes of 8 tokens: keys and values of 64 FP32 numbers in two layers."""
 
 
-@pytest.fixture(scope="module", params=["colocated", "afd"])
-def tiered(request, tiny_model):
+@contextlib.contextmanager
+def serving(runtime, model, **cache):
     """An engine with pages for three or four sequences, and host memory for all."""
-    overrides = {"mode": request.param, "lanes": 2, "cache.pages": 24, "cache.host_gb": 0.1}
-    runtime = request.getfixturevalue(f"{request.param}_runtime")
-    deployment = layouts.deployment(tiny_model, overrides)
-    runtime = runtime._replace(deployment=deployment)
+    mode = runtime.deployment.mode
+    overrides = {"mode": mode, "lanes": 2, "cache.pages": 24, "cache.host_gb": 0.1}
+    overrides |= {f"cache.{key}": value for key, value in cache.items()}
+    deployment = layouts.deployment(model, overrides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_tier, "PAGES", (1, 4))  # few programs
-        with layouts.serving(runtime) as engine:
+        with layouts.serving(runtime._replace(deployment=deployment)) as engine:
             yield engine
+
+
+@pytest.fixture(scope="module", params=["colocated", "afd", "colocated-folder"])
+def tiered(request, tiny_model, tmp_path_factory):
+    mode, _, folder = request.param.partition("-")
+    runtime = request.getfixturevalue(f"{mode}_runtime")
+    cache = {"storage": str(tmp_path_factory.mktemp("pages"))} if folder else {}
+    with serving(runtime, tiny_model, **cache) as engine:
+        yield engine
 
 
 @pytest.fixture
 def cold(tiered):
     idle(tiered)
     tiered.reset_prefix_cache()
+    if folder := tiered.deployment.cache.storage:
+        written(tiered)
+        for path in Path(folder, host_tier.FOLDER).iterdir():
+            path.unlink()
+        tiered.schedulers[0].fetches._tier.disk._list()
     tiered.host_pages |= dict.fromkeys(tiered.host_pages, 0)
     return tiered
 
@@ -52,7 +74,8 @@ def test_every_page_that_left_comes_back(cold, reference):
         assert ask(cold, PROMPTS[prompt], layouts.GREEDY).token_ids == reference.tokens[prompt]
     found = cold.load().host_pages
     assert (found["queries"], found["hits"], found["lost"]) == (8 + 8 + 5 + 6, 6, 0)
-    assert found["held_bytes"] == (1 + 9 + 10) * PAGE_BYTES
+    held = 12 + 12 + 9 if cold.deployment.cache.storage else 1 + 9 + 10
+    assert found["held_bytes"] == held * PAGE_BYTES
     assert found["bytes_restored"] == 6 * PAGE_BYTES
     cold.reset_prefix_cache()
     assert cold.load().host_pages["held_bytes"] == 0
@@ -86,10 +109,55 @@ def test_cancels_and_losses(cold, reference, monkeypatch, fails):
         collector.submit(cold, PROMPTS[prompt], params, request_id=name)
         if draw.random() < 0.3:
             cold.cancel(name)
+        if draw.random() < 0.1:
+            cold.reset_prefix_cache()
     for name, output in collector.wait().items():
         tokens = reference.tokens[int(name.split()[-1])]
         assert output.token_ids == tokens[: len(output.token_ids)], name
     assert (cold.host_pages["lost"] > 0) == (fails != "unpacked")
+
+
+def written(engine: Engine) -> int:
+    """Pages in the folder, once all are there."""
+    idle(engine)
+    loaded, tier = Future(), engine.schedulers[0].fetches._tier
+    engine._post(lambda: [loaded.set_result(tier._copies.submit(int))][1:])
+    loaded.result(30).result(30)
+    tier.disk._writer.submit(int).result(30)
+    return len(os.listdir(tier.disk._folder))
+
+
+def test_a_restarted_engine_finds_the_pages(
+    colocated_runtime, tiny_model, tmp_path, reference, monkeypatch
+):
+    """Host memory holds half of a prompt. The first engine loses a step, the third a file, and the
+    last has another checkpoint of the same shapes."""
+    cache = {"storage": str(tmp_path / "made" / "here"), "host_gb": 4 * PAGE_BYTES / 1e9}
+    with serving(colocated_runtime, tiny_model, **cache) as engine:
+        failing = Failing(engine.driver, after=25, times=1)
+        monkeypatch.setattr(engine.driver, "observer", failing)
+        assert generate(engine) == reference.tokens
+        assert failing.times == 0
+        pages = written(engine)
+    monkeypatch.undo()
+    for number in range(2):
+        with serving(colocated_runtime, tiny_model, **cache) as engine:
+            assert ask(engine, PROMPTS[1], layouts.GREEDY).token_ids == reference.tokens[1]
+            found = engine.load().host_pages
+            assert (found["storage_hits"], found["storage_errors"]) == [(8, 0), (3, 1)][number]
+            assert found["bytes_restored"] == (8 - 8 * number) * PAGE_BYTES
+            assert generate(engine) == reference.tokens
+            assert written(engine) >= pages
+            engine.reset_prefix_cache()
+            assert generate(engine) == reference.tokens
+            first = page_names(b"", [token_array(PROMPTS[1][:8]).tobytes()])[0]
+            disk = engine.schedulers[0].fetches._tier.disk
+            path = disk._folder / disk._file(first)
+            path.write_bytes(path.read_bytes()[:-1])
+    other = write_tiny_step3(tmp_path / "model", layouts.SIZES, seed=layouts.SEED + 1)
+    with serving(colocated_runtime, other, **cache) as engine:
+        ask(engine, PROMPTS[1], layouts.GREEDY)
+        assert engine.load().host_pages["storage_hits"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One sequence, several, and who is let in; every step written out.
 
-Preemption and cancellation have a file of their own; the simulation plays everything at once.
+Preemption has a file of its own; the simulation plays everything at once.
 """
 
 import numpy as np
@@ -101,13 +101,6 @@ def test_decoding_goes_first_and_prefill_takes_what_the_budget_leaves():
     assert scheduler.plan(0) == step(
         1, 4, 2, [row(0, [FROM_DEVICE], 2, [0]), row(1, [2, 3, 4], 3, [1, 2], sample=False)]
     )
-
-
-def test_prefill_budget_goes_to_the_oldest_first():
-    scheduler = make_scheduler(make_request("a", [1, 2, 3]), make_request("b", [4, 5]), pages=16)
-    first, second = scheduler.plan(0), scheduler.plan(0)
-    assert first == step(0, 4, 2, [row(0, [1, 2, 3], 3, [0, 1]), row(1, [4], 1, [2], sample=False)])
-    assert second == step(1, 3, 2, [row(0, [FROM_DEVICE], 4, [0, 1]), row(1, [5], 2, [2])])
 
 
 def test_groups_with_fewest_pages_in_use_come_first_and_share_one_bucket():

@@ -93,14 +93,6 @@ def test_what_was_computed_is_not_computed_again():
     assert (scheduler.queue.prompt_tokens, scheduler.queue.prompt_tokens_found) == (13, 6)
 
 
-def test_the_last_token_is_always_fed():
-    scheduler = make_scheduler(pages=16, prefix_cache=True)
-    run(scheduler, request("a", [1, 2, 3, 4], max_tokens=1))
-    scheduler.add(request("b", [1, 2, 3, 4], max_tokens=2))
-    scheduler.add(request("c", [1, 2, 9], max_tokens=2))
-    assert [one.token_ids for one in scheduler.plan(0).groups[0]] == [[3, 4], [9]]
-
-
 @golden.table("engine/salts.yaml")
 def test_salts_keep_tenants_apart_and_what_is_scored_passes_through_the_steps(options, found):
     scheduler = make_scheduler(pages=16, prefix_cache=True)

@@ -1,4 +1,4 @@
-"""Pages run out, and requests go away: who leaves when, with every step written out."""
+"""Pages run out, and steps are lost: which sequence leaves when, with every step written out."""
 
 import pytest
 
@@ -96,19 +96,6 @@ def test_a_page_that_comes_back_goes_to_the_oldest_who_missed_a_step():
     scheduler.check_integrity()
 
 
-def test_the_preempted_move_to_a_group_with_room():
-    scheduler = make_scheduler(groups=2, pages=4, max_length=8)
-    scheduler.add(make_request("a", [1]))
-    scheduler.add(make_request("x", [3] * 5, max_tokens=1))
-    scheduler.add(make_request("b", [2]))
-    for length in range(1, 5):
-        scheduler.complete(scheduler.plan(0), sampled({0: 10 + length, 1: 20 + length}, {0: 30}))
-    assert in_pool(scheduler, pages=4) == [4, 0]
-    assert scheduler.plan(0) == step(
-        4, 4, 8, [row(0, [14], 5, [0, 2, 1])], [row(0, [2, 21, 22, 23], 4, [0, 1], sample=False)]
-    )
-
-
 # A step is lost.
 
 
@@ -147,16 +134,3 @@ def test_a_lost_prefill_is_begun_again():
     assert in_pool(scheduler) == [4]
     scheduler.lost(again)
     assert (in_pool(scheduler), scheduler.has_work) == ([0], False), "it leaves with its step"
-
-
-# Cancellation.
-
-
-def test_cancel_a_waiting_request():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1]))
-    scheduler.add(make_request("b", [2]))
-    assert scheduler.cancel("a") == [news("a", [], "cancelled")]
-    assert scheduler.cancel("a") == scheduler.cancel("nobody") == []
-    assert scheduler.plan(0).groups == [[row(0, [2], 1, [0])]]
-    assert scheduler.cancel("b", "stop") == [news("b", [], "stop")], "the text ends there"

@@ -187,16 +187,6 @@ def _check_carried(tmp_path, name, layout, group, other, into, **options):
     return source, target
 
 
-def test_fewer_pages_than_a_piece_has(tmp_path):
-    source = Holder(tmp_path / "s", "qwen3", seed=1, cache__page_size=4)
-    target = Holder(tmp_path / "t", "qwen3", seed=2, cache__page_size=4, imports=["float32"])
-    before, run, into = target.all_pages(), PageRun(0, [2, 4]), PageRun(0, [1, 3])
-    carry(source, run, target, into)
-    for sent, got in zip(source.tokens(run, 8), target.tokens(into, 8), strict=True):
-        np.testing.assert_array_equal(got, sent)
-    assert_untouched(target, before, into)
-
-
 @pytest.mark.parametrize(
     ("sent", "kept"), list(itertools.permutations(["float32", "bfloat16", "fp8", "int8"], 2))
 )

@@ -19,7 +19,7 @@ from jaxserve.chaos.proxy import Proxy
 from jaxserve.link import bulk
 from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
-from jaxserve.link.pages.client import OPEN_SECONDS, Breaker, PagesClient
+from jaxserve.link.pages.client import PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
 from jaxserve.link.session.own_hello import make_hello
 from jaxserve.ports import free_port
@@ -351,18 +351,3 @@ def test_a_piece_that_the_engine_does_not_begin_to_read_takes_no_room(monkeypatc
         second = ended(link, server)
         assert second.failure is None
         until(lambda: server.room.taken == 0)
-
-
-def test_after_the_pause_one_caller_tries():
-    now = [100.0]
-    breaker = Breaker(lambda: now[0])
-    assert [breaker.blocked(), breaker.blocked()] == ["", ""]
-    breaker.timed_out("silent for 5.0 s")
-    now[0] += 4.0
-    expected = "not tried for another 6 s, because it timed out: silent for 5.0 s"
-    assert breaker.blocked() == expected
-    now[0] += OPEN_SECONDS
-    assert breaker.blocked() == ""
-    assert breaker.blocked(), "the one that tries has not ended"
-    breaker.worked()
-    assert [breaker.blocked(), breaker.why] == ["", ""]

@@ -1,0 +1,184 @@
+"""KV pages in a folder, the tier below host memory (`cache.storage`).
+
+A file holds one page. Its name says what the page's entries depend on: the model's weights and
+formats, the salt, and all tokens up to the page's last one. So a page is found again after a
+restart, and by every worker that has the folder. Files appear whole (`write_whole`) and begin with
+a checksum of their name and content; a file whose checksum is wrong is deleted. Workers need no
+lock: two that write the same page write the same bytes, and a file may vanish at any time.
+
+`page_tier.py` asks on the engine's thread, which touches no file: it sees a set of names. One
+thread here writes, lists and deletes. A few read, and their callers wait for a limited time.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.engine.host_pages import HostPage, PageName
+from jaxserve.storage.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+CHECKSUM = 8
+"""Bytes of the checksum at the start of a file."""
+BACKLOG_BYTES = 256 << 20
+"""Most bytes that wait to be written. Further pages are not written."""
+LIST_SECONDS = 5.0
+"""Shortest time between two looks for files of other workers."""
+LIST_SHARE = 0.05
+"""Largest share of the writing thread's time that these looks take."""
+KEPT = 0.9
+"""Share of the limit that stays when files are deleted for room."""
+READERS = 4
+"""Threads that read files."""
+READ_SECONDS = 10.0
+"""Longest wait for files. After that no page is found until the folder has been listed again."""
+
+
+class DiskPages:
+    """The pages in a folder that may be used here.
+
+    Args:
+      folder: exists, and has nothing but pages: all files in it count, and may be deleted.
+      limit: most bytes of all files. A worker learns of what others have written when it lists the
+        folder, so several together may exceed the limit for a while.
+      identity: at most 16 characters, for everything but salt and tokens that the bytes depend on.
+      page_bytes: bytes of a page.
+      counters: those named `storage_…` are counted up.
+
+    Raises:
+      OSError: the folder cannot be listed.
+    """
+
+    def __init__(
+        self, folder: Path, limit: int, identity: str, page_bytes: int, counters: dict[str, float]
+    ):
+        self._folder, self._limit, self._identity = folder, limit, identity
+        self._counters, self._names, self._condemned = counters, set[str](), set[str]()
+        self._listed, self._used, self._warned = 0.0, 0, False
+        self._room = threading.Semaphore(BACKLOG_BYTES // page_bytes + 1)
+        self._writer = ThreadPoolExecutor(1, "jaxserve-disk-pages")
+        self._readers = ThreadPoolExecutor(READERS, "jaxserve-disk-reads")
+        self._list()
+
+    # ------------------------------------------------------------------- the engine's thread
+    def __contains__(self, name: PageName) -> bool:
+        return self._file(name) in self._names and self._root(name.root) not in self._condemned
+
+    def look(self) -> None:
+        """Has the folder listed for pages of other workers, unless the last list is new."""
+        if time.monotonic() > self._listed + LIST_SECONDS:
+            self._listed = float("inf")
+            self._start(self._list)
+
+    def condemn(self, root: bytes) -> None:
+        """Deletes the pages that continue a first page; this process keeps none of them again."""
+        self._condemned.add(self._root(root))
+        self._start(self._list)
+
+    # ------------------------------------------------------------------------ from any thread
+    def keep(self, name: PageName, rows: np.ndarray) -> None:
+        """Starts to write a page or, if it is here, to make it the most recently used one."""
+        if self._root(name.root) not in self._condemned and self._room.acquire(blocking=False):
+            self._start(self._keep, name, rows)
+
+    def read(self, pages: Sequence[HostPage]) -> None:
+        """Reads the rows of pages that have none, several pages at a time. Afterwards a page
+        without rows was not here, was damaged, or did not come in time."""
+        parts = [pages[first::READERS] for first in range(READERS)]
+        try:
+            list(self._readers.map(self._read, parts, timeout=READ_SECONDS))
+        except TimeoutError:
+            self._names = set()
+            self._failed(OSError(f"{self._folder} gave no page in {READ_SECONDS:g} s"))
+
+    def _root(self, root: bytes) -> str:
+        """Returns the part that the names of files with the same first page have in common."""
+        return f"{self._identity}-{root.hex()[:12]}"
+
+    def _file(self, name: PageName) -> str:
+        return f"{self._root(name.root)}-{name.key.hex()[:32]}"
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        """Has something done by the writing thread."""
+        started = self._writer.submit(work, *arguments)
+        started.add_done_callback(lambda done: self._failed(done.exception()))
+
+    def _failed(self, error: BaseException | None) -> None:
+        """Counts an error, and warns of the first one since a page was written."""
+        if error is None:
+            return
+        self._counters["storage_errors"] += 1
+        if not self._warned:
+            logger.warning("cache.storage: %s; its pages are computed again", error)
+        self._warned = True
+
+    # --------------------------------------------------------------------- the reading threads
+    def _read(self, pages: Sequence[HostPage]) -> None:
+        """Reads the rows that pages lack. Deletes files that are not whole."""
+        for page in [page for page in pages if page.rows is None]:
+            path = self._folder / self._file(page.name)
+            try:
+                data = np.fromfile(path, np.uint8)
+                if data[:CHECKSUM].tobytes() == checksum(path.name, data[CHECKSUM:]):
+                    os.utime(path)
+                    page.rows = data[CHECKSUM:]
+                    self._counters["storage_hits"] += 1
+                    self._counters["storage_bytes_read"] += data.size
+                    continue
+                path.unlink()
+                raise OSError(f"{path} was damaged, and is deleted")
+            except FileNotFoundError:  # deleted for room
+                pass
+            except OSError as error:
+                self._failed(error)
+            self._names.discard(path.name)
+
+    # --------------------------------------------------------------------- the writing thread
+    def _keep(self, name: PageName, rows: np.ndarray) -> None:
+        self._room.release()
+        path = self._folder / self._file(name)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            write_whole(path, checksum(path.name, rows) + rows.data)
+            self._counters["storage_bytes_written"] += CHECKSUM + rows.nbytes
+            self._used, self._warned = self._used + CHECKSUM + rows.nbytes, False
+        self._names.add(path.name)
+        if self._used > self._limit:
+            self._list()
+
+    def _list(self) -> None:
+        """Lists the folder. Deletes condemned pages and, if there are too many bytes, the least
+        recently used pages. A file that cannot be deleted stays, and counts."""
+        self._listed, found = time.monotonic(), []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+        full = sum(size for _, _, size in found) > self._limit
+        used, names, most = 0, set[str](), self._limit * (KEPT if full else 1)
+        for _, name, size in sorted(found, reverse=True):
+            try:
+                if used + size > most or name.rpartition("-")[0] in self._condemned:
+                    (self._folder / name).unlink(missing_ok=True)
+                    continue
+            except OSError as error:
+                self._failed(error)
+            used += size
+            names.add(name)
+        self._used, self._names = used, names
+        # A large folder is listed more rarely.
+        self._listed += (time.monotonic() - self._listed) / LIST_SHARE
+
+
+def checksum(file: str, rows: np.ndarray) -> bytes:
+    """Returns the checksum of a page's file, which includes the file's name."""
+    return zlib.crc32(rows.data, zlib.crc32(file.encode())).to_bytes(CHECKSUM)
