@@ -24,6 +24,7 @@ from pallas_kernels.quantize.quant_array import (
     GROUPS,
     QuantArray,
     StackEntry,
+    Words,
     check_quant_array,
     scales_shape,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Format",
     "QuantArray",
     "StackEntry",
+    "Words",
     "WeightFormat",
     "array_bytes",
     "as_bits",
