@@ -15,12 +15,10 @@ from jax.sharding import Mesh
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES
-from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
-from jaxserve.roles.one_program import BothRolesPrograms, both_roles_mesh
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
@@ -147,52 +145,6 @@ class FFNPipeline(StepPipeline):
         return [Passed(token)] * len(plans)
 
 
-class BothRolesPipeline(StepPipeline):
-    """Every step as one program of both roles."""
-
-    def __init__(
-        self, model: OpenModel, deployment: Deployment, mesh: Mesh, observer: Observer | None
-    ):
-        config, names, _, templates, source = model
-        programs = BothRolesPrograms(templates, deployment, mesh)
-        with load_progress(source, 2 + 2 * config.layers):
-            weights = ColocatedWeights(source, names, programs)
-        buckets, lanes = deployment_buckets(deployment), range(1, 1 + deployment.lanes)
-        self.executables = compile_all(
-            {(b, n): programs.steps(b, n) for b in buckets for n in lanes}
-        )
-        slots = open_slots(programs, weights, names, source)
-        super().__init__(deployment.lanes, weights, slots, observer)
-        self._leaves = weights.flat
-        self._ends = compile_steps(_ends, programs, buckets)
-        self._pages = zeroed(programs.all_pages, mesh)
-        self._tokens = TokenLanes(programs, weights.head)
-
-    def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
-        bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
-        sampling, drafting = self._ends[bucket]
-        steps = []
-        for plan in plans:
-            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
-            steps.append((*self._tokens.begin(plan, drafting, batch), table))
-        slots = self.slots
-        experts = [] if slots is None else [*slots.counts, *slots.tables]
-        step = self.executables[bucket, len(plans)]
-        arrays = (array for one in steps for array in one)
-        made = step(*arrays, *self._pages, *experts, *self._leaves)
-        banks = 0 if slots is None else len(slots.counts)
-        width = (len(made) - banks - len(self._pages)) // len(plans)
-        self._pages = made[width * len(plans) : len(made) - banks]
-        if slots is not None:
-            slots.counts = list(made[len(made) - banks :])
-        finished = []
-        for number, (plan, own) in enumerate(zip(plans, steps, strict=True)):
-            *left, x = made[width * number : width * (number + 1)]
-            end = self._tokens.end(plan, (sampling, drafting), own, tuple(left), (x,))
-            finished.append(end[0])
-        return finished
-
-
 def build_pipeline(
     model: OpenModel, deployment: Deployment, observer: Observer | None = None
 ) -> StepPipeline:
@@ -204,7 +156,10 @@ def build_pipeline(
     meshes = model.meshes
     attends, serves = (bool(m.local_devices) for m in (meshes.attention, meshes.ffn))
     if attends and serves:
-        return BothRolesPipeline(model, deployment, both_roles_mesh(deployment, meshes), observer)
+        raise ConfigError(
+            "pipeline = step: this process has devices of both roles; start a process for each "
+            "(--processes 2), or take pipeline = layer"
+        )
     mesh = union_mesh(meshes.attention, meshes.ffn, meshes.attention if attends else meshes.ffn)
     role = (AttentionPipeline if attends else FFNPipeline)(model, deployment, mesh, observer)
     role.exchanges = f", exchanges = {exchanges_digest(role.executables, meshes.ffn.size)}"

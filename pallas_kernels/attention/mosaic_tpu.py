@@ -38,7 +38,6 @@ from pallas_kernels.attention.tiles import TpuTiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.coverage import Fallback, fall_back
-from pallas_kernels.quantize import Words
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
 
@@ -130,17 +129,11 @@ def paged_attention(
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = [array for array in every_scale if array is not None]
     swapped = [is_swapped(array) for array in arrays]
-    in_words = [isinstance(array, Words) and not target.interpret for array in arrays]
-    arrays = [
-        array.array() if isinstance(array, Words) and target.interpret else array
-        for array in arrays
-    ]
     stored = [
         jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
     kernel = _call(plan, grouped, stored, swapped, every_scale, call.with_lse, target.interpret)
-    stored = [array.words if has else array for array, has in zip(stored, in_words, strict=True)]
     output, *lse = kernel(*places, grouped, *stored, *scales)
     if sizes.compact:
         output = output.astype(queries.dtype)
@@ -268,10 +261,7 @@ def _call(
         at = iter(refs)
         items = Items(*(next(at) for _ in Items._fields))
         total, padding, table, query_ref = (next(at) for _ in range(4))
-        page_refs = [
-            ref.bitcast(array.dtype) if isinstance(array, Words) else ref
-            for array, ref in zip(pages, [next(at) for _ in pages], strict=True)
-        ]
+        page_refs = [next(at) for _ in pages]
         scale_refs = [next(at) if has else None for has in scaled]
         outputs = [next(at) for _ in out_shapes]
         query_buffer = next(at)

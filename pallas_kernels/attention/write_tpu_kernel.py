@@ -18,7 +18,6 @@ from jaxtyping import Array, Num
 
 from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.write_tpu import LANES, find_page
-from pallas_kernels.quantize import Words
 
 ROWS = 32
 """Rows of a tile of 8 bits."""
@@ -49,8 +48,6 @@ def write_rows(
     interpret: bool,
 ) -> Num[Array, "pages kv_heads page_size width"]:
     """Writes one array of `api.write_rows`. Of tokens at one position any one is written."""
-    words = isinstance(pages, Words)
-    dtype, given = pages.dtype, pages.words if words else pages
     pool, heads, page_size, width = pages.shape
     position, (tokens,) = where.position, where.position.shape
     page, exists = find_page(pool, page_size, where)
@@ -59,7 +56,7 @@ def write_rows(
     new = lax.bitcast_convert_type(rows, jnp.int8).astype(jnp.int32)[:, :, None]
     new = jnp.pad(new, ((ROWS, ROWS), (0, 0), (0, 0), (0, 0)))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    found = pl.pallas_call(
+    return pl.pallas_call(
         _kernel,
         name="write_rows",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -71,17 +68,16 @@ def write_rows(
                 pltpu.SMEM((tokens,), jnp.int32),
                 pltpu.SMEM((tokens,), jnp.int32),
                 pltpu.VMEM((BUFFERS, ROWS, *new.shape[1:]), jnp.int32),
-                pltpu.VMEM((BUFFERS, heads, ROWS, width), dtype),
+                pltpu.VMEM((BUFFERS, heads, ROWS, width), pages.dtype),
                 pltpu.SemaphoreType.DMA((BUFFERS,)),
                 pltpu.SemaphoreType.DMA((BUFFERS,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(given.shape, given.dtype),
+        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         interpret=INTERPRET if interpret else False,
-    )(row, new, given)
-    return Words(found, dtype) if words else found
+    )(row, new, pages)
 
 
 def _kernel(
@@ -97,8 +93,6 @@ def _kernel(
     written: Any,  # [BUFFERS] semaphores
 ) -> None:
     heads, width = buffer.shape[1], buffer.shape[3]
-    if pages.dtype != buffer.dtype:
-        pages = pages.bitcast(buffer.dtype)
     total = _cut(row, first, count)
 
     def tile(item: Any) -> Any:

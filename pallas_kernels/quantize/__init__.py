@@ -24,7 +24,6 @@ from pallas_kernels.quantize.quant_array import (
     GROUPS,
     QuantArray,
     StackEntry,
-    Words,
     check_quant_array,
     scales_shape,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Format",
     "QuantArray",
     "StackEntry",
-    "Words",
     "WeightFormat",
     "array_bytes",
     "as_bits",

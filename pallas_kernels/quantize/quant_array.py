@@ -4,7 +4,6 @@ Made by `quantize_weight` or read from a checkpoint; accepted by every op that m
 weights. Knows nothing of the formats' names.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,71 +52,6 @@ class StackEntry:
     def dtype(self) -> jnp.dtype:
         """The dtype of the array."""
         return jnp.dtype(self.stack.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Words:
-    """An array of at least two dimensions whose bits lie in words of 32 bits, which kernels of TPUs
-    read where they are: a view of memory that arrays of other shapes and dtypes share.
-
-    The values of neighbouring rows are side by side in a word, the first one lowest, as a TPU keeps
-    them in tiles of 8 words by 128. XLA's own tiles of narrower values have 8 or 32 rows, as it
-    likes, so that two programs may disagree about a view of them.
-
-    Attributes:
-      words: int32 [entries or more, *outer, rows / values of a word, width].
-      dtype: dtype of the array, of 8, 16 or 32 bits.
-      first: where the array's entries begin along the first axis of the words.
-      entries: size of the array's first axis.
-    """
-
-    words: Any
-    dtype: jnp.dtype = field(metadata={"static": True})
-    first: int = field(default=0, metadata={"static": True})
-    entries: int = field(default=0, metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        entries, *outer, rows, width = self.words.shape
-        return (self.entries or entries, *outer, rows * 4 // self.dtype.itemsize, width)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.words.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of values."""
-        return math.prod(self.shape)
-
-    def array(self) -> Any:
-        """Returns the array, copied."""
-        own = self.words[self.first : self.first + self.shape[0]]
-        apart = jax.lax.bitcast_convert_type(own, self.dtype)
-        if self.dtype.itemsize == 4:
-            return apart
-        return jnp.swapaxes(apart, -1, -2).reshape(self.shape)
-
-    @classmethod
-    def of(cls, array: Any) -> "Words":
-        """Puts an array into words, copied.
-
-        Raises:
-          ValueError: rows do not fill whole words.
-        """
-        *outer, rows, width = array.shape
-        each = 4 // array.dtype.itemsize
-        if rows % each:
-            raise ValueError(f"{array.dtype}{array.shape}: {each} rows fill a word")
-        apart = array.reshape(*outer, rows // each, each, width)
-        if each > 1:
-            apart = jnp.swapaxes(apart, -1, -2)
-        else:
-            apart = apart.reshape(array.shape)
-        return cls(jax.lax.bitcast_convert_type(apart, jnp.int32), jnp.dtype(array.dtype))
 
 
 @jax.tree_util.register_dataclass
