@@ -25,6 +25,7 @@ each role has spares that have also compiled its programs.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -111,8 +112,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"--{name}: only with --fleet")
     if options.warm_spares and not (options.restart or options.runtimes):
         parser.error("--warm-spares: only with --runtimes or --restart")
-    if options.restart_seconds < 0:
-        parser.error(f"--restart-seconds {options.restart_seconds:g}: expected 0 or more")
+    for name in ("restart_seconds", "grace"):
+        if not 0 <= (value := getattr(options, name)) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value:g}: expected 0 or more")
     if options.peers and not (options.fleet or options.runtimes):
         parser.error("--peers: only with --fleet or --runtimes")
     if options.logs is not None and not (options.fleet or options.runtimes):

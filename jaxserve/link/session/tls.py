@@ -80,7 +80,7 @@ def secured(sock: socket.socket, *, accepted: bool) -> socket.socket:
     except OSError as error:
         inner.close()
         why = f"{error}" or "it closed the connection"
-        raise OSError(f"no TLS, which cluster.tls asks of every process: {why}") from error
+        raise OSError(f"no TLS 1.3 with a certificate that cluster.tls accepts: {why}") from error
     return inner
 
 
