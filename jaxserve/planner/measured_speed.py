@@ -4,6 +4,7 @@
 from published measurements, and a test fails once the planner predicts something else.
 """
 
+import functools
 from typing import NamedTuple
 
 from jaxserve.config.shipped import CONFIGS
@@ -34,6 +35,7 @@ class MeasuredSpeed(NamedTuple):
     modes: dict[PlannedMode, SpeedRange]
 
 
+@functools.cache
 def measured_speed() -> MeasuredSpeed:
     """Returns the ranges of published systems. Attention layers alone do not count."""
     return read_json(CONFIGS / "measured_speed.json", MeasuredSpeed)

@@ -4,9 +4,16 @@ import msgspec
 import pytest
 
 from jaxserve.plan import main, parser
+from jaxserve.planner.afd_map import (
+    Case,
+    MapPart,
+    advice_rows,
+    map_rows,
+    map_summary,
+    mixes_that_pay,
+)
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import PUBLISHED
-from jaxserve.planner.search_view import Case, MapPart, map_rows, map_summary, mixes_that_pay
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
@@ -33,7 +40,8 @@ def test_costs_are_those_of_a_search(found):
 def test_rows_and_summary(found):
     golden.check("planner/map.json", [map_rows(found), map_summary(found)])
     assert all(case.winner in ("ep", "tp") for case in found)
-    assert map_rows(found)[1][3].endswith(f"x{found[0].ratio:.2f}")
+    low, high = found[0].likely
+    assert map_rows(found)[1][3].endswith(f"x{found[0].ratio:.2f} ({low:.2f} to {high:.2f})")
 
 
 def priced(mix: str, **dollars: float) -> Case:
@@ -44,6 +52,18 @@ def priced(mix: str, **dollars: float) -> Case:
         plan = search.evaluate(next(iter(layouts)), 1)
         best[mode] = msgspec.structs.replace(plan, dollars=cost)
     return Case("qwen", mix, 4096, 0.05, best)
+
+
+def test_advice_names_where_afd_costs_least():
+    """The range is of published systems: EP reached 0.63 to 0.91 of its predicted speed, AFD 1.04
+    to 1.08."""
+    won, lost = priced("h20", ep=0.5, afd=0.4, tp=0.6), priced("h800", tp=0.4, afd=0.5)
+    assert won.likely == pytest.approx((0.8 * 0.6342 / 1.0764, 0.8 * 0.9109 / 1.036))
+    assert priced("h20", afd=0.4).likely is None
+    (_, row) = advice_rows([won, lost, priced("l20", afd=0.3)])
+    pace = ": ".join(won.best["afd"].slowest)
+    assert row == ["qwen", f"1 of 2; x0.80 (0.47 to 0.70) on h20, 4K, {pace}"]
+    assert advice_rows([priced("l20", afd=0.3)])[1] == ["qwen", "0 of 0"]
 
 
 def test_mixes_are_compared_with_both_of_their_kinds_alone():
