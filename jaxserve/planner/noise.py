@@ -32,36 +32,21 @@ SAMPLED = 4
 
 
 class Jitter(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage's duration over its undisturbed one: lognormal with mean 1; and rare stalls, equally
-    long or with a heavy tail."""
+    """A stage's duration over its undisturbed one: lognormal with mean 1."""
 
     spread: dict[AFDStage, float] = {}
     """Standard deviation over the mean, by stage."""
-    stall_probability: float = 0.0
-    """Probability of a stall, of every stage and device."""
-    stall_seconds: float = 0.0
-    """Seconds of every stall, or of the shortest."""
-    stall_exponent: float = 0.0
-    """0: all stalls are equally long. Otherwise they have a Pareto distribution's heavy tail: one
-    stall in 2^exponent is more than twice as long as the shortest."""
 
     @property
     def silent(self) -> bool:
-        """Whether no noise is drawn: no spread and no stalls."""
-        return not (any(self.spread.values()) or self.stall_probability)
+        """Whether no noise is drawn."""
+        return not any(self.spread.values())
 
     def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
         """`seconds` with noise, drawn independently for every entry (a device)."""
-        sigma = self.spread.get(stage, 0.0)
-        if sigma:
+        if sigma := self.spread.get(stage, 0.0):
             variance = np.log1p(sigma * sigma)
             seconds = seconds * random.lognormal(-variance / 2, variance**0.5, seconds.shape)
-        if self.stall_probability:
-            stalls = (random.random(seconds.shape) < self.stall_probability).astype(float)
-            if self.stall_exponent:
-                hit = stalls > 0
-                stalls[hit] += random.pareto(self.stall_exponent, int(hit.sum()))
-            seconds = seconds + self.stall_seconds * stalls
         return seconds
 
 

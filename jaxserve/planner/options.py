@@ -104,22 +104,11 @@ spread = reader(
     "combine=0.3",
     lambda name, size: dict.fromkeys((name,) if name else STAGES, within(0, float(size), 10)),
 )
-stall = reader(
-    r"([^:]*):([^:]*)(?::([^:]*))?",
-    "probability:time, as in 0.001:1ms, and perhaps an exponent from 0.5 to 100, as in "
-    "0.001:1ms:1.5",
-    lambda chance, time, exponent: (
-        within(0, float(chance), 1),
-        seconds(time),
-        0.0 if exponent is None else within(0.5, float(exponent), 100),
-    ),
-)
 READERS: dict[str, Callable[[str], Any]] = {
     "path": Path,
     "price": price,
     "seconds": seconds,
     "spread": spread,
-    "stall": stall,
     "tokens": tokens,
     "address": reader(
         r"(?:([^:\s]+):)?(\d+)",
@@ -189,11 +178,8 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def jitter(options: argparse.Namespace) -> Jitter:
-    """Reads `--jitter` and `--stall`."""
-    chance, duration, exponent = options.stall
-    spreads = {stage: size for one in options.jitter for stage, size in one.items()}
-    stalls = {"stall_probability": chance, "stall_seconds": duration, "stall_exponent": exponent}
-    return Jitter(spread=spreads, **stalls)
+    """Reads `--jitter`."""
+    return Jitter(spread={stage: size for one in options.jitter for stage, size in one.items()})
 
 
 PAPER = Assumptions(

@@ -33,22 +33,6 @@ class TestJitter:
         assert drawn.mean() == pytest.approx(2.0, rel=0.01)
         assert drawn.std() / drawn.mean() == pytest.approx(0.3, rel=0.02)
 
-    def test_stalls_are_as_rare_as_asked(self):
-        jitter = Jitter(stall_probability=0.01, stall_seconds=5.0)
-        drawn = jitter.draw(generator(), "combine", np.ones(100_000))
-        assert set(drawn) == {1.0, 6.0}
-        assert (drawn == 6.0).mean() == pytest.approx(0.01, rel=0.1)
-
-    def test_stalls_may_have_a_heavy_tail(self):
-        """Pareto: P(stall > t) = (shortest / t)^exponent."""
-        jitter = Jitter(stall_probability=0.1, stall_seconds=2.0, stall_exponent=1.5)
-        more = jitter.draw(generator(), "attend", np.ones(400_000)) - 1.0
-        stalls = more[more > 0]
-        assert stalls.min() >= 2.0
-        assert len(stalls) == pytest.approx(40_000, rel=0.03)
-        for times in (2, 10):
-            assert (stalls > 2.0 * times).mean() == pytest.approx(times**-1.5, rel=0.1)
-
 
 class TestExpertLoads:
     def loads(self, spread: float, ranks: int = 8, **options) -> ExpertLoads:

@@ -21,7 +21,6 @@ from jaxserve.planner.options import (
     price,
     seconds,
     spread,
-    stall,
     tokens,
 )
 from tests import golden
@@ -37,7 +36,6 @@ WRONG = [
     (tokens, ["", "0", "-1", "8M", "1e4", "99999999", "many"]),
     (price, ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
     (spread, ["11", "-1", "head=0.1", "ffn=x", "nan"]),
-    (stall, ["0.1", "2:1ms", "0.1:never", "0.1:1ms:0", "0.1:1ms:x", "0.1:1ms:2:3"]),
     (number(1, 8), ["0", "9", "1.5", "x"]),
 ]
 
@@ -51,7 +49,7 @@ def test_wrong_texts_are_refused(read, texts):
 
 @given(st.text(max_size=12))
 def test_any_text_is_a_quantity_or_an_error(text):
-    for read in (seconds, tokens, price, spread, stall, lambda item: assumptions([item])):
+    for read in (seconds, tokens, price, spread, lambda item: assumptions([item])):
         with contextlib.suppress(ConfigError, argparse.ArgumentTypeError):
             assert read(text)
 
@@ -77,14 +75,10 @@ def test_assumptions():
 
 
 def test_jitter_of_all_stages_and_of_one():
-    none = argparse.Namespace(jitter=[], stall=(0.0, 0.0, 0.0))
-    assert jitter(none) == Jitter()
+    assert jitter(argparse.Namespace(jitter=[])) == Jitter()
     given = [spread("0.05"), spread("combine=0.3")]
-    found = jitter(argparse.Namespace(jitter=given, stall=stall("0.001:1ms:1.5")))
     spreads = {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
-    assert found == Jitter(
-        spread=spreads, stall_probability=0.001, stall_seconds=1e-3, stall_exponent=1.5
-    )
+    assert jitter(argparse.Namespace(jitter=given)) == Jitter(spread=spreads)
 
 
 @pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])

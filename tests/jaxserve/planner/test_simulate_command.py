@@ -27,11 +27,11 @@ def test_as_text_page_and_timeline(capsys, tmp_path):
 
 
 def test_for_programs(capsys):
-    more = ["--json", "--skew", "0.5", "--stall", "0.01:1ms"]
+    more = ["--json", "--skew", "0.5", "--jitter", "0.1"]
     assert main([*ASKED, *more]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert set(tree) == {"scope", "lengths", "conditions", "result"}
-    assert tree["conditions"]["jitter"]["stall_seconds"] == 1e-3
+    assert tree["conditions"]["jitter"]["spread"]["ffn"] == 0.1
     assert tree["result"]["tpot"]["p50"] > 0
     assert main([*ASKED, "--json", "--rate", "20", "--requests", "20"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["ttft"]["p50"] > 0
