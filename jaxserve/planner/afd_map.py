@@ -78,8 +78,8 @@ class Case(NamedTuple):
         if self.ratio is None:
             return None
         speed = measured_speed().modes
-        colocated = {mode: plan.dollars for mode, plan in self.best.items() if mode != "afd"}
-        afd, other = speed["afd"], speed[min(colocated, key=colocated.__getitem__)]
+        colocated = [(plan.dollars, mode) for mode, plan in self.best.items() if mode != "afd"]
+        afd, other = speed["afd"], speed[min(colocated)[1]]
         return self.ratio * other.p10 / afd.p90, self.ratio * other.p90 / afd.p10
 
     @property

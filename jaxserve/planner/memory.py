@@ -123,9 +123,10 @@ class Memory:
     def room(self, layout: Layout) -> int:
         """Sequences of a DP group and lane that fit; 0: not even one."""
         most = self._attention_room(_attention_alone(layout))
-        if most < 1 or not self.fits(layout, 1):
-            return 0
-        return largest(functools.partial(self._filled, layout), 1, most, 1.0)
+        filled = functools.cache(functools.partial(self._filled, layout))
+        if most < 1 or filled(most) <= 1:
+            return most
+        return largest(filled, 1, most, 1.0) if filled(1) <= 1 else 0
 
     def pages(self, layout: Layout, budget: int, length: int) -> int:
         """Pages of a DP group of a colocated layout that computes prompts; 0: it cannot, or has

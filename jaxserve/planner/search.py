@@ -132,7 +132,8 @@ class Searcher:
         self.memory = Memory(calculator, attention, ffn)
         self.attention, self.ffn = attention, ffn
         self.acceptance = acceptance
-        self._stages = functools.lru_cache(512)(self._stages_of)
+        self._attend = functools.lru_cache(4096)(self._attend_of)
+        self._exchanged = functools.lru_cache(512)(self._exchanged_of)
         self.host_seconds = functools.lru_cache(512)(self._host_seconds)
         overlapped, skewed = calculator.assumed.overlapped, skew is not None
         layouts = Layouts(calculator.model, attention, ffn, skewed=skewed, overlapped=overlapped)
@@ -151,28 +152,33 @@ class Searcher:
                 if lack and (short is None or lack[1] - lack[2] < short[2] - short[3]):
                     short = (layout, *lack)
                 continue
-            most = 0  # largest batch so far that meets the target
-            for batch in _batches(room):
-                points.append(plan := self.evaluate(layout, batch))
-                if fastest is None or plan.tpot < fastest.tpot:
-                    fastest = plan
-                if plan.tpot > target.tpot:
-                    break
-                most = batch
-            if most:
-                tpot = functools.partial(self._tpot, layout)
-                most = largest(tpot, most, min(room, 2 * most), target.tpot)
-                plans.append(self.evaluate(layout, most))
+            tried, best = self._batches(layout, room, target.tpot)
+            points += tried
+            fastest = min(filter(None, (fastest, *tried)), key=lambda plan: plan.tpot)
+            plans += [best] if best else []
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
         return Found(plans, points, fastest, short)
+
+    def _batches(self, layout: Layout, room: int, tpot: float) -> tuple[list[Plan], Plan | None]:
+        """Returns plans of powers of two up to `room` and of `room`, until one misses the TPOT, and
+        the plan of the largest batch that meets it."""
+        evaluate = functools.cache(functools.partial(self.evaluate, layout))
+        powers = [2**power for power in range(room.bit_length())]
+        tried: list[Plan] = []
+        for batch in powers if powers[-1] == room else [*powers, room]:
+            tried.append(evaluate(batch))
+            if tried[-1].tpot > tpot:
+                break
+        met = [plan.batch for plan in tried if plan.tpot <= tpot]
+        if not met:
+            return tried, None
+        end = min(room, 2 * met[-1])
+        return tried, evaluate(largest(lambda n: evaluate(n).tpot, met[-1], end, tpot))
 
     def with_memory(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes that it takes on a device of either role."""
         attention, ffn = self.memory.kept(plan.layout, plan.batch)
         return msgspec.structs.replace(plan, attention_bytes=attention, ffn_bytes=ffn)
-
-    def _tpot(self, layout: Layout, batch: int) -> float:
-        return self.evaluate(layout, batch).tpot
 
     def feasible(self, target: Target) -> bool:
         """Whether any layout meets the target with one sequence a DP group. One lane then needs the
@@ -282,17 +288,20 @@ class Searcher:
     ) -> dict[str, StageTime]:
         """The stages of one layer and lane, which do not depend on how many lanes there are."""
         one = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
-        return self._stages(one, attention, ffn, tokens)
-
-    def _stages_of(
-        self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
-    ) -> dict[str, StageTime]:
-        calculator, rows = self.calculator, tokens.batch * tokens.rows
-        on = a, _ = self.memory.on(layout)
-        first = attend(calculator, attention, a, layout.tp, *tokens)
-        busiest = self._busiest(layout)
-        moved = calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
+        first = self._attend(attention, layout.attention, layout.tp, tokens)
+        moved = self._exchanged(one, ffn, tokens.batch * tokens.rows)
         return dict(zip(STAGES, (first, *moved), strict=True))
+
+    def _attend_of(self, group: AttentionLayers, name: str, tp: int, tokens: Pass) -> StageTime:
+        """A layer's attention of a DP group, whatever the other devices do."""
+        return attend(self.calculator, group, self.attention[name], tp, *tokens)
+
+    def _exchanged_of(
+        self, layout: Layout, ffn: FFNLayers, rows: int
+    ) -> tuple[StageTime, StageTime, StageTime]:
+        """Dispatch, ffn and combine of `rows` rows of each DP group."""
+        on, busiest = self.memory.on(layout), self._busiest(layout)
+        return self.calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
 
 
 class Pace:
@@ -360,9 +369,3 @@ def front(points: Sequence[Plan]) -> list[Plan]:
         if not best or plan.dollars < best[-1].dollars:
             best.append(plan)
     return best
-
-
-def _batches(room: int) -> list[int]:
-    """Powers of two up to `room`, and `room`."""
-    powers = [2**power for power in range(room.bit_length())]
-    return powers if powers[-1] == room else [*powers, room]

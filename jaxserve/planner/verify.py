@@ -164,46 +164,46 @@ def _alarms(made: Scenario, checked: Checked) -> list[str]:
 # ------------------------------------------------------------------------- beside a running fleet
 
 
+GAUGES = {
+    "measured_seconds": ("Measured mean of a stage.", "stage"),
+    "predicted_seconds": ("Predicted mean of a stage for the same loads.", "stage"),
+    "error": ("(predicted - measured) / measured of a stage.", "stage"),
+    "attention_workers": ("Attention workers of the ffn role: there, advised.", "of"),
+}
+"""Metrics by name, behind `jaxserve:plan_`, with what they say and their label."""
+
+
 class Gauges:
     """What the last check found, as metrics. Without an answer of the fleet there are no stages, so
     that no alarm stays up for old figures."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-            return Gauge(f"jaxserve:{name}", text, labels, registry=self.registry)
-
-        self._measured = gauge("plan_measured_seconds", "Measured, mean of a stage.", ["stage"])
-        self._planned = gauge("plan_predicted_seconds", "Predicted for the same loads.", ["stage"])
-        self._error = gauge("plan_error", "(predicted - measured) / measured.", ["stage"])
-        self._workers = gauge("plan_attention_workers", "Attention workers, and advised.", ["of"])
-        self._checked = gauge("plan_checked_timestamp_seconds", "Time of the last comparison.")
-        self._failed = Counter(
-            "jaxserve:plan_checks_failed", "Without an answer.", registry=self.registry
+        self.registry = into = CollectorRegistry()
+        prefix = "jaxserve:plan_"
+        self._gauges = {
+            name: Gauge(prefix + name, text, [label], registry=into)
+            for name, (text, label) in GAUGES.items()
+        }
+        self._at = Gauge(
+            f"{prefix}checked_timestamp_seconds", "The last comparison.", registry=into
         )
+        self._failed = Counter(f"{prefix}checks_failed", "Without an answer.", registry=into)
 
-    def set(self, checked: Checked) -> None:
-        """Takes a comparison."""
-        self.clear()
+    def set(self, checked: Checked | None) -> None:
+        """Takes a comparison; None: the fleet did not answer."""
+        for gauge in self._gauges.values():
+            gauge.clear()
+        if checked is None:
+            self._failed.inc()
+            return
         for stage, one in checked.stages.items():
-            self._measured.labels(stage).set(one.measured)
-            self._planned.labels(stage).set(one.predicted)
-            self._error.labels(stage).set(one.error)
+            found = {"measured_seconds": one.measured, "predicted_seconds": one.predicted}
+            for name, value in (found | {"error": one.error}).items():
+                self._gauges[name].labels(stage).set(value)
         if (advised := checked.advice) is not None:
-            self._workers.labels("there").set(advised.workers)
-            self._workers.labels("advised").set(advised.advised)
-        self._checked.set_to_current_time()
-
-    def clear(self) -> None:
-        """Forgets the last comparison."""
-        for one in (self._measured, self._planned, self._error, self._workers):
-            one.clear()
-
-    def fail(self) -> None:
-        """Counts a check without an answer."""
-        self.clear()
-        self._failed.inc()
+            for which, count in (("there", advised.workers), ("advised", advised.advised)):
+                self._gauges["attention_workers"].labels(which).set(count)
+        self._at.set_to_current_time()
 
 
 def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurement]) -> int:
@@ -228,7 +228,7 @@ def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurem
             try:
                 checked = check(made, watched_spans(options.url), known)
             except ConfigError as error:
-                gauges.fail()
+                gauges.set(None)
                 print(f"error: {error}", file=sys.stderr, flush=True)
             else:
                 if checked.advice is not None:
