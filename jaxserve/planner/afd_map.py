@@ -68,9 +68,14 @@ class Case(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """Cost of AFD over the cheaper of EP and TP; None: one of both does not meet the TPOT."""
-        afd = self.best.get("afd")
-        colocated = [plan.dollars for plan in self.best.values() if plan is not afd]
-        return afd.dollars / min(colocated) if afd and colocated else None
+        afd, colocated = self.best.get("afd"), self._colocated
+        return afd.dollars / min(colocated)[0] if afd and colocated else None
+
+    @property
+    def _colocated(self) -> list[tuple[float, PlannedMode]]:
+        """Costs of EP and of TP."""
+        afd, plans = self.best.get("afd"), self.best.items()
+        return [(plan.dollars, mode) for mode, plan in plans if plan is not afd]
 
     @property
     def likely(self) -> tuple[float, float] | None:
@@ -78,8 +83,7 @@ class Case(NamedTuple):
         if self.ratio is None:
             return None
         speed = measured_speed().modes
-        colocated = [(plan.dollars, mode) for mode, plan in self.best.items() if mode != "afd"]
-        afd, other = speed["afd"], speed[min(colocated)[1]]
+        afd, other = speed["afd"], speed[min(self._colocated)[1]]
         return self.ratio * other.p10 / afd.p90, self.ratio * other.p90 / afd.p10
 
     @property

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.config.formats import scaled
 from jaxserve.config.model import (
-    FFN,
     GQA,
     MFA,
     MLA,
@@ -26,7 +25,6 @@ from jaxserve.config.model import (
     Indexer,
     LayerKind,
     ModelConfig,
-    RouterSpec,
 )
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
@@ -198,12 +196,6 @@ class FFNLayers(NamedTuple):
     top_k: int = 0
     expert_d_ff: int = 0
     shared_d_ff: int = 0
-
-    @property
-    def spec(self) -> FFN:
-        """One of the layers, as the engine describes them."""
-        router = RouterSpec(experts=self.experts, top_k=self.top_k) if self.top_k else None
-        return FFN(d_ff=self.shared_d_ff, router=router, expert_d_ff=self.expert_d_ff)
 
 
 class CostModel(NamedTuple):
