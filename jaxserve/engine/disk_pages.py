@@ -37,8 +37,8 @@ LIST_SHARE = 0.05
 """Largest share of the writing thread's time that these looks take."""
 KEPT = 0.9
 """Share of the limit that stays when files are deleted for room."""
-READERS = 4
-"""Threads that read files."""
+READERS = 2
+"""Threads that read files. More of them take turns with small pages, which come from memory."""
 READ_SECONDS = 10.0
 """Longest wait for files. After that no page is found until the folder has been listed again."""
 
@@ -127,7 +127,8 @@ class DiskPages:
         for page in [page for page in pages if page.rows is None]:
             path = self._folder / self._file(page.name)
             try:
-                data = np.fromfile(path, np.uint8)
+                with open(path, "rb", buffering=0) as file:  # half the time of `np.fromfile`
+                    data = np.frombuffer(file.read(), np.uint8)
                 if data[:CHECKSUM].tobytes() == checksum(path.name, data[CHECKSUM:]):
                     os.utime(path)
                     page.rows = data[CHECKSUM:]

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 
 from jaxserve.checkpoint.fingerprint import revision
@@ -23,6 +22,7 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches
 from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.errors import ConfigError
+from jaxserve.mesh import Submeshes
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
@@ -43,13 +43,18 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: the runtime has several processes, the model keeps windows or states, the host
-        lacks the memory, or the folder cannot be written.
+      ConfigError: several processes have parts of the attention meshes, the model keeps windows or
+        states, the host lacks the memory, or the folder cannot be written.
     """
     gb, free = deployment.cache.host_gb, free_host_memory()
     rings = ring_pages(config or read_model(deployment)[0], deployment)
+    devices = [device for mesh in Submeshes(deployment).domains for device in mesh.devices.flat]
+    processes = {device.process_index for device in devices}
     for applies, reason in (
-        (jax.process_count() > 1, f"{jax.process_count()} processes: only runtimes of one"),
+        (
+            len(processes) > 1,
+            f"attention is in {len(processes)} processes: only where it is in one",
+        ),
         (rings, "not for layers with a window or a state"),
         (
             free is not None and gb * 1e9 > free,

@@ -6,6 +6,7 @@ import random
 import re
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -165,11 +166,13 @@ def test_a_restarted_engine_finds_the_pages(
     [
         (1e-6, 1, "a page has 8,192 bytes"),
         (1e6, 1, r"\d+\.\d GB of host memory are free"),
-        (0.1, 2, "2 processes: only runtimes of one"),
+        (0.1, 2, "attention is in 2 processes: only where it is in one"),
     ],
 )
 def test_what_cannot_work(colocated_runtime, tiny_model, monkeypatch, size, processes, message):
-    monkeypatch.setattr("jax.process_count", lambda: processes)
+    devices = np.array([SimpleNamespace(process_index=number) for number in range(processes)])
+    meshes = SimpleNamespace(domains=[SimpleNamespace(devices=devices)])
+    monkeypatch.setattr(host_tier, "Submeshes", lambda _: meshes)
     overrides = {"mode": "colocated", "lanes": 2, "cache.host_gb": size}
     runtime = colocated_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
     with pytest.raises(ConfigError, match=f"cache.host_gb = {re.escape(f'{size:g}')}: {message}"):
