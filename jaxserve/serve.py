@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve import ports
 from jaxserve.commands.cores import bind_task
-from jaxserve.config.command_line import add_deployment_arguments, check_timeline, read_deployment
+from jaxserve.config.command_line import (
+    add_deployment_arguments,
+    add_options,
+    check_timeline,
+    read_deployment,
+)
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, exit_code
@@ -131,36 +136,7 @@ def parser(command: str = "serve", description: str = "Serve a model.") -> argpa
     )
     made.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
     add_deployment_arguments(made)
-    made.add_argument("--host", help="the same as --set server.host=HOST")
-    made.add_argument("--port", metavar="N", help="the same as --set server.http_port=N")
-    made.add_argument(
-        "--check",
-        action="store_true",
-        help="run `jaxserve check` with these options instead",
-    )
-    made.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="DIR",
-        help="measure the stages, and write a Perfetto trace and an SVG there at the end",
-    )
-    made.add_argument(
-        "--insecure-bind",
-        action="store_true",
-        help="allow a server.host that is not loopback, although clients need no key",
-    )
-    made.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="lines for people, or JSON objects for machines",
-    )
-    made.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        help="where a worker listens: --role ffn in a runtime of its own (link.addresses[0]), or a "
-        "worker of a fleet (its address in fleet.prefill or fleet.domains)",
-    )
+    add_options(made, Path(__file__).with_suffix(".yaml"))
     add_process_arguments(made)
     return made
 

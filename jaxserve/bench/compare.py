@@ -37,6 +37,7 @@ from jaxserve.bench.requests import greedy, random_prompts
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Helper, Worker, asked, say
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.command_line import add_options
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 
@@ -73,62 +74,18 @@ class Batch(NamedTuple):
 BATCHES = [Batch(1, 16, 64, 1.0), Batch(8, 16, 64, 1.0), Batch(32, 16, 64, 2.0)]
 BATCHES += [Batch(1, prompt, 1, 1.2) for prompt in (512, 4096, 16384)]
 QUICK = [Batch(1, 16, 8, 1.0), Batch(8, 16, 8, 1.0), Batch(1, 512, 1, 1.2)]
-ROUNDS = 5
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 SECONDS = 3600.0
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 32768,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "moe_intermediate_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 24,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
+CONFIG = json.loads(Path(__file__).with_name("compare_model.json").read_text())
 """Qwen3-MoE, 119 M parameters of which a token meets 42 M beside its row of the embedding."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the benchmark."""
     add_report_arguments(parser)
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder (random weights)")
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="FILE",
-        help="a Python with PyTorch and transformers (this one, if it has them)",
-    )
-    parser.add_argument(
-        "--stored",
-        choices=STORED,
-        default="bfloat16",
-        help="dtype of the random weights' tensors (bfloat16)",
-    )
-    parser.add_argument(
-        "--theirs",
-        choices=STORED,
-        default="float32",
-        help="dtype in which transformers computes (float32)",
-    )
-    parser.add_argument("--rounds", type=count, default=ROUNDS, help=f"of each batch ({ROUNDS})")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our deployment"
-    )
+    add_options(parser, Path(__file__).with_suffix(".yaml"), {"count": count})
+    parser.set_defaults(python=sys.executable)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -23,13 +23,12 @@ import grpc
 import msgspec
 
 from jaxserve.bench.report import Measure, Part, count, percentile, publish
+from jaxserve.config.command_line import add_options
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.rpc import InferenceStub
 
 AT_ONCE = 8
 """Hostile requests."""
-WARM_UP = 6 * AT_ONCE
-"""Requests of each kind before the server's processes are counted."""
 ANSWER_SECONDS = 45.0
 """The longest time to an answer."""
 SETTLE_SECONDS = 20.0
@@ -456,13 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jaxserve.chaos.hostile",
         description="Hostile requests to a server on this host.",
     )
-    made.add_argument("--http", required=True, metavar="HOST:PORT", help="of the server")
-    made.add_argument("--grpc", required=True, metavar="HOST:PORT", help="of the server")
-    made.add_argument("--pid", type=count, required=True, help="of the server")
-    made.add_argument("--number", type=count, default=500, help="of each kind (%(default)s)")
-    made.add_argument("--warm-up", type=count, default=WARM_UP, help="of each kind (%(default)s)")
-    made.add_argument("--seed", type=int, default=0, help="of the requests (%(default)s)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="for the report")
+    add_options(made, Path(__file__).with_suffix(".yaml"), {"count": count})
     options = made.parse_args(arguments)
     return publish("hostile", _measured(Run(options)), options)
 
