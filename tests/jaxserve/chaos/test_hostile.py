@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxserve.chaos import hostile
+from jaxserve.chaos import hostile_requests as draws
 from jaxserve.config.sections import Server
 from jaxserve.server.grpc import GrpcServer
 from tests import golden
@@ -32,8 +33,8 @@ def test_a_server_survives_hostile_requests(number, capsys):
 def test_a_seed_makes_the_same_requests():
     def made(seed: int) -> list[object]:
         rng = random.Random(seed)
-        kinds = (hostile.hostile_grammar, hostile.hostile_schema, hostile.hostile_chat)
-        return [make(rng) for _ in range(30) for make in (*kinds, hostile.hostile_body)]
+        kinds = (draws.grammar, draws.schema, draws.chat, draws.body)
+        return [make(rng) for _ in range(30) for make in kinds]
 
     assert made(1) == made(1)
     assert made(1) != made(2)
