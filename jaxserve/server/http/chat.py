@@ -14,9 +14,9 @@ from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.forms import chosen_tools, forced_call, grammar, with_rules
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.server.http.requests import ChatRequest, StreamOptions
+from jaxserve.server.http.requests import ChatRequest
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
-from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
+from jaxserve.server.http.service import Chunks, Service, UsageCount, stop_reason, together
 from jaxserve.text.answer_format import AnswerFormat
 from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined
 from jaxserve.text.call_readers import CallPart
@@ -202,7 +202,7 @@ def _spelling(job: Job, tokenizer: Tokenizer, mark: str) -> Job:
     return msgspec.structs.replace(job, params=params)
 
 
-class _Answer:
+class _Answer(Chunks[responses.ChatChunk]):
     """Outputs of the engine as OpenAI's objects."""
 
     def __init__(
@@ -213,9 +213,8 @@ class _Answer:
         parsers: Sequence[AnswerParser],
         tokenizer: Tokenizer,
     ):
+        super().__init__(request.stream_options, chunk, count)
         self._request = request
-        self._chunk = chunk
-        self._count = count
         self._parsers = parsers
         self._thoughts = dict[AnswerParser, list[str]]()  # reasoning of each answer so far
         self._tokenizer = tokenizer
@@ -279,25 +278,6 @@ class _Answer:
             choices[-1].finish_reason = _finish_reason(output, parser)
             choices[-1].stop_reason = stop_reason(source, output)
         return [self._encode([choice]) for choice in choices]
-
-    def last_chunk(self) -> bytes | None:
-        """The chunk with the usage, if the request asks for it."""
-        if not self._options.include_usage:
-            return None
-        chunk = msgspec.structs.replace(self._chunk, choices=[], usage=self._count.usage())
-        return msgspec.json.encode(chunk)
-
-    @property
-    def _options(self) -> StreamOptions:
-        return self._request.stream_options or StreamOptions()
-
-    def _encode(self, choices: list[responses.ChatChunkChoice]) -> bytes:
-        usage: responses.Usage | None = None
-        if self._options.include_usage and self._options.continuous_usage_stats:
-            usage = self._count.usage()
-        self._chunk.choices = choices
-        self._chunk.usage = UNSET if usage is None and not self._options.include_usage else usage
-        return msgspec.json.encode(self._chunk)
 
     def _logprobs(self, output: GenerationOutput) -> responses.ChatLogprobs:
         ids = bool(self._request.return_tokens_as_token_ids)

@@ -13,10 +13,10 @@ from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.forms import grammar, with_rules
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, concatenated, prompt_logprobs
-from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest, StreamOptions
+from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
-from jaxserve.server.http.service import Service, UsageCount, stop_reason, together
+from jaxserve.server.http.service import Chunks, Service, UsageCount, stop_reason, together
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -119,7 +119,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[i
     raise InvalidRequestError("prompt", "mixes texts, token ids and lists")
 
 
-class _Answer:
+class _Answer(Chunks[Completion]):
     """Outputs of the engine as OpenAI's objects."""
 
     def __init__(
@@ -129,9 +129,8 @@ class _Answer:
         count: UsageCount,
         tokenizer: Tokenizer,
     ):
+        super().__init__(request.stream_options, completion, count)
         self._request = request
-        self._completion = completion
-        self._count = count
         self._tokenizer = tokenizer
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
@@ -141,8 +140,8 @@ class _Answer:
             output = await source.take()
             self.add(source, output)
             choice = await service.with_scores(output, self._choice, source, output, True)
-            self._completion.choices.append(choice)
-        self._completion.usage = self._count.usage()
+            self._chunk.choices.append(choice)
+        self._chunk.usage = self._count.usage()
 
     def add(self, source: Source, output: GenerationOutput) -> None:
         if self._request.max_tokens == 0:
@@ -152,26 +151,6 @@ class _Answer:
     def chunk(self, source: Source, output: GenerationOutput, first: bool) -> bytes:
         """A chunk with the new tokens of a choice, which `add` has counted; from any thread."""
         return self._encode([self._choice(source, output, first)])
-
-    def last_chunk(self) -> bytes | None:
-        """The chunk with the usage, if the request asks for it."""
-        if not self._options.include_usage:
-            return None
-        completion = msgspec.structs.replace(
-            self._completion, choices=[], usage=self._count.usage()
-        )
-        return msgspec.json.encode(completion)
-
-    @property
-    def _options(self) -> StreamOptions:
-        return self._request.stream_options or StreamOptions()
-
-    def _encode(self, choices: list[CompletionChoice]) -> bytes:
-        completion = msgspec.structs.replace(self._completion, choices=choices)
-        if self._options.include_usage:
-            every = self._options.continuous_usage_stats
-            completion.usage = self._count.usage() if every else None
-        return msgspec.json.encode(completion)
 
     def _choice(self, source: Source, output: GenerationOutput, first: bool) -> CompletionChoice:
         if self._request.max_tokens == 0:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxserve.config.sections import Server
@@ -19,9 +20,15 @@ from jaxserve.fleet.request_frames import check_unused, has_key, keyed_id
 from jaxserve.server.front_end import FrontEnd, Job, LiveRequests, NotReadyError, Source
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.requests import MAX_CHOICES, SamplingFields
+from jaxserve.server.http.requests import MAX_CHOICES, SamplingFields, StreamOptions
 from jaxserve.server.http.response_store import ResponseStore
-from jaxserve.server.http.responses import CompletionTokensDetails, PromptTokensDetails, Usage
+from jaxserve.server.http.responses import (
+    ChatChunk,
+    Completion,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from jaxserve.server.metrics import Metrics
 from jaxserve.text.chat import FILES, ChatTemplate
 from jaxserve.text.generation import new_request_id
@@ -229,6 +236,32 @@ class UsageCount:
         if self.reasoning:
             return CompletionTokensDetails(reasoning_tokens=self.reasoning)
         return UNSET
+
+
+class Chunks[Chunk: (ChatChunk, Completion)]:
+    """The chunks of a stream, with the usage as the request asks for it.
+
+    Args:
+      chunk: what all chunks have in common.
+    """
+
+    def __init__(self, options: StreamOptions | None, chunk: Chunk, count: UsageCount):
+        self._options, self._count = options or StreamOptions(), count
+        self._chunk: Chunk = chunk
+
+    def _encode(self, choices: list[Any]) -> bytes:
+        chunk = msgspec.structs.replace(self._chunk, choices=choices)
+        if self._options.include_usage:
+            every = self._options.continuous_usage_stats
+            chunk.usage = self._count.usage() if every else None
+        return msgspec.json.encode(chunk)
+
+    def last_chunk(self) -> bytes | None:
+        """The chunk with the usage, if the request asks for it."""
+        if not self._options.include_usage:
+            return None
+        chunk = msgspec.structs.replace(self._chunk, choices=[], usage=self._count.usage())
+        return msgspec.json.encode(chunk)
 
 
 def stop_reason(source: Source, output: GenerationOutput) -> str | int | None:
