@@ -101,16 +101,15 @@ class RopeNumpy:
             self.score_factor = yarn_magnitude(factor, below) ** 2
 
     def turn(self, x: np.ndarray, *, interleaved: bool) -> np.ndarray:
-        """Turns pairs of x [tokens, heads, dim]: neighbours, or element i with i + dim / 2."""
+        """Turns pairs of the first `dim` columns of x [tokens, heads, columns]: neighbours, or
+        element i with i + dim / 2."""
         angles = np.arange(len(x))[:, None, None] * self.frequencies
         cosine, sine = (self.magnitude * wave(angles) for wave in (np.cos, np.sin))
-        half = x.shape[-1] // 2
-        first, second = (
-            (slice(0, None, 2), slice(1, None, 2))
-            if interleaved
-            else (slice(half), slice(half, None))
-        )
-        turned = np.empty_like(x)
+        half = len(self.frequencies)
+        first, second = slice(half), slice(half, 2 * half)
+        if interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        turned = x.copy()
         turned[..., first] = x[..., first] * cosine - x[..., second] * sine
         turned[..., second] = x[..., second] * cosine + x[..., first] * sine
         return turned
@@ -182,6 +181,14 @@ class DecoderNumpy:
         for layer in range(self.layers):
             x = self.decoder_layer(layer, x)
         return x
+
+    def joined(self, layer: int, hidden: np.ndarray, following: list[int]) -> np.ndarray:
+        """The input of a prediction module: the tokens that follow, and the rows before them."""
+        name = f"model.layers.{layer}."
+        table = self.tensors["model.embed_tokens.weight"]
+        embedding = self.tensors.get(f"{name}embed_tokens.weight", table)[following]
+        parts = self.norm(f"{name}enorm", embedding), self.norm(f"{name}hnorm", hidden)
+        return self.linear(f"{name}eh_proj", np.concatenate(parts, axis=-1))
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
         tied = self.config.get("tie_word_embeddings", False)
@@ -274,26 +281,21 @@ class DeepseekNumpy(DecoderNumpy):
     def chosen(self, name: str, x: np.ndarray, low: np.ndarray, rope: "RopeNumpy") -> np.ndarray:
         """The tokens that an indexer lets each token see, bool [tokens, tokens]: the best, of equal
         ones the first."""
-        config, tokens, turned = self.config, len(x), self.config["qk_rope_head_dim"]
+        config, tokens = self.config, len(x)
         pairs = config["model_type"] == "glm_moe_dsa"
 
-        def part(rows: np.ndarray) -> np.ndarray:
-            first = rope.turn(rows[..., :turned], interleaved=pairs)
-            return np.concatenate([first, rows[..., turned:]], axis=-1)
-
-        query = part(self.linear(f"{name}wq_b", low).reshape(tokens, config["index_n_heads"], -1))
+        query = self.linear(f"{name}wq_b", low).reshape(tokens, config["index_n_heads"], -1)
+        query = rope.turn(query, interleaved=pairs)
         key = self.linear(f"{name}wk", x)
         key = (key - key.mean(-1, keepdims=True)) / np.sqrt(key.var(-1, keepdims=True) + 1e-6)
         key *= self.tensors[f"{name}k_norm.weight"]
-        key = part((key + self.tensors[f"{name}k_norm.bias"])[:, None])[:, 0]
+        key = (key + self.tensors[f"{name}k_norm.bias"])[:, None]
+        key = rope.turn(key, interleaved=pairs)[:, 0]
         weights = self.linear(f"{name}weights_proj", x) / math.sqrt(query[0].size)
         scores = np.einsum("thd,sd->ths", query, key)
         scores = np.einsum("th,ths->ts", weights, np.maximum(scores, 0))
         seen = np.tril(np.ones((tokens, tokens), bool))
-        order = np.argsort(-np.where(seen, scores, -np.inf), axis=-1, kind="stable")
-        best = np.zeros_like(seen)
-        np.put_along_axis(best, order[:, : config["index_topk"]], values=True, axis=-1)
-        return best
+        return keep_best(np.where(seen, scores, -np.inf), config["index_topk"])
 
     def is_moe(self, layer: int) -> bool:
         first, every = self.config["first_k_dense_replace"], self.config.get("moe_layer_freq", 1)
@@ -318,8 +320,7 @@ class Qwen3Numpy(DecoderNumpy):
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
         config, name, tokens = self.config, f"model.layers.{layer}.self_attn.", len(x)
-        dim, columns = config["head_dim"], self.rotated()
-        rope = RopeNumpy(config, columns)
+        dim, rope = config["head_dim"], RopeNumpy(config, self.rotated())
 
         def heads(kind: str) -> np.ndarray:
             made, norm = self.linear(f"{name}{kind}_proj", x), f"{name}{kind}_norm"
@@ -328,12 +329,8 @@ class Qwen3Numpy(DecoderNumpy):
                 made = self.norm(norm, made.reshape(tokens, -1, width))
             return made.reshape(tokens, -1, dim)
 
-        def turned(kind: str) -> np.ndarray:
-            turn, keep = np.split(heads(kind), [columns], axis=-1)
-            return np.concatenate([rope.turn(turn, interleaved=False), keep], axis=-1)
-
-        scale = dim**-0.5
-        output = attend(turned("q"), turned("k"), heads("v"), scale, self.window(layer))
+        query, key = (rope.turn(heads(kind), interleaved=False) for kind in "qk")
+        output = attend(query, key, heads("v"), dim**-0.5, self.window(layer))
         return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
 
     def rotated(self) -> int:
@@ -404,9 +401,7 @@ class Step3p5Numpy(DecoderNumpy):
 
         def turned(kind: str) -> np.ndarray:
             heads = self.linear(f"{name}{kind}_proj", x).reshape(tokens, -1, dim)
-            normed = self.norm(f"{name}{kind}_norm", heads)
-            turn, keep = np.split(normed, [columns], axis=-1)
-            return np.concatenate([rope.turn(turn, interleaved=False), keep], axis=-1)
+            return rope.turn(self.norm(f"{name}{kind}_norm", heads), interleaved=False)
 
         value = self.linear(f"{name}v_proj", x).reshape(tokens, -1, dim)
         window = 0 if full else config["sliding_window"]

@@ -27,12 +27,6 @@ def propose(model: DecoderNumpy, tokens: list[int], modules: int, count: int) ->
     """The greedy next token and `count` drafts. Draft m is module m's; the last module makes those
     behind it, of its own hidden state and draft, a position further."""
 
-    def joined(layer: int, hidden: np.ndarray, following: list[int]) -> np.ndarray:
-        name = f"model.layers.{layer}"
-        embedded = model.tensors["model.embed_tokens.weight"][following]
-        parts = model.norm(f"{name}.enorm", embedded), model.norm(f"{name}.hnorm", hidden)
-        return model.linear(f"{name}.eh_proj", np.concatenate(parts, axis=-1))
-
     margins = []
 
     def best(logits: np.ndarray) -> int:
@@ -47,9 +41,9 @@ def propose(model: DecoderNumpy, tokens: list[int], modules: int, count: int) ->
     for number in range(count):
         layer = model.layers + min(number, modules - 1)
         if number < modules:
-            rows = joined(layer, hidden, following)
+            rows = model.joined(layer, hidden, following)
         else:
-            rows = np.concatenate([rows, joined(layer, hidden[-1:], following[-1:])])
+            rows = np.concatenate([rows, model.joined(layer, hidden[-1:], following[-1:])])
         hidden, name = model.decoder_layer(layer, rows), f"model.layers.{layer}"
         if own:
             head = f"{name}.transformer.shared_head"

@@ -46,11 +46,7 @@ class Step3Numpy(DecoderNumpy):
           [tokens - 1, vocab].
         """
         name = f"model.layers.{self.layers}"
-        own = f"{name}.embed_tokens.weight"
-        embedding = self.tensors[own if own in self.tensors else "model.embed_tokens.weight"]
-        embedded = self.norm(f"{name}.enorm", embedding[token_ids[1:]])
-        hidden = self.norm(f"{name}.hnorm", self.hidden(token_ids)[:-1])
-        x = self.linear(f"{name}.eh_proj", np.concatenate([embedded, hidden], axis=-1))
+        x = self.joined(self.layers, self.hidden(token_ids)[:-1], token_ids[1:])
         x = self.norm(f"{name}.shared_head.norm", self.decoder_layer(self.layers, x))
         own = f"{name}.shared_head.head.weight"
         return x @ self.tensors[own if own in self.tensors else "lm_head.weight"].T
