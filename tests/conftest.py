@@ -36,30 +36,7 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-LONGEST = (
-    "jaxserve/test_parity.py",
-    "jaxserve/fleet/test_runtimes.py",
-    "jaxserve/engine/test_hand_off.py",
-    "jaxserve/test_layouts_processes.py",
-    "jaxserve/test_drafts.py",
-    "jaxserve/fleet/test_fleet_processes.py",
-    "pallas_kernels/grouped_matmul/test_mosaic_gpu.py",
-    "jaxserve/fleet/test_domains.py",
-    "pallas_kernels/grouped_matmul/test_mosaic_tpu.py",
-    "jaxserve/fleet/test_processes.py",
-    "jaxserve/test_layouts.py",
-    "jaxserve/test_serve.py",
-    "jaxserve/engine/test_serving.py",
-    "jaxserve/test_convert.py",
-    "jaxserve/model/test_sampler.py",
-    "jaxserve/roles/test_prediction.py",
-    "test_serving_path.py",
-    "pallas_kernels/attention/test_mosaic_tpu.py",
-    "jaxserve/test_fuzz.py",
-    "jaxserve/model/attention/test_mla.py",
-    "jaxserve/test_families_layouts.py",
-    "test_readme.py",
-)
+LONGEST = (REPOSITORY / "tests" / "longest.txt").read_text().split()
 """Test files that take longest, in this order; the Makefile keeps it (`--no-loadscope-reorder`),
 so that no worker starts one of them when the others have finished."""
 
