@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.fleet.signals import tell_ready
+from jaxserve.launch.local.spare import READY, Spare, Spares
 from tests.jaxserve.fleet.launched import alive, started
 
 
@@ -61,6 +64,35 @@ def test_warm_spares_of_both_roles_compile_no_step_when_they_are_needed() -> Non
         assert set(map(int, re.findall(r"process [1-4]: .*, pid (\d+)", again))) == warm
         counts = re.findall(r"\[[1-4]\].* compile: \d+ of (\d+)", again)
         assert set(counts) <= {"3"}, again  # expert slots, whose shapes follow from the weights
+
+
+@pytest.mark.parametrize("niced", [True, False])
+def test_spares_are_taken_once_all_of_their_runtime_are_ready(niced) -> None:
+    """While a worker starts, others go on slowly or end."""
+    spares = Spares(["python", "-u", "-m", __name__], {}, {"ffn": [([], {})] * 2}, niced)
+    ends = []
+    for _ in range(2):
+        own, theirs = socket.socketpair()
+        own.setblocking(False)
+        child = subprocess.Popen(["sleep", "60"])
+        spares._waiting["ffn"].append(Spare(child, own, [], {}, 0))
+        ends.append(theirs)
+    ends[0].send(READY)
+    assert spares.take("ffn", 2) == []
+    both = spares._waiting["ffn"].copy()
+    spares.hold()
+    assert [spare.child.poll() is None for spare in both] == [niced] * 2
+    if niced:
+        ends[1].send(READY)
+        assert spares.take("ffn", 2) == both
+        spares._waiting["ffn"] = both
+        both[1].child.kill()
+        both[1].child.wait()
+        assert spares.take("ffn", 2) == []
+    spares.close()
+    assert spares.take("ffn", 2) == []
+    for end in ends:
+        end.close()
 
 
 def main() -> None:
