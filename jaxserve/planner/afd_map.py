@@ -177,37 +177,18 @@ def advice_rows(found: Sequence[Case]) -> list[list[str]]:
     return rows
 
 
-def mixes_that_pay(found: Sequence[Case]) -> list[tuple[Case, float]]:
-    """Cases of two kinds of hardware in which AFD on both costs less than every mode on either
-    alone, and the part of that cost. Both kinds have to be in the map alone, too."""
-    alone = {case[:4]: case.best[case.winner].dollars for case in found if case.winner}
-    pays = []
-    for case in found:
-        kinds = case.mix.split("+")
-        places = [case._replace(mix=kind)[:4] for kind in kinds]
-        best = min((alone[place] for place in places if place in alone), default=0.0)
-        if len(kinds) == 2 and "afd" in case.best and case.best["afd"].dollars < best:
-            pays.append((case, case.best["afd"].dollars / best))
-    return sorted(pays, key=lambda one: one[1])
-
-
-def map_summary(found: Sequence[Case]) -> list[str]:
-    """Says which mode is the cheapest how often, what AFD costs over colocation, and which stages
-    set AFD's pace."""
+def map_summary(found: Sequence[Case]) -> str:
+    """Says which mode is the cheapest how often, and what AFD costs over colocation."""
     won = Counter(case.winner for case in found)
     counts = ", ".join(f"{name} {won[mode]}" for mode, name in MODES.items())
-    lines = [f"the cheapest of {len(found)} cases: {counts}; nothing meets the TPOT: {won[None]}"]
-    ratios = [case.ratio for case in found if case.ratio is not None]
+    told = f"the cheapest of {len(found)} cases: {counts}; nothing meets the TPOT: {won[None]}"
+    ratios = sorted(case.ratio for case in found if case.ratio is not None)
     if ratios:
-        lines.append(
-            f"cost of AFD over colocation: least {min(ratios):.2f}, median "
-            f"{statistics.median(ratios):.2f}, most {max(ratios):.2f}"
+        ends = (
+            f"least {ratios[0]:.2f}, median {statistics.median(ratios):.2f}, most {ratios[-1]:.2f}"
         )
-    slowest = Counter(": ".join(case.best["afd"].slowest) for case in found if "afd" in case.best)
-    if slowest:
-        stages = ", ".join(f"{stage} {count}" for stage, count in slowest.most_common())
-        lines.append(f"AFD's slowest stage, and what bounds it: {stages}")
-    return lines
+        told += f"; cost of AFD over colocation: {ends}"
+    return told
 
 
 def run(options: argparse.Namespace) -> None:
@@ -224,17 +205,7 @@ def run(options: argparse.Namespace) -> None:
     names = itertools.product(options.models, map(str.lower, options.hardware))
     parts = [MapPart(sent, model, mix) for model, mix in names]
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
-    pays = [
-        f"{case.model} on {case.mix}, {case.context // 1024}K, {case.tpot * 1e3:g} ms: "
-        f"x{ratio:.2f} of the cheapest on either alone"
-        for case, ratio in mixes_that_pay(found)
-    ]
-    notes = [
-        DECODE_ONLY,
-        MAP_LEGEND,
-        *map_summary(found),
-        *(["mixes that pay:", *pays] if pays else []),
-    ]
+    notes = [DECODE_ONLY, MAP_LEGEND, map_summary(found)]
     shown = [Part(ADVICE, advice_rows(found)), Part(rows=map_rows(found), lines=notes)]
     tree = {"scope": DECODE_ONLY, "cases": [_case_tree(case) for case in found]}
     show(options, Report("Where AFD, EP and TP are the cheapest", shown, tree))

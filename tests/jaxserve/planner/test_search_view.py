@@ -10,7 +10,6 @@ from jaxserve.planner.afd_map import (
     advice_rows,
     map_rows,
     map_summary,
-    mixes_that_pay,
 )
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import PUBLISHED
@@ -64,14 +63,6 @@ def test_advice_names_where_afd_costs_least():
     pace = ": ".join(won.best["afd"].slowest)
     assert row == ["qwen", f"1 of 2; x0.80 (0.47 to 0.70) on h20, 4K, {pace}"]
     assert advice_rows([priced("l20", afd=0.3)])[1] == ["qwen", "0 of 0"]
-
-
-def test_mixes_are_compared_with_both_of_their_kinds_alone():
-    h20, h800 = priced("h20", ep=0.5, afd=0.7), priced("h800", tp=0.6, afd=0.4)
-    worse, better = priced("h20+h800", afd=0.45, ep=0.5), priced("h20+h800", afd=0.3, ep=0.5)
-    assert mixes_that_pay([h20, h800, worse]) == []
-    assert mixes_that_pay([h20, h800, better]) == [(better, pytest.approx(0.75))]
-    assert mixes_that_pay([better]) == []  # nothing to compare with
 
 
 def test_nothing_meets_an_absurd_target():
