@@ -16,7 +16,7 @@ from jaxserve.launch import pods
 from jaxserve.launch.options import TLS_FILES, Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
 from jaxserve.launch.settings import filled, placed, trees
-from jaxserve.launch.workloads import FFN_PORT, PORTS, WORKER_PORT, Workload
+from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
 
 
 def divided(works: list[Workload], options: Options) -> dict[str, list[Workload]]:
@@ -45,21 +45,6 @@ def host_of(service: str, work: Workload, options: Options) -> str:
     if options.clusters == 1 or work.kind != "prefill":
         return service
     return f"{service}.{options.namespace}.svc.clusterset.local"
-
-
-def export(service: str, options: Options) -> Tree:
-    """Returns the export of a Service to the other cluster."""
-    version = "net.gke.io/v1" if options.gke else "multicluster.x-k8s.io/v1alpha1"
-    return {"apiVersion": version, "kind": "ServiceExport", "metadata": {"name": service}}
-
-
-def ingress(options: Options) -> Tree:
-    """Returns the rule that lets the other cluster's pods reach prefill workers."""
-    first, _, last = PORTS.partition("-")
-    return {
-        "from": [{"ipBlock": {"cidr": options.peer_pods}}],
-        "ports": [{"port": WORKER_PORT}, {"port": int(first), "endPort": int(last)}],
-    }
 
 
 def script(rendering: Rendering) -> str:
@@ -99,13 +84,8 @@ def autoscaling(rendering: Rendering, works: Sequence[Workload]) -> str:
     for work in works:
         if work.kind in ("prefill", "domain"):
             name = pods.name_of(rendering.options, work)
-            target = {
-                "apiVersion": "leaderworkerset.x-k8s.io/v1",
-                "kind": "LeaderWorkerSet",
-                "name": name,
-            }
             sizes = {"workers": work.workers, "most": work.workers * MOST}
-            objects += trees(f"autoscale_{work.kind}", name=name, target=target, **sizes)
+            objects += trees(f"autoscale_{work.kind}", name=name, **sizes)
     return f"# {rendering.command}\n{HEAD}{pods.yaml_of(rendering.options, objects)}"
 
 
@@ -157,11 +137,10 @@ def _cluster(deployment: Deployment, works: list[Workload], options: Options) ->
     for work in works:
         objects += _objects(deployment, work, options)
         if work.kind == "prefill" and options.clusters > 1:
-            objects.append(export(_leaders(options, work), options))
-    policy = pods.network_policy(deployment, options)
+            objects += trees("service_export", name=_leaders(options, work), gke=options.gke)
     faces = next((work for work in works if work.faces), None)
+    policy = pods.network_policy(deployment, options, clients=faces is not None)
     if faces is None:
-        policy["spec"]["ingress"][-1] = ingress(options)
         return [*objects, policy]
     selector = _first(options, faces) if faces.kind != "router" else pods.labels(options, faces)
     return [

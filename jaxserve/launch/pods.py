@@ -18,7 +18,14 @@ from jaxserve.launch.options import (
     files_of,
 )
 from jaxserve.launch.settings import Places, deployment_text, to_yaml, trees
-from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, serve_arguments
+from jaxserve.launch.workloads import (
+    CONTROL_PORT,
+    COORDINATOR_PORT,
+    PORTS,
+    WORKER_PORT,
+    Workload,
+    serve_arguments,
+)
 
 Tree = dict[str, Any]
 Volume = tuple[str, str, bool, Tree]
@@ -180,9 +187,17 @@ def _faces(deployment: Deployment) -> dict[str, int]:
     return {name: port for name, port in ports.items() if port > 0}
 
 
-def network_policy(deployment: Deployment, options: Options) -> Tree:
-    """Who may reach the pods."""
-    (made,) = trees("network_policy", name=options.name, faces=_faces(deployment))
+def network_policy(deployment: Deployment, options: Options, *, clients: bool = True) -> Tree:
+    """Who may reach the pods: clients, or else the other cluster's pods."""
+    (made,) = trees(
+        "network_policy",
+        name=options.name,
+        clients=clients,
+        faces=_faces(deployment),
+        peers=options.peer_pods,
+        worker_port=WORKER_PORT,
+        own_ports=[int(port) for port in PORTS.split("-")],
+    )
     return made
 
 
