@@ -174,7 +174,7 @@ def load_as(mode: str, folder: Path) -> None:
     """Loads the folder as the workers of this mode do, and lets the arrays go."""
     deployment = load_deployment(folder, {"mode": mode})
     config, names = read_config(folder)
-    templates, deployment, meshes = templates_of(deployment, config)
+    templates, meshes = templates_of(deployment, config)
     source = open_checkpoint(folder, names)
     if deployment.topology.has("colocated"):
         programs = ColocatedPrograms(templates, deployment, meshes.attention)

@@ -187,7 +187,8 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
 
 def time_ffn(width: int, message: jax.Array, calls: int) -> float:
     """Milliseconds of one ffn of this width."""
-    templates, settings, meshes = templates_of(deployment(1, "auto"), model_config(width))
+    settings = deployment(1, "auto")
+    templates, meshes = templates_of(settings, model_config(width))
     ((spec, template),) = templates.ffn.items()
     mesh = meshes.ffn
     programs = FFNPrograms(templates, settings, mesh)

@@ -101,13 +101,10 @@ def bucket_of(deployment: Deployment) -> Bucket:
     return Bucket(limits.token_buckets[0], limits.page_buckets[0])
 
 
-def templates_of(
-    deployment: Deployment, config: ModelConfig
-) -> tuple[ModelTemplates, Deployment, Submeshes]:
+def templates_of(deployment: Deployment, config: ModelConfig) -> tuple[ModelTemplates, Submeshes]:
     """Builds the templates of the programs, on the devices of this runtime."""
     meshes = Submeshes(deployment)
-    templates = ModelTemplates(placed(config, meshes.ffn), deployment, meshes)
-    return templates, deployment, meshes
+    return ModelTemplates(placed(config, meshes.ffn), deployment, meshes), meshes
 
 
 def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
@@ -126,7 +123,7 @@ def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
 def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     """Compiles and fills both roles on the devices of this process."""
     use_compilation_cache()
-    templates, _, meshes = templates_of(deployment, config)
+    templates, meshes = templates_of(deployment, config)
     bucket, names, source = bucket_of(deployment), step3_names(config), RandomLeaves()
     attention, executables, weights = build_attention(
         templates, deployment, meshes.attention, source, names
@@ -158,6 +155,6 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
 def build_local_cell(deployment: Deployment, config: ModelConfig) -> Cell:
     """The workers of the roles that this process has devices of."""
     use_compilation_cache()
-    templates, _, meshes = templates_of(deployment, config)
+    templates, meshes = templates_of(deployment, config)
     model = OpenModel(templates.config, step3_names(config), meshes, templates, RandomLeaves())
     return build_cell(model, deployment)
