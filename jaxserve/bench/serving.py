@@ -31,6 +31,7 @@ from jaxserve.bench.report import (
     percentile,
     publish,
 )
+from jaxserve.config.command_line import add_options
 from jaxserve.errors import ConfigError
 from jaxserve.planner import view
 from jaxserve.planner.view import Series, chart
@@ -61,18 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--trace", type=Path, help='open loop: lines {"at": s, "prompt": n, "output": n}'
     )
-    parser.add_argument("--requests", type=count, default=64, help="number (64)")
-    parser.add_argument(
-        "--lengths", default="128,128", help="prompt and output in tokens, or sharegpt (128,128)"
-    )
-    parser.add_argument("--longest", type=count, default=1000, help="tokens of prompt and output")
-    parser.add_argument("--vocab", type=count, default=1000, help="prompts are random ids below")
-    parser.add_argument("--shared", type=float, default=0.0, help="shared part of prompts, 0 to 1")
-    parser.add_argument("--sla", default="", help="as in ttft=1,tpot=0.05 (seconds)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=amount, default=600.0, help="limit of one request (600)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    readers = {"count": count, "amount": amount}
+    add_options(parser, Path(__file__).with_suffix(".yaml"), readers)
 
 
 def run(options: argparse.Namespace) -> int:
