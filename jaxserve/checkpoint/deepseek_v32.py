@@ -1,7 +1,10 @@
 """DeepSeek-V3.2 and GLM-5 (`model_type` deepseek_v32 and glm_moe_dsa): DeepSeek-V3 with an indexer
-in every layer, those of prediction modules included. Their config.json and their tensors."""
+in every layer, those of prediction modules included; from GLM-5.2 on layers share them. Their
+config.json and their tensors."""
 
 import functools
+import itertools
+from collections.abc import Collection
 
 import msgspec
 
@@ -12,11 +15,14 @@ from jaxserve.checkpoint.source import Sources, decoder_names, matrix, vector
 from jaxserve.config.model import MLA, Attention, Indexer, LayerKind, ModelConfig
 
 
-def deepseek_v32_config(entries: Entries, *, interleaved: bool = False) -> ModelConfig:
+def deepseek_v32_config(
+    entries: Entries, *, interleaved: bool = False, shared: Collection[int] = ()
+) -> ModelConfig:
     """Reads DeepSeek-V3.2's config.json.
 
     Args:
       interleaved: whether the family's indexer rotates neighbours, unless the file says otherwise.
+      shared: layers that share the indexer of a layer before them.
     """
     config = deepseek_config(entries)
     indexer = Indexer(
@@ -26,12 +32,12 @@ def deepseek_v32_config(entries: Entries, *, interleaved: bool = False) -> Model
         interleaved=entries.flag("indexer_rope_interleave", default=interleaved),
     )
 
-    def indexed(kind: LayerKind) -> LayerKind:
-        return kind._replace(attention=msgspec.structs.replace(kind.attention, indexer=indexer))
+    def indexed(layer: int, kind: LayerKind) -> LayerKind:
+        own = msgspec.structs.replace(indexer, shared=layer in shared)
+        return kind._replace(attention=msgspec.structs.replace(kind.attention, indexer=own))
 
-    layers = {
-        name: tuple(map(indexed, getattr(config, name))) for name in ("decoder", "predictors")
-    }
+    kinds = tuple(map(indexed, itertools.count(), config.decoder + config.predictors))
+    decoder, predictors = kinds[: config.layers], kinds[config.layers :]
     spec = config.layer(0).attention
     assert isinstance(spec, MLA)
     if not spec.q_latent or spec.rope_dim > indexer.head_dim:
@@ -40,18 +46,23 @@ def deepseek_v32_config(entries: Entries, *, interleaved: bool = False) -> Model
             f"qk_rope_head_dim = {spec.rope_dim}: an indexer needs query latents, and rotates "
             "qk_rope_head_dim of its columns"
         )
-    return msgspec.structs.replace(config, **layers)
+    return msgspec.structs.replace(config, decoder=decoder, predictors=predictors)
 
 
 def glm_moe_dsa_config(entries: Entries) -> ModelConfig:
-    """Reads GLM-5's config.json. Layers that share the choice of the layer before (GLM-5.2) are
-    refused."""
-    config = deepseek_v32_config(entries, interleaved=True)
-    entries.only("index_topk_freq", 1)
-    entries.only("index_skip_topk_offset", 2)
-    kinds = entries.names("indexer_types") or list(entries.any("index_topk_pattern") or "")
-    if not {*kinds} <= {"full", "F"}:
-        entries.problems.append(f"indexer_types = {kinds}: only layers with an own indexer, full")
+    """Reads the config.json of GLM-5, and of GLM-5.2, whose layers share indexers (IndexShare,
+    arXiv 2603.12201). A prediction module that runs several times chooses anew in every pass."""
+    layers, every = entries.size("num_hidden_layers"), entries.size("index_topk_freq", default=1)
+    first = entries.size("index_skip_topk_offset", default=2) - 1
+    rule = ["FS"[max(layer - first, 0) % every > 0] for layer in range(layers)]
+    kinds = entries.names("indexer_types") or [*(entries.any("index_topk_pattern") or rule)]
+    shared = {layer for layer, kind in enumerate(kinds) if kind in ("shared", "S")}
+    if len(kinds) != layers or 0 in shared or not {*kinds} <= {"full", "shared", "F", "S"}:
+        said = f"indexer_types = {kinds}: needs {layers} entries, full or shared, the first full"
+        entries.problems.append(said)
+    config = deepseek_v32_config(entries, interleaved=True, shared=shared)
+    entries.meaningless("index_share_for_mtp_iteration")
+    entries.only("moe_router_dtype", "float32")
     entries.only("layer_types", None, ["indexed_attention"] * config.layers)
     dense = sum(not kind.ffn.router for kind in config.decoder)
     kinds = ["dense"] * dense + ["sparse"] * (config.layers - dense)
@@ -63,6 +74,8 @@ def indexed_attention(config: ModelConfig, sizes: Attention, name: str) -> Sourc
     """The leaves of latent attention with an indexer; `name` is the prefix of its tensors."""
     assert isinstance(sizes, MLA)
     assert sizes.indexer
+    if sizes.indexer.shared:
+        return latent_attention(config, sizes, name)
     heads, width, d = sizes.indexer.heads, sizes.indexer.head_dim, config.d_model
     leaf, tensor = "attention.indexer.", f"{name}indexer."
     return latent_attention(config, sizes, name) | {

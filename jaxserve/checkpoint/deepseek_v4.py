@@ -24,6 +24,10 @@ WINDOW, SPARSE = "sliding_attention", "compressed_sparse_attention"
 ALL = "heavily_compressed_attention"
 RATES = {WINDOW: 0, SPARSE: 4, ALL: 128}
 """Types of layers, and the tokens of their compressed rows."""
+FIXED: dict[str, object] = {"num_key_value_heads": 1, "attention_bias": False, "n_group": 1}
+FIXED |= {"topk_group": 1, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc"}
+FIXED |= {"mlp_bias": False, "norm_topk_prob": True}
+"""Entries with the only value that is known."""
 SPELLINGS = (
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
@@ -40,9 +44,8 @@ def deepseek_v4_config(entries: Entries) -> ModelConfig:
     layers, d_ff = decoder.pop("layers"), decoder.pop("d_ff")
     types, every = _types(entries, layers)
     main, compress, rope_dim = _ropes(entries)
-    entries.only("num_key_value_heads", 1)
-    entries.only("attention_bias", False)
-    entries.only("mlp_bias", False)
+    for name, value in FIXED.items():
+        entries.only(name, value)
     windowed = Compressed(
         q_heads=entries.size("num_attention_heads"),
         q_latent=entries.size("q_lora_rank"),
@@ -114,8 +117,7 @@ def _ropes(entries: Entries) -> tuple[Rope, Rope, int]:
     for name, theta, others in zip(("main", "compress"), thetas, ({}, scaling), strict=True):
         tree = {"rope_theta": theta} | (parameters.get(name) or others)
         tree.pop("partial_rotary_factor", None)
-        if "factor" in tree:
-            tree.setdefault("attention_factor", 1.0)
+        tree |= {"attention_factor": 1.0} | tree if "factor" in tree else {}
         inner = entries.inside("", {"rope_parameters": tree})
         ropes.append(inner.rope("qk_rope_head_dim", rope_dim, interleaved=True))
         entries.problems += inner.problems
@@ -125,11 +127,6 @@ def _ropes(entries: Entries) -> tuple[Rope, Rope, int]:
 def _ffns(entries: Entries, layers: int, d_ff: int, decoder: dict[str, Any]) -> list[FFN]:
     """Reads the FFNs of all layers, the module's last: the experts of the first follow from the
     token's id."""
-    entries.only("scoring_func", "sqrtsoftplus")
-    entries.only("topk_method", "noaux_tc")
-    entries.only("norm_topk_prob", True)
-    entries.only("n_group", 1)
-    entries.only("topk_group", 1)
     kinds = entries.names("mlp_layer_types")
     hashed = kinds.count("hash_moe") if kinds else entries.size("num_hash_layers", least=0)
     if kinds:
@@ -222,11 +219,9 @@ def _attention_block(config: ModelConfig, layer: str, kind: LayerKind) -> source
         **_mixer(config, "input_mixer", f"{layer}hc_attn_"),
         **_mixer(config, "post_mixer", f"{layer}hc_ffn_"),
     }
-    if router.token_table:
-        table = source.matrix(f"{layer}ffn.gate.tid2eid", router.token_table, router.top_k)
-        sources["router.table"] = table
-    else:
-        sources["router.bias"] = source.vector(f"{layer}ffn.gate.bias", router.experts)
+    table = source.matrix(f"{layer}ffn.gate.tid2eid", router.token_table, router.top_k)
+    bias = source.vector(f"{layer}ffn.gate.bias", router.experts)
+    sources |= {"router.table": table} if router.token_table else {"router.bias": bias}
     if sizes.every:
         sources |= _compressor(config, sizes, "attention.", name, width)
     if index := sizes.indexer:
@@ -245,10 +240,9 @@ def _compressor(
 ) -> source.Sources:
     """The leaves of `model.attention.compressed.Compressor`."""
     columns, name = width * (2 if sizes.indexer else 1), f"{tensor}compressor."
+    maps = {"wkv": columns, "wgate": columns}
     return {
-        f"{leaf}compressor.map": source.matrices(
-            name, dict.fromkeys(("wkv", "wgate"), columns), config.d_model
-        ),
+        f"{leaf}compressor.map": source.matrices(name, maps, config.d_model),
         f"{leaf}compressor.bias": source.Source((f"{name}ape",), ((sizes.every, columns),)),
         f"{leaf}compressor.norm": source.vector(f"{name}norm.weight", width),
     }

@@ -128,6 +128,8 @@ class Indexer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Tokens that are chosen. A token with no more before it attends to all."""
     interleaved: bool = False
     """Whether the indexer rotates neighbours, as `Rope.interleaved`."""
+    shared: bool = False
+    """Whether the layer attends to what the last indexer before it has chosen, and has none."""
 
 
 class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_fields=True):
@@ -293,7 +295,8 @@ class LayerKind(NamedTuple):
         table = "_table" * bool(self.ffn.router and self.ffn.router.token_table)
         state = "_state" * isinstance(self.attention, DeltaNet)
         every = f"_{self.attention.every}" if isinstance(self.attention, Compressed) else state
-        return f"{self.ffn.kind}{window}{every}{table}{limit}{int8}"
+        shared = "_shared" * getattr(getattr(self.attention, "indexer", None), "shared", False)
+        return f"{self.ffn.kind}{window}{every}{shared}{table}{limit}{int8}"
 
 
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -350,8 +353,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def residual_width(self) -> int:
         """Columns of a token's residual: the streams, and for each the factor with which the output
-        of a sublayer under way is added to it."""
-        return self.streams.count * (self.d_model + 1) if self.streams else self.d_model
+        of a sublayer under way is added to it; or one stream, and behind it chosen positions."""
+        own = self.streams.count * (self.d_model + 1) if self.streams else self.d_model
+        return own + self.choice_width
+
+    @property
+    def choice_width(self) -> int:
+        """Columns for the positions that indexers pass on to layers that share them, three for
+        each (`attention/mla.py`); 0: no layer shares an indexer."""
+        indexers = (spec.indexer for spec in self.attentions() if isinstance(spec, MLA))
+        return max((3 * one.top_k for one in indexers if one and one.shared), default=0)
 
     @property
     def recurrent(self) -> bool:

@@ -27,7 +27,7 @@ from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
 from jaxserve.model.quant.rows import EncodedRows, has_scales, norm_and_encode_rows
-from jaxserve.model.residual import StreamMixer, added, streams_of
+from jaxserve.model.residual import StreamMixer, added, streams_of, widened
 from pallas_kernels.grouped_matmul.dense import matmul
 
 
@@ -63,15 +63,17 @@ class AttentionBlock(nnx.Module):
     ) -> tuple[Float[Array, "tokens residual"], DispatchMessage, Pages]:
         """Returns the residual that the FFN's output is added to, the message to the ffn role, and
         the pages."""
-        epsilon = self.config.norm_epsilon
+        d, epsilon = self.config.d_model, self.config.norm_epsilon
         with jax.named_scope("attention"):
-            row, x = self.input_mixer.read(x) if self.input_mixer else (x, x)
+            row, x = self.input_mixer.read(x) if self.input_mixer else (x[:, :d], x)
             normed = rms_norm(row, self.input_norm[...], epsilon)
-            mixed, pages = self.attention(normed, pages, batch.of_layer(self.spec))
+            own = batch.of_layer(self.spec)._replace(choice=x[:, d:])
+            mixed, pages, *choice = self.attention(normed, pages, own)
             mixed = jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
             x = added(self.config, x, mixed)
+            x = x.at[:, d:].set(choice[0]) if choice else x
         with jax.named_scope("router"):
-            row, x = self.post_mixer.read(x) if self.post_mixer else (x, x)
+            row, x = self.post_mixer.read(x) if self.post_mixer else (x[:, :d], x)
             normed, encoded = self._norm(row)
             experts = gates = None
             if self.router is not None:
@@ -129,7 +131,7 @@ class Head(nnx.Module):
 
     def normed(self, x: Float[Array, "rows residual"]) -> Float[Array, "rows d_model"]:
         """Applies the final norm, whose results logits are made of."""
-        row = self.streams.join(x) if self.streams else x
+        row = self.streams.join(x) if self.streams else x[:, : self.config.d_model]
         return rms_norm(row, self.norm[...], self.config.norm_epsilon)
 
     def logits(self, hidden: Float[Array, "rows d_model"]) -> Float[Array, "rows vocab"]:
@@ -171,7 +173,8 @@ class Prediction(nnx.Module):
             modules have heads of their own.
           embedded: of the token after each.
         """
-        d, epsilon, width = self.config.d_model, self.config.norm_epsilon, hidden.shape[1]
+        d, epsilon = self.config.d_model, self.config.norm_epsilon
+        width = hidden.shape[1] - self.config.choice_width
         streams = hidden[:, : width // d * d].reshape(-1, d)
         token = rms_norm(embedded[:, :d], self.token_norm[...], epsilon)
         rows = rms_norm(streams, self.hidden_norm[...], epsilon)
@@ -181,13 +184,14 @@ class Prediction(nnx.Module):
         else:
             columns = matmul(jnp.concatenate([token, rows], axis=1), self.projection[...])
         joined = all_columns(columns.astype(hidden.dtype), d).reshape(len(hidden), -1)
-        return jnp.pad(joined, ((0, 0), (0, width - joined.shape[1])))
+        return widened(self.config, joined)
 
     def leave(self, x: Float[Array, "tokens residual"]) -> Float[Array, "tokens width"]:
         """Computes the module's hidden states, from the rows behind its layer."""
         if self.norm is None:
             return x
-        return rms_norm(x, self.norm[...], self.config.norm_epsilon)
+        rows = rms_norm(x[:, : self.config.d_model], self.norm[...], self.config.norm_epsilon)
+        return widened(self.config, rows)
 
     def logits(self, hidden: Float[Array, "rows width"], head: Head) -> Float[Array, "rows vocab"]:
         """Computes FP32 logits of token i + 2 from the module's hidden states.
@@ -196,7 +200,8 @@ class Prediction(nnx.Module):
           head: the model's, which makes them unless the module has its own.
         """
         if self.head is None or self.config.streams:
-            return head.logits(self.head.normed(hidden) if self.head else hidden)
+            rows = self.head.normed(hidden) if self.head else hidden[:, : self.config.d_model]
+            return head.logits(rows)
         return self.head(hidden)
 
 

@@ -4,7 +4,10 @@ A residual is rows [tokens, `ModelConfig.residual_width`]. With several streams
 (manifold-constrained hyper-connections, DeepSeek-V4 §2.2) a row has them side by side, and behind
 them for each the factor with which a sublayer's output is added to it. `StreamMixer.read` makes the
 sublayer's input and mixes the streams at once, before the output is there: with AFD that happens
-while the FFN works. Used by `blocks.py` and by the programs that add answers of the ffn role.
+while the FFN works. Where layers share an indexer (GLM-5.2), the positions that it has chosen lie
+behind the one stream, and so reach the next layer however a program passes residuals on; 2,048 of
+them take as many bytes as a row of 6,144 columns. Used by `blocks.py` and by the programs that add
+answers of the ffn role.
 """
 
 import jax
@@ -21,10 +24,12 @@ def streams_of(
     config: ModelConfig, x: Float[Array, "tokens d_model"]
 ) -> Float[Array, "tokens residual"]:
     """Starts a residual from rows of the embedding: all streams are equal."""
-    if config.streams is None:
-        return x
-    count = config.streams.count
-    return jnp.pad(jnp.tile(x, (1, count)), ((0, 0), (0, count)))
+    return widened(config, jnp.tile(x, (1, config.streams.count)) if config.streams else x)
+
+
+def widened(config: ModelConfig, x: Float[Array, "tokens some"]) -> Float[Array, "tokens residual"]:
+    """Adds columns of zeros, up to the width of a residual."""
+    return jnp.pad(x, ((0, 0), (0, config.residual_width - x.shape[1])))
 
 
 def added(
@@ -32,7 +37,7 @@ def added(
 ) -> Float[Array, "tokens residual"]:
     """Adds a sublayer's output to the residual that its `read` returned."""
     if config.streams is None:
-        return x + output
+        return x + widened(config, output)
     count = config.streams.count
     streams, factors = jnp.split(x, [count * config.d_model], axis=1)
     every = factors[:, :, None] * output[:, None, :]

@@ -66,6 +66,11 @@ class AttentionLayers(NamedTuple):
         return self.spec.indexer if isinstance(self.spec, MLA | Compressed) else None
 
     @property
+    def scorer(self) -> Indexer | None:
+        """The indexer, unless layers of the group share that of a layer before them."""
+        return self.indexer if self.indexer and not self.indexer.shared else None
+
+    @property
     def one_row(self) -> bool:
         """Whether a cached row serves as key and value at once."""
         return isinstance(self.spec, MLA | Compressed)
@@ -113,11 +118,11 @@ class AttentionLayers(NamedTuple):
         return spec.kv_latent * size + spec.rope_dim * rotated + scale
 
     def index_row_bytes(self, formats: Formats) -> float:
-        """Bytes of an indexer's key of one token; 0 without an indexer."""
-        if not self.indexer:
+        """Bytes of an indexer's key of one token; 0 without an indexer of the layer's own."""
+        if not self.scorer:
             return 0.0
         scale = SCALE if scaled(formats.cache) else 0
-        return self.indexer.head_dim * number_bytes(formats.cache) + scale
+        return self.scorer.head_dim * number_bytes(formats.cache) + scale
 
     @property
     def core_flops(self) -> float:
@@ -131,7 +136,7 @@ class AttentionLayers(NamedTuple):
     @property
     def index_flops(self) -> float:
         """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
-        return 2.0 * self.indexer.heads * self.indexer.head_dim if self.indexer else 0.0
+        return 2.0 * self.scorer.heads * self.scorer.head_dim if self.scorer else 0.0
 
     @property
     def expanded_width(self) -> int:
@@ -155,7 +160,7 @@ class AttentionLayers(NamedTuple):
                 query = spec.q_latent * up if spec.q_latent else d_model * up
                 out = spec.q_heads * spec.v_dim * d_model
                 whole = d_model * (spec.q_latent + self.key_dim)
-                if index := spec.indexer:
+                if index := self.scorer:
                     whole += index.heads * index.head_dim * spec.q_latent
                     whole += d_model * (index.head_dim + index.heads)
                 return query + self.head_parameters + out, whole

@@ -155,7 +155,7 @@ class Calculator(NamedTuple):
             (group.row_bytes(self.formats, tp) * load.read, flops * load.pairs, form),
             (group.linear_bytes(self.formats, self.model.d_model, tp), linear, self.formats.linear),
         ]
-        if group.indexer:
+        if group.scorer:
             keys, pairs = load.scored
             size = group.index_row_bytes(self.formats) * keys
             kernels.append((size, group.index_flops * pairs, form))

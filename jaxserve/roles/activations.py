@@ -26,6 +26,8 @@ class StepSizes(NamedTuple):
     lanes: int
     drafts: int
     d_model: int
+    residual: int
+    """Columns of a token's residual."""
     vocab: int
     packed: int
     """Bytes of a packed row of a dispatch message."""
@@ -71,7 +73,7 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shar
     """
     tokens, size, d = step.tokens, step.size, step.d_model
     rows = -(-tokens // tp)
-    lane = tokens * d * size + rows * (step.packed + d * size)
+    lane = tokens * step.residual * size + rows * (step.packed + d * size)
     attend = tokens * (heads // tp * width + shared + d) * size + tokens * d * FP32
     logits = step.slots * step.vocab * FP32
     counts = logits  # as many, of four bytes

@@ -79,6 +79,7 @@ def step_sizes(config: ModelConfig, deployment: Deployment) -> StepSizes:
         lanes=deployment.lanes,
         drafts=deployment.drafts,
         d_model=config.d_model,
+        residual=config.residual_width,
         vocab=config.vocab,
         packed=deployment_row_bytes(config, deployment).packed,
         size=jnp.dtype(deployment.dtype).itemsize,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.model.residual import widened
 from jaxserve.roles.token_programs import TokenPrograms, drawn_tokens, sampler_state
 
 
@@ -64,7 +65,8 @@ def first_pass(
         "upcoming": upcoming,
     }
     block = programs.templates.head.merge(head)
-    hidden = x[row] if programs.config.own_heads else block.normed(x[row])
+    own, hidden = programs.config.own_heads, x[row]
+    hidden = hidden if own else widened(programs.config, block.normed(hidden))
     return PassStart(hidden, _joined(fields))
 
 

@@ -8,10 +8,12 @@ compared in `test_model.py`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -207,8 +209,9 @@ def test_every_model_on_two_meshes(name, layout, tmp_path):
 @pytest.mark.parametrize("spare", [False, True], ids=["rows", "rows as on TPUs"])
 def test_an_indexer_chooses_24_of_more_than_a_hundred_tokens(name, spare, tmp_path, monkeypatch):
     """On TPUs rows have spare columns."""
-    entries = kv_cache._entries
-    monkeypatch.setattr(kv_cache, "_entries", lambda kind, rope, _: entries(kind, rope, spare))
+    if spare:
+        entries, on_tpus = kv_cache.layer_entries, partial(msgspec.structs.replace, platform="tpu")
+        monkeypatch.setattr(kv_cache, "layer_entries", lambda c, *of: entries(on_tpus(c), *of))
     sizes = replace(CATALOGUE[name].sizes, index_topk=24)
     runtime = load(replace(CATALOGUE[name], sizes=sizes), tmp_path, LONG)
     reference, texts = DecoderNumpy.from_folder(tmp_path), prompts((110, 131), seed=3)

@@ -274,7 +274,10 @@ class DeepseekNumpy(DecoderNumpy):
         )
         scale = rope.score_factor / math.sqrt(plain + turned)
         if "index_topk" in config:
-            shown = self.chosen(f"{name}indexer.", x, low_rank, rope)
+            kinds = config.get("indexer_types") or ["full"] * (layer + 1)
+            if kinds[layer] == "full":
+                self.shown = self.chosen(f"{name}indexer.", x, low_rank, rope)
+            shown = self.shown  # by the last layer with an indexer
         output = attend(query, key, expanded[..., plain:], scale, 0, shown=shown)
         return self.linear(f"{name}o_proj", output.reshape(tokens, -1))
 

@@ -153,8 +153,21 @@ class TinyDeepseek(sizes("deepseek")):
 
 
 class TinyIndexed(sizes("indexed", TinyDeepseek)):
-    """A tiny DeepSeek-V3.2 or GLM-5: DeepSeek-V3 with an indexer in every layer. 16 heads of the
-    indexer, because with fewer of them several scores of a token are exactly 0."""
+    """A tiny DeepSeek-V3.2 or GLM-5: DeepSeek-V3 with an indexer in every layer, or in those that
+    are `full`. 16 heads of the indexer, because with fewer of them several scores of a token are
+    exactly 0."""
+
+    def config(self, spelling: Spelling = "released") -> dict[str, Any]:
+        """The content of config.json, but for the dtype and the quantisation."""
+        entries = super().config(spelling)
+        return {k: v for k, v in entries.items() if k != "indexer_types" or v}
+
+    def shapes(self) -> Shapes:
+        """Name in the checkpoint -> shape, [out, in] for projections."""
+        kinds = enumerate(self.indexer_types)
+        shared = tuple(f"model.layers.{n}.self_attn.indexer." for n, k in kinds if k == "shared")
+        shapes: Shapes = super().shapes()
+        return {name: shape for name, shape in shapes.items() if not name.startswith(shared)}
 
     def _layer_shapes(self, *, moe: bool) -> Shapes:
         heads, width, hidden = self.index_n_heads, self.index_head_dim, self.hidden_size

@@ -38,6 +38,9 @@ class RaggedBatch(NamedTuple):
     """For routers with a table of experts by token; None: the model has none."""
     drafts: Int[Array, " slots"] | None = None
     """Drafts at the end of each sequence, which may turn out wrong; None: no layer must know."""
+    choice: Any = None
+    """Columns behind a row of the residual: where layers share an indexer, the positions that the
+    last one has chosen, [tokens, columns] (`mla.as_columns`)."""
     ring_table: Int[Array, "slots pages"] | None = None
     """Page ids of a layer's last tokens, where it has other rows in the page table's pages; None:
     all its rows are in pages of one table."""

@@ -87,10 +87,8 @@ class Compressor(nnx.Module):
         sums, gates = jnp.split(found.astype(jnp.float32), 2, axis=-1)
         if self.sizes.indexer:  # the row before gives its first part, the own row the second
             own = jnp.arange(found.shape[1])[:, None] >= self.sizes.every
-            sums, gates = (
-                jnp.where(own, part[..., self.width :], part[..., : self.width])
-                for part in (sums, gates)
-            )
+            halves = (jnp.split(part, 2, axis=-1) for part in (sums, gates))
+            sums, gates = (jnp.where(own, second, first) for first, second in halves)
         gates = jnp.where(there[..., None], gates, -jnp.inf)
         row = jnp.sum(jax.nn.softmax(gates, axis=1) * jnp.where(there[..., None], sums, 0), axis=1)
         normed = rms_norm(row.astype(found.dtype), self.norm[...], self.epsilon)
@@ -133,10 +131,9 @@ class RowIndexer(nnx.Module):
         where: tuple[Array, Array, Array],
     ) -> Int[Array, "tokens chosen"]:
         """Numbers of the rows that each token attends to; -1: none."""
-        heads, width = self.sizes.heads, self.sizes.head_dim
+        heads, width, top_k = self.sizes.heads, self.sizes.head_dim, self.sizes.top_k
         query = turned(linear(latent, self.query).reshape(-1, heads, width), turn)
         weights = matmul(x, self.weights[...]) * (heads * width) ** -0.5
-        top_k = self.sizes.top_k
         return choose_positions(query, weights, (keys,), *where, top_k=top_k)
 
 
@@ -172,10 +169,8 @@ class CompressedAttention(nnx.Module):
         self.compressor = make(width, formats, rngs) if sizes.every else None
         self.indexer = RowIndexer(config, sizes, formats, rngs) if sizes.indexer else None
 
-    @staticmethod
-    def walk(*_: Any) -> tuple[()]:
-        """Nothing: the places of the two kinds of rows differ."""
-        return ()
+    walk = staticmethod(lambda *_: ())
+    """Nothing: the places of the two kinds of rows differ."""
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
@@ -193,10 +188,9 @@ class CompressedAttention(nnx.Module):
         with jax.named_scope("write_pages"):
             own = written(own, turned(row[:, None], turn)[:, 0], *ring)
             if self.compressor:
-                others = self._compress(x, *others, batch=batch)
-        attend: Any = functools.partial(
-            paged_attention, query, scale=width**-0.5, v_width=width, with_lse=True
-        )
+                others = self._compress(x, ring, *others, batch=batch)
+        scaled: Any = {"scale": width**-0.5, "v_width": width}
+        attend: Any = functools.partial(paged_attention, query, with_lse=True, **scaled)
         with jax.named_scope("paged_attention"):
             mixed, lse = attend(own, None, *ring, window=self.sizes.window)
             if self.compressor:
@@ -206,9 +200,7 @@ class CompressedAttention(nnx.Module):
                 room = batch.page_table.shape[1] * rows.shape[2]
                 if self.indexer and room > self.indexer.sizes.top_k:
                     chosen = self.indexer.choose(x, latent, keys[0], turn, where)
-                    before, sums = attend_chosen(
-                        query, (rows,), chosen, *where[:2], scale=width**-0.5, v_width=width
-                    )
+                    before, sums = attend_chosen(query, (rows,), chosen, *where[:2], **scaled)
                 else:
                     before, sums = attend(rows, None, *where)
                 mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
@@ -229,17 +221,20 @@ class CompressedAttention(nnx.Module):
         return linear(jnp.concatenate(low, axis=1).astype(mixed.dtype), self.out)
 
     def _compress(
-        self, x: Array, open_rows: Array, *compressed: Array, batch: RaggedBatch
+        self, x: Array, where: Any, open_rows: Array, *compressed: Array, batch: RaggedBatch
     ) -> list[Array]:
         """Writes the rows that tokens of the batch complete, and the batch's sums and gates, into
-        the pages of sums and gates, of compressed rows, and of the indexer's keys."""
+        the pages of sums and gates, of compressed rows, and of the indexer's keys.
+
+        Args:
+          where: the ring's page table, and sequence and position of each token.
+        """
         assert self.compressor
         makers = [self.compressor, *([self.indexer.compressor] if self.indexer else [])]
         every, tokens = self.sizes.every, x.shape[0]
         span = every * (2 if self.indexer else 1)
         own = jnp.concatenate([maker.mapped(x, batch.position) for maker in makers], axis=1)
-        assert batch.ring_table is not None
-        ring, slot, position = batch.ring_table, *batch.where[1:]
+        ring, slot, position = where
         kept_rows = open_rows.shape[2]
         per_unit = kept_rows * self.unit // (compressed[0].shape[2] * every)
 
@@ -277,14 +272,8 @@ class CompressedAttention(nnx.Module):
 
         compressed = jax.lax.fori_loop(0, count, make, compressed)
         # Of tokens with one place only the last is written.
-        later = position + per_unit
-        behind = jnp.arange(tokens) + per_unit
-        next_token = jnp.minimum(behind, tokens - 1)
-        taken = (
-            (behind < tokens)
-            & (slot[next_token] == slot)
-            & (position[next_token] == later)
-            & (place(later) == place(position))
-        )
+        later = position + per_unit  # tokens that a roll brings to the end have lower positions
+        same = (jnp.roll(slot, -per_unit) == slot) & (jnp.roll(position, -per_unit) == later)
+        taken = same & (place(later) == place(position))
         places = jnp.where((position < 0) | taken, -1, place(position))
         return [written(open_rows, own, ring, slot, places), *compressed]

@@ -77,9 +77,10 @@ def layer_entries(
         return state, state._replace(width=width, plain=deployment.dtype)
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
-        index = (Entry(1, attention.indexer.head_dim),) if attention.indexer else ()
+        indexer = attention.indexer
+        index = (Entry(1, indexer.head_dim),) if indexer and not indexer.shared else ()
         if rope == "auto":
-            padded = index and config.platform == "tpu"
+            padded = indexer and config.platform == "tpu"
             spare = -(latent + rotated) % ROW_COLUMNS if padded else 0
             return Entry(1, latent + rotated + spare), *index
         return Entry(1, latent), *index, Entry(1, rotated, "bfloat16")

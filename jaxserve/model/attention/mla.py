@@ -15,18 +15,19 @@ are not the cache's, stays in floats.
 Pages of latents are (latent,) or (latent, rotated part), then their scales; an indexer's keys come
 behind the latent, and so do their scales.
 
-With an indexer (DeepSeek-V3.2 §2.1), and in a step whose page table has room for more tokens than
-it chooses, every token attends, absorbed, to the cached rows that the indexer chooses for it. With
-a smaller table all rows would be chosen, and the step is one without an indexer, which still caches
-the indexer's keys, one a token, in the cache's format. Every `tp` device has all heads of the
-indexer: divided heads would need a sum over `tp` of scores [tokens, context] in FP32, 16 MB a layer
-for 128 tokens at 32k, which takes longer than scoring does. The Hadamard rotation of the released
-kernels, which changes no product but for rounding, is left out.
+With an indexer (DeepSeek-V3.2 §2.1), its own or one of a layer before it (`Indexer.shared`), and in
+a step whose page table has room for more tokens than it chooses, every token attends, absorbed, to
+the cached rows that the indexer chooses for it. With a smaller table all rows would be chosen, and
+the step is one without an indexer, which still caches the indexer's keys, one a token, in the
+cache's format. Every `tp` device has all heads of the indexer: divided heads would need a sum over
+`tp` of scores [tokens, context] in FP32, 16 MB a layer for 128 tokens at 32k, which takes longer
+than scoring does. The Hadamard rotation of the released kernels, which changes no product but for
+rounding, is left out.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.config.model import MLA as Sizes
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention.batch import RaggedBatch, Shared
+from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
@@ -49,10 +50,9 @@ from jaxserve.model.module import (
     weight,
     zeros,
 )
-from pallas_kernels import rotate_and_write as kernels
 from pallas_kernels.attention.api import chunk_attention, merge, paged_attention, write_rows
 from pallas_kernels.grouped_matmul.dense import matmul
-from pallas_kernels.rotate_and_write import Latents, kept, rotate
+from pallas_kernels.rotate_and_write import kept, norm_and_write, rotate
 from pallas_kernels.sparse_attention import attend_chosen, choose_positions
 
 
@@ -68,69 +68,28 @@ def with_index(latents: Pages, index: Pages) -> Pages:
     return latents[0], index[0], *latents[1:], *index[1:]
 
 
-def is_sparse(sizes: MLA, pages: Sequence[jax.ShapeDtypeStruct | Array], page_table: Array) -> bool:
+def is_sparse(sizes: Sizes, pages: Sequence[Any], page_table: Array) -> bool:
     """Returns whether a page table has room for more tokens than an indexer chooses."""
-    if not sizes.indexer:
-        return False
-    return page_table.shape[1] * pages[0].shape[2] > sizes.indexer.top_k
-
-
-class LatentNorms(NamedTuple):
-    """RMSNorms behind MLA's down maps."""
-
-    query_norm: Float[Array, " q_latent"] | None
-    """Norm of the queries' latents; None: queries have no latents."""
-    latent_norm: Float[Array, " kv_latent"]
-    epsilon: float
-
-
-def write_latents(
-    pages: Pages,
-    down: Float[Array, "tokens columns"],
-    turn: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]],
-    batch: RaggedBatch,
-    norms: LatentNorms,
-    *,
-    interleaved: bool = False,
-    stored: bool = False,
-) -> Latents:
-    """Norms latents, rotates the key beside them, and writes both, quantised to the cache's format;
-    with `stored` also returns what is then in the cache."""
-    norm = functools.partial(kernels.norm_and_write, interleaved=interleaved, stored=stored)
-    return norm(pages, down, *turn, *batch.where, **norms._asdict())
-
-
-def attend_latent(
-    queries: Float[Array, "tokens q_heads width"],
-    pages: Pages,
-    batch: RaggedBatch,
-    kind: LayerKind,
-    *,
-    scale: float,
-    v_width: int,
-) -> tuple[Float[Array, "tokens q_heads v_width"], Float[Array, "tokens q_heads"]]:
-    """Attention over a cache whose rows serve as keys and, in their first `v_width` elements, as
-    values; also returns the log-sum-exp of every row and head."""
-    split = len(pages) == 3  # the rotated part of latents is in an array of its own
-    out, lse = paged_attention(
-        queries,
-        pages[0],
-        None,
-        *batch.where,
-        scale=scale,
-        v_width=v_width,
-        int8_products=kind.int8_products,
-        with_lse=True,
-        k_scales=pages[-1] if len(pages) > 1 else None,
-        rope_pages=pages[1] if split else None,
-        places=batch.own.places,
-    )
-    assert lse is not None
-    return out, lse
+    room = page_table.shape[1] * pages[0].shape[2]
+    return sizes.indexer is not None and room > sizes.indexer.top_k
 
 
 EPSILON = 1e-6
 """Epsilon of the norm of keys, the same in every model."""
+
+
+def as_columns(
+    chosen: Int32[Array, "tokens chosen"], dtype: jnp.dtype
+) -> Float[Array, "tokens columns"]:
+    """Writes positions, -1 for none, as digits to the base of 256, which every float holds."""
+    digits = [(chosen + 1) >> shift & 255 for shift in (0, 8, 16)]
+    return jnp.concatenate(digits, axis=1).astype(dtype)
+
+
+def from_columns(columns: Float[Array, "tokens columns"]) -> Int32[Array, "tokens chosen"]:
+    """Undoes `as_columns`."""
+    low, middle, high = jnp.split(columns.astype(jnp.int32), 3, axis=1)
+    return low + (middle << 8) + (high << 16) - 1
 
 
 class TokenIndexer(nnx.Module):
@@ -205,15 +164,15 @@ class LatentAttention(nnx.Module):
       value_up: [q_heads, v_dim, kv_latent].
       out: [d_model, q_heads·v_dim].
       down_bias, out_bias: biases of `down` and `out`, or None.
-      indexer: chooses the tokens to attend to; None: all.
+      indexer: chooses the tokens to attend to; None: all, or those that the last indexer before
+        this layer has chosen (`Indexer.shared`).
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
-        self.sizes = sizes = kind.attention
-        self.kind = kind
-        if sizes.window:
-            raise ConfigError("latent attention with a sliding window is not supported")
+        assert not kind.attention.window  # of which no model is known
+        self.sizes, self.kind = kind.attention, kind
+        sizes = self.sizes
         if sizes.indexer and kind.int8_products:
             raise ConfigError("attention.int8_products: not for sparse attention (an indexer)")
         dtype, d_model = formats.dtype, config.d_model
@@ -234,7 +193,9 @@ class LatentAttention(nnx.Module):
         self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
         self.out_bias = zeros(rngs, dtype, d_model=d_model) if biased else None
-        self.indexer = TokenIndexer(config, sizes, formats, rngs) if sizes.indexer else None
+        own = sizes.indexer and not sizes.indexer.shared
+        self.indexer = TokenIndexer(config, sizes, formats, rngs) if own else None
+        self.passes = config.choice_width > 0
 
     @staticmethod
     def walk(
@@ -244,54 +205,68 @@ class LatentAttention(nnx.Module):
         queries' width; empty where attention uses other positions than the batch's."""
         if tokens > table.shape[0] or is_sparse(sizes, pages, table):
             return ()
-        pages = without_index(pages)[0] if sizes.indexer else pages
+        pages = without_index(pages)[0] if sizes.indexer and not sizes.indexer.shared else pages
         width = sum(array.shape[-1] for array in pages if len(array.shape) == 4)
         return pages[0], None, pages[1] if len(pages) == 3 else None, sizes.kv_latent, width
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
-    ) -> tuple[Float[Array, "tokens d_model"], Pages]:
+    ) -> tuple[Any, ...]:
         """Attention of normed tokens, after their latents are written to the pages. Returns this
-        device's share of the output projection (the caller sums over `tp`) and the pages."""
-        tokens = x.shape[0]
+        device's share of the output projection [tokens, d_model] (the caller sums over `tp`), the
+        pages, and what the indexer chose, as columns, where other layers share it."""
+        tokens, chosen = x.shape[0], None
         sparse = is_sparse(self.sizes, pages, batch.page_table)
         chunks = tokens > batch.page_table.shape[0] and not sparse
         turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
         down = linear(x, self.down, self.down_bias)
-        norms, interleaved = self._norms(), self.sizes.rope.interleaved
+        query_norm = None if self.query_norm is None else self.query_norm[...]
         pages, index = without_index(pages) if self.indexer else (pages, pages[:0])
         with jax.named_scope("write_pages"):
             if self.indexer:
                 index = self.indexer.write(x, index, turn, batch)
-            query, row, pages = write_latents(
-                pages, down, turn, batch, norms, interleaved=interleaved, stored=chunks
+            write = functools.partial(norm_and_write, pages, down, *turn, *batch.where)
+            query, row, pages = write(
+                latent_norm=self.latent_norm[...],
+                query_norm=query_norm,
+                epsilon=self.sizes.latent_epsilon,
+                interleaved=self.sizes.rope.interleaved,
+                stored=chunks,
             )
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         absorbed = self._absorb(nope, rope)
         spare = sum(array.shape[-1] for array in pages if array.ndim == 4) - absorbed.shape[-1]
         absorbed = jnp.pad(absorbed, ((0, 0), (0, 0), (0, spare)))
-        scale, v_width = self.sizes.scale, self.sizes.kv_latent
-        attend = functools.partial(attend_latent, kind=self.kind, scale=scale, v_width=v_width)
+        scaled: Any = {"scale": self.sizes.scale, "v_width": self.sizes.kv_latent}
         with jax.named_scope("paged_attention"):
             if self.indexer and sparse:
                 chosen = self.indexer.choose(x, query, index, turn, batch)
-                where = chosen, *batch.where[:2]
-                mixed, _ = attend_chosen(absorbed, pages, *where, scale=scale, v_width=v_width)
-                heads = self._values(mixed)
-            elif row is None:
-                mixed, _ = attend(absorbed, pages, batch)
-                heads = self._values(mixed)
+            if sparse:
+                where = from_columns(batch.choice) if chosen is None else chosen, *batch.where[:2]
+                heads = self._values(attend_chosen(absorbed, pages, *where, **scaled)[0])
             else:
-                before = batch._replace(
-                    position=jnp.where(batch.position < 0, -1, batch.chunk_start - 1), own=Shared()
+                position, places = batch.position, batch.own.places
+                if row is not None:  # only to what was cached before
+                    position, places = jnp.where(position < 0, -1, batch.chunk_start - 1), ()
+                mixed, history = paged_attention(
+                    *(absorbed, pages[0], None, *batch.where[:2], position),
+                    int8_products=self.kind.int8_products,
+                    with_lse=True,
+                    k_scales=pages[-1] if len(pages) > 1 else None,
+                    rope_pages=pages[1] if len(pages) == 3 else None,
+                    places=places,
+                    **scaled,
                 )
-                mixed, history = attend(absorbed, pages, before)
-                inside, chunk = self._naive(nope, rope, row, batch)
-                heads = merge((self._values(mixed), inside), (history, chunk))
+                assert history is not None
+                heads = self._values(mixed)
+                if row is not None:
+                    inside, chunk = self._naive(nope, rope, row, batch)
+                    heads = merge((heads, inside), (history, chunk))
         if self.indexer:
             pages = with_index(pages, index)
         share = linear(heads.reshape(tokens, -1), self.out)
-        return add_once(share, self.out_bias), pages
+        passed = [as_columns(chosen, x.dtype)] if self.passes and chosen is not None else []
+        return add_once(share, self.out_bias), pages, *passed
 
     def _query(
         self, x: Array, turn: tuple[Array, Array]
@@ -302,10 +277,6 @@ class LatentAttention(nnx.Module):
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
         return nope, rotate(rope, *turn, interleaved=self.sizes.rope.interleaved)
-
-    def _norms(self) -> LatentNorms:
-        query = None if self.query_norm is None else self.query_norm[...]
-        return LatentNorms(query, self.latent_norm[...], self.sizes.latent_epsilon)
 
     def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
         """Absorbs W^UK into the queries instead of applying it to the keys."""

@@ -4,13 +4,13 @@ from jaxserve.config.model import FFN
 from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.roles.activations import StepSizes, attention_activations, ffn_activations
 
-STEP = StepSizes(tokens=10, slots=4, lanes=3, drafts=1, d_model=16, vocab=20, packed=18, size=2)
+STEP = StepSizes(10, 4, 3, drafts=1, d_model=16, residual=24, vocab=20, packed=18, size=2)
 
 
 def test_bytes_on_an_attention_device():
-    """tp 2: each lane has 10 rows of 16 numbers, 5 messages of 18 bytes and 5 answers, and the
+    """tp 2: each lane has 10 rows of 24 numbers, 5 messages of 18 bytes and 5 answers, and the
     counts of 4 slots and 20 tokens."""
-    lane = 10 * 16 * 2 + 5 * (18 + 16 * 2)
+    lane = 10 * 24 * 2 + 5 * (18 + 16 * 2)
     counts = 4 * 20 * 4
     # A layer: normed rows, 4 heads of 7 numbers, and the output in FP32.
     layer = 10 * (16 + 4 * 7) * 2 + 10 * 16 * 4

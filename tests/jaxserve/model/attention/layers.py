@@ -142,7 +142,7 @@ class Layer:
 
     def _compiled(self) -> Callable[..., Any]:
         def program(leaves: Any, x: Any, pages: Any, batch: Any) -> Any:
-            share, pages = self.template.merge(leaves)(x, pages, batch)
+            share, pages, *_ = self.template.merge(leaves)(x, pages, batch)
             return jax.lax.psum(share.astype(jnp.float32), "tp"), pages
 
         everywhere = PartitionSpec()

@@ -1,3 +1,4 @@
+import functools
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import layer_entries, page_arrays
-from jaxserve.model.attention.mla import LatentNorms, attend_latent, write_latents
-from pallas_kernels.rotate_and_write import Latents
+from pallas_kernels.attention.api import paged_attention
+from pallas_kernels.rotate_and_write import Latents, norm_and_write
 from tests import golden
 from tests.reference.tiny_sizes import TinyDeepseek, TinyIndexed, TinyQwen3
 from tests.reference.tiny_step3 import TinyStep3
@@ -94,8 +95,8 @@ def empty(config, cache, dtype="float32", rope="auto"):
 def write(pages, row, batch, epsilon=1.0) -> Latents:
     """Keys that are not turned, and norms that leave small latents smaller than large ones."""
     turn = jnp.ones((len(row), 4)), jnp.zeros((len(row), 4))
-    norms = LatentNorms(None, jnp.ones(32, row.dtype), epsilon)
-    return write_latents(pages, row[:, 0], turn, batch, norms, stored=True)
+    norm = {"latent_norm": jnp.ones(32, row.dtype), "epsilon": epsilon}
+    return norm_and_write(pages, row[:, 0], *turn, *batch.where, **norm, stored=True)
 
 
 def normed(row, epsilon=1.0):
@@ -123,9 +124,9 @@ class TestWrite:
         assert np.all(np.abs(back - row) <= (error + 1e-6) * largest)
         # A token that sees itself alone reads its own latent.
         alone = BATCH._replace(position=jnp.asarray([0, -1, 0, -1], jnp.int32))
-        read, lse = attend_latent(
-            jnp.asarray(row), pages, alone, LATENT.layer(0), scale=1.0, v_width=32
-        )
+        scales = pages[1] if len(pages) > 1 else None
+        pair = functools.partial(paged_attention, jnp.asarray(row), pages[0], None, *alone.where)
+        read, lse = pair(scale=1.0, v_width=32, k_scales=scales, with_lse=True)
         for token in (0, 2):
             np.testing.assert_allclose(np.asarray(read)[token, 0], back[token, 0, :32], rtol=1e-6)
             score = row.astype(np.float64)[token, 0] @ back[token, 0]

@@ -6,15 +6,9 @@ what came before; NumPy does neither, it makes keys and values of every head for
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxserve.checkpoint.families import architecture
-from jaxserve.errors import ConfigError
-from jaxserve.model.attention.family import attention_module
-from jaxserve.model.module import Formats
 from tests import golden
 from tests.jaxserve.model.attention import layers
 from tests.reference.tiny_models import TinyModel
@@ -69,10 +63,3 @@ class TestMLA(layers.BiasesSuite):
         """Tokens attend to latents as they are; beside a chunk, whose own rows are in floats."""
         layer = self.layer(cache="int8", rope="bfloat16", int8_products=True)
         layers.check(layers.in_pieces(layer, self.x, layers.MIXED_STEPS), self.expected(), 0.05)
-
-    def test_a_window_is_refused(self):
-        config = architecture(SIZES.config())
-        attention = msgspec.structs.replace(config.layer(0).attention, window=8)
-        kind = config.layer(0)._replace(attention=attention)
-        with pytest.raises(ConfigError, match="latent attention with a sliding window"):
-            attention_module(config, kind, Formats(np.dtype("float32")), nnx.Rngs(0))
