@@ -52,7 +52,8 @@ def measure(quick: bool) -> Iterator[Part]:
         measures.append(Measure("  after a restart, p50", again * 1e3, "ms"))
         if name != "endless":
             kept = again / statistics.median(found["endless"]["returning"])
-            measures.append(Measure("  ÷ endless, not restarted", kept, ""))
+            limit = RATIO if samples["returned"].get("storage_hits") else None
+            measures.append(Measure("  ÷ endless, not restarted", kept, "", limit))
     notes = [f"{arguments['users']} users, {arguments['turns']} turns; all tokens equal."]
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 

@@ -50,6 +50,8 @@ COLOCATED = (
     "fleet.prefill=[]",
     "fleet.domains=[]",
     "cache.prefix=false",
+    "cache.host_gb=0",
+    'cache.storage=""',
 )
 
 
