@@ -171,8 +171,9 @@ def test_a_restarted_engine_finds_the_pages(
 )
 def test_what_cannot_work(colocated_runtime, tiny_model, monkeypatch, size, processes, message):
     devices = np.array([SimpleNamespace(process_index=number) for number in range(processes)])
-    meshes = SimpleNamespace(domains=[SimpleNamespace(devices=devices)])
-    monkeypatch.setattr(host_tier, "Submeshes", lambda _: meshes)
+    spread = SimpleNamespace(programs=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
+    if processes > 1:
+        monkeypatch.setattr(colocated_runtime.driver, "kv_arrays", lambda _: spread)
     overrides = {"mode": "colocated", "lanes": 2, "cache.host_gb": size}
     runtime = colocated_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
     with pytest.raises(ConfigError, match=f"cache.host_gb = {re.escape(f'{size:g}')}: {message}"):
