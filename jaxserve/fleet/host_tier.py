@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 
 from jaxserve.checkpoint.fingerprint import revision
@@ -22,6 +23,7 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches
 from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.errors import ConfigError
+from jaxserve.mesh import Submeshes
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
@@ -42,12 +44,16 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: the model keeps windows or states, the host lacks the memory, or the folder
-        cannot be written.
+      ConfigError: several processes have parts of the attention meshes, the model keeps windows or
+        states, the host lacks the memory, or the folder cannot be written.
     """
-    gb, free = deployment.cache.host_gb, free_host_memory()
+    gb, free, processes = deployment.cache.host_gb, free_host_memory(), jax.process_count()
     rings = ring_pages(config or read_model(deployment)[0], deployment)
+    if not deployment.topology.separates_domains:  # other processes may have the ffn mesh alone
+        devices = [each for mesh in Submeshes(deployment).domains for each in mesh.devices.flat]
+        processes = len({device.process_index for device in devices})
     for applies, reason in (
+        (processes > 1, f"attention is in {processes} processes: only where it is in one"),
         (rings, "not for layers with a window or a state"),
         (
             free is not None and gb * 1e9 > free,
@@ -83,17 +89,12 @@ def open_host_tier(engine: Engine) -> None:
     """Opens the tier of an engine that is not started yet.
 
     Raises:
-      ConfigError: as `check_host_tier`, several processes have parts of the attention meshes, or
-        the tier has no room for a page.
+      ConfigError: as `check_host_tier`, or the tier has no room for a page.
     """
     deployment = engine.deployment
     check_host_tier(deployment)  # again: the model has taken host memory since
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
     arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
-    devices = [device for each in arrays for device in each.programs.mesh.devices.flat]
-    if (processes := len({device.process_index for device in devices})) > 1:
-        reason = f"attention is in {processes} processes: only where it is in one"
-        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: {reason}")
     programs = PagePrograms(arrays[0].programs, stacked=arrays[0].stacked)
     size, page_bytes = cache.page_size, cache.page_size * programs.token_bytes
     if limit < page_bytes:

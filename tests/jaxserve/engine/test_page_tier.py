@@ -6,7 +6,6 @@ import random
 import re
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -170,10 +169,7 @@ def test_a_restarted_engine_finds_the_pages(
     ],
 )
 def test_what_cannot_work(colocated_runtime, tiny_model, monkeypatch, size, processes, message):
-    devices = np.array([SimpleNamespace(process_index=number) for number in range(processes)])
-    spread = SimpleNamespace(programs=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
-    if processes > 1:
-        monkeypatch.setattr(colocated_runtime.driver, "kv_arrays", lambda _: spread)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     overrides = {"mode": "colocated", "lanes": 2, "cache.host_gb": size}
     runtime = colocated_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
     with pytest.raises(ConfigError, match=f"cache.host_gb = {re.escape(f'{size:g}')}: {message}"):
