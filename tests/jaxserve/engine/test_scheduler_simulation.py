@@ -166,7 +166,7 @@ class Device:
                     end = len(row.page_ids) * self.page_size
                 self.length[home], self.drafts[home] = -(10**6), [NOT_SAMPLED] * 9
                 if self.recurrent:
-                    last = row.kv_length - row.drafts - 1
+                    last = start + len(row.token_ids) - row.drafts - 1
                     written = plan.rings[group, row.slot, last // self.page_size]
                     self.states[group][int(written)] = None
                 for position in range(start, end):

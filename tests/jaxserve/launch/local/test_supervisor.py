@@ -79,6 +79,7 @@ def test_a_process_that_cannot_be_made_at_once_is_made_later(monkeypatch, tmp_pa
 
     monkeypatch.setattr(supervisor, "start", fails_once)
     members = [Member("router", ["router"], 0), Member("worker", ["worker"], 1)]
+    (tmp_path / "lines.others").touch()
     command = [sys.executable, "-c", STARTED, str(tmp_path / "lines"), f"{os.nice(0)}"]
     assert supervised(command, members, tmp_path) == 0
     assert len(starts) == 4
