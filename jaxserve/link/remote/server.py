@@ -235,14 +235,12 @@ class MessageServer:
                 self.passes.put(_Complete(*words, message))
 
     def _run_passes(self) -> None:
-        while self._run_pass(self.passes.take()):
-            pass  # a batch of a domain that is forgotten must not live until the next one comes
+        while batch := self.passes.take():
+            self._run_pass(batch)
+            del batch  # or it would be kept until the next one comes, of a forgotten domain, too
 
-    def _run_pass(self, batch: "Sequence[_Complete]") -> bool:
-        """Enqueues the answers to a batch, and sends each, or has it sent once it is computed.
-        Returns False for an empty one, behind which none comes."""
-        if not batch:
-            return False
+    def _run_pass(self, batch: "Sequence[_Complete]") -> None:
+        """Enqueues the answers to a batch, and sends each, or has it sent once it is computed."""
         result, first = None, batch[0].message.what
         try:
             if self._group is not None:  # its processes run a message at a time
@@ -257,7 +255,6 @@ class MessageServer:
             for one, answer in zip(batch, answers, strict=True):
                 self._answer(one.domain, one.message, answer)
         self.passes.enqueued(batch, result)
-        return True
 
     def failed(self, domain: "Domain[_DomainConnection]", number: int, error: Exception) -> None:
         """Refuses a message, or ends the worker if other processes run it without this one."""
