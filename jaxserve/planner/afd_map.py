@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
     @property
     def over(self) -> str:
-        """What AFD costs over colocation, with its range; empty if it is not known."""
+        """The ratio and its range, as text; empty if the ratio is not known."""
         ends = self.likely
         return f"x{self.ratio:.2f} ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
 
@@ -158,18 +158,19 @@ def map_rows(found: Sequence[Case]) -> list[list[str]]:
 
 
 def advice_rows(found: Sequence[Case]) -> list[list[str]]:
-    """A heading, and a row for each model with a column a TPOT: how often AFD is the cheapest; the
-    hardware and context in which it costs least over colocation, and what sets its pace there."""
+    """A heading, and a row for each model with a column a TPOT: how often AFD is the cheapest, of
+    the cases that AFD and colocation both meet; the hardware and context in which it costs least
+    over colocation, and what sets its pace there."""
     tpots = sorted({case.tpot for case in found})
     rows = [["", *(f"{tpot * 1e3:g} ms" for tpot in tpots)]]
     for model in dict.fromkeys(case.model for case in found):
         row = [model]
         for tpot in tpots:
             own = [case for case in found if (case.model, case.tpot) == (model, tpot)]
-            ratios = {case.ratio: case for case in own if case.ratio is not None}
-            text = f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}"
-            if ratios:
-                best = ratios[min(ratios)]
+            both = [(case.ratio, case) for case in own if case.ratio is not None]
+            text = f"{sum(ratio < 1 for ratio, _ in both)} of {len(both)}"
+            if both:
+                _, best = min(both, key=lambda one: one[0])
                 pace = ": ".join(best.best["afd"].slowest)
                 text += f"; {best.over} on {best.mix}, {best.context // 1024}K, {pace}"
             row.append(text)

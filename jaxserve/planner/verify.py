@@ -174,8 +174,8 @@ GAUGES = {
 
 
 class Gauges:
-    """What the last check found, as metrics. Without an answer of the fleet there are no stages, so
-    that no alarm stays up for old figures."""
+    """The metrics of the last check. If the fleet did not answer, no stage has a sample, so that no
+    alarm stays up for old figures."""
 
     def __init__(self) -> None:
         self.registry = into = CollectorRegistry()
