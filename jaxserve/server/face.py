@@ -244,13 +244,13 @@ def main() -> int:
     def open_faces() -> None:
         while not engine.wait(1.0):
             pass
+        faces.open(engine, Path(start.metrics_folder), engine.abort_elsewhere)
         try:
             if start.successor:
                 _join_ports(faces)
         except JaxserveError as error:
             print(f"jaxserve: {error}", file=sys.stderr, flush=True)
             os._exit(1)
-        faces.open(engine, Path(start.metrics_folder), engine.abort_elsewhere)
         print(flush=True)
 
     threading.Thread(target=open_faces, daemon=True).start()

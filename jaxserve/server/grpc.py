@@ -138,6 +138,7 @@ class GrpcServer(LoopThread):
             raise ConfigError(
                 f"server.grpc_port: cannot listen on {self._host}:{self._port}; is it in use?"
             ) from None
+        await self._catch_up()
         await self._server.start()
         self._started.set_result(f"{self._host}:{port}")
         await self._stopped.wait()

@@ -1,7 +1,8 @@
 """A server on a thread and an event loop of its own: base class of `GrpcServer` and `HttpServer`.
 
 An entry point can bind a port before the model is loaded, open it when the engine is ready and
-drain it at the end, all from its own thread.
+drain it at the end, all from its own thread. It can also open a server that has not started: what
+is called before the start is done before the first connection is accepted.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 class LoopThread:
     """Runs `_main`, which sets `_started` to the address, until `_stop` makes it return.
 
+    `_main` awaits `_catch_up` once its handlers exist, before it accepts connections.
+
     Args:
       name: name of the server in errors.
     """
@@ -28,6 +31,9 @@ class LoopThread:
         self._name = name
         self._started: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop
+        self._lock = threading.Lock()
+        self._early: list[Coroutine[Any, Any, None]] | None = []
+        """Calls that `_catch_up` will run; None once it has begun."""
         self._thread = threading.Thread(
             target=self._run, name=f"{name.lower()}-server", daemon=True
         )
@@ -50,6 +56,8 @@ class LoopThread:
         if started and self._thread.is_alive():
             self._call(self._stop(grace), grace)
             self._thread.join(START_SECONDS)
+        for coroutine in self._early or []:
+            coroutine.close()
 
     async def _main(self) -> None:
         """Serves."""
@@ -72,11 +80,26 @@ class LoopThread:
         self._loop = asyncio.get_running_loop()
         await self._main()
 
+    async def _catch_up(self) -> None:
+        """Runs what was called before the start, in order."""
+        with self._lock:
+            early, self._early = self._early or [], None
+        for coroutine in early:
+            await coroutine
+
     def _post(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine on the server's loop, soon."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._submit(coroutine)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None] | None:
+        """Runs a coroutine on the server's loop, soon; returns None if the start will run it."""
+        with self._lock:
+            if self._early is not None:
+                self._early.append(coroutine)
+                return None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _call(self, coroutine: Coroutine[Any, Any, None], seconds: float = 0.0) -> None:
-        """Runs a coroutine on the server's loop and waits for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.result(seconds + START_SECONDS)
+        """Runs a coroutine on the server's loop and waits for it, unless the start will run it."""
+        if (future := self._submit(coroutine)) is not None:
+            future.result(seconds + START_SECONDS)

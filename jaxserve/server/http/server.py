@@ -178,6 +178,7 @@ class HttpServer(LoopThread):
         self._server.force_exit = True  # the waiting is done in `_stop`
         address = self._shown(listener)
         self._server.on_start = lambda: self._started.set_result(address)
+        await self._catch_up()
         try:
             await self._server.serve(sockets=[listener])
         finally:

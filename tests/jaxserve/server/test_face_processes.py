@@ -1,5 +1,6 @@
 """Two processes of faces over one fake engine: what clients see is what one process shows them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server import face_processes
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.face_processes import FaceProcesses
+from jaxserve.server.faces import LocalFaces
 from jaxserve.server.rpc import InferenceStub
 from tests.jaxserve.server.faces import rpc_error
 from tests.jaxserve.server.http.rig import events
@@ -211,6 +213,23 @@ def test_a_process_that_dies_is_replaced_and_its_requests_are_cancelled(rig, mon
         assert rig.complete().status_code == 200  # the others answer until it can
     for _ in range(8):
         assert rig.complete().json()["choices"][0]["text"] == "one two three"
+
+
+def test_servers_that_are_open_before_they_listen_answer_the_first_request(folder):
+    ports = {"server.grpc_port": 0, "server.http_port": 0}
+    server = load_deployment(folder, {"mode": "colocated", **ports}).server
+    faces, silent = (LocalFaces(str(folder), server, False) for _ in range(2))
+    with contextlib.closing(FakeEngine(ids_of("one"))) as engine:
+        for each in faces, silent:
+            each.open(engine)
+        addresses = faces.start()
+        url = f"http://{addresses['http']}/v1/completions"
+        assert httpx.post(url, json={"prompt": "hi"}, timeout=SECONDS).status_code == 200
+        with grpc.insecure_channel(addresses["grpc"]) as channel:
+            stream = InferenceStub(channel).GenerateStream(pb.GenerateRequest(text="hi"))
+            assert "".join(event.delta.text for event in stream) == "one"
+        for each in faces, silent:
+            each.stop(0)
 
 
 def test_the_end(folder):
