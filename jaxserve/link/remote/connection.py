@@ -116,13 +116,12 @@ class MessageConnection(Session):
         self._ended = threading.Event()
         self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
-        self._epoch = 0
         self.places: Sequence[int] = ()
         self._own: Sequence[int] = ()
 
     def join(self, us: frames.Join) -> Hello:
         """Introduces this worker; raises as `greet`."""
-        self._epoch, self._own = us.hello.epoch, us.own
+        self._own = us.own
         seconds = self._deadlines.handshake
         welcome = greet(self._channel, us, frames.Welcome, self.decode, seconds)
         self.places = welcome.places
@@ -209,7 +208,7 @@ class MessageConnection(Session):
         def note(bulk: Bulk) -> bytes:  # called once the rows are computed
             self._due[message.number] = self._clock.now + self._deadlines.answer
             fields = message.number, message.lane, message.kind, message.layer, message.rows
-            return encode(frames.Note(*fields, self._epoch, bulk))
+            return encode(frames.Note(*fields, bulk))
 
         try:
             shards = [shard.data for shard in message.packed.addressable_shards]

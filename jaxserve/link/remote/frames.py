@@ -44,7 +44,6 @@ class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     kind: str
     layer: int
     rows: int
-    epoch: int
     bulk: Bulk
 
 

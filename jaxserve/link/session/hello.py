@@ -1,28 +1,27 @@
 """Introductions of the two ends of a link, and the comparison that refuses a wrong one.
 
 An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing but
-this comparison keeps an ffn worker of another model, or of an epoch that is over, from answering
-with numbers that look like any others. Used by both ends of every session; the builder of a worker
-fills in the facts. Plain Python; knows nothing of models and meshes beyond the names in `facts`.
+this comparison keeps an ffn worker of another model from answering with numbers that look like any
+others. Used by both ends of every session; the builder of a worker fills in the facts. Plain
+Python; knows nothing of models and meshes beyond the names in `facts`.
 """
 
 import msgspec
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a message of a session changes its meaning."""
 
 SHOWN_DIFFERENCES = 4
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Introduction of one end; `protocol`, `epoch` and `digest` must be equal at both.
+    """Introduction of one end; `protocol` and `digest` must be equal at both.
 
     Attributes:
       worker: name for people: role, host and process id.
       facts: values that both ends must agree on (model, formats, layers, …), one dotted key a
         value, so that a difference can be named.
       digest: of `facts`.
-      epoch: number of the configuration of membership and placement; every note carries it.
       versions: packages and platform, for people to read; they may differ.
       protocol: of the frames.
     """
@@ -30,7 +29,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     facts: dict[str, str]
     digest: str
-    epoch: int = 0
     versions: dict[str, str] = {}
     protocol: int = PROTOCOL
 
@@ -50,12 +48,8 @@ class Refusal(Exception):
 
 def refusal(ours: Hello, theirs: Hello) -> str:
     """Returns why two ends do not work together, naming the differences; empty if they do."""
-    for name in ("protocol", "epoch"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return (
-                f"{name} {getattr(theirs, name)} of {theirs.worker}, "
-                f"{getattr(ours, name)} of {ours.worker}"
-            )
+    if ours.protocol != theirs.protocol:
+        return f"protocol {theirs.protocol} of {theirs.worker}, {ours.protocol} of {ours.worker}"
     if ours.digest == theirs.digest:
         return ""
     keys = [k for k in {**ours.facts, **theirs.facts} if ours.facts.get(k) != theirs.facts.get(k)]

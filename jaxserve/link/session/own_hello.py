@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from jaxserve.link.session.hello import Hello
 
 
-def make_hello(
-    role: str, facts: Mapping[str, str], *, epoch: int = 0, versions: Mapping[str, str] = {}
-) -> Hello:
+def make_hello(role: str, facts: Mapping[str, str], *, versions: Mapping[str, str] = {}) -> Hello:
     """The hello of this process as a worker of `role`."""
     return Hello(
         worker=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
         facts=dict(facts),
         digest=facts_digest(facts),
-        epoch=epoch,
         versions=dict(versions),
     )
 

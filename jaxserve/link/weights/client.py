@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines, dial
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.messages import Failed, Refused, decoder, encode
@@ -41,12 +41,10 @@ class WeightsPeer:
       PeerError: no worker listens there, or one of another model; says why.
     """
 
-    def __init__(
-        self, address: str, hello: Hello, token: str, deadlines: Deadlines = DEFAULT_DEADLINES
-    ):
+    def __init__(self, address: str, hello: Hello, token: str):
         self.address = address
         self._number = 0
-        join, seconds = frames.Join(hello), deadlines.handshake
+        join, seconds = frames.Join(hello), DEFAULT_DEADLINES.handshake
         try:
             self._channel = dial(address, token, seconds, frames.MAX_FRAME_BYTES)
             welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)

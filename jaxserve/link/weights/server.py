@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
+from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener
 from jaxserve.link.session.listening import listen
@@ -78,13 +78,12 @@ class WeightsServer:
         holder: HoldsWeights,
         *,
         bytes_per_second: float,
-        deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
         self._address, self._token = address, token
         self.hello, self.holder = hello, holder
-        self.pace, self.deadlines = Pace(bytes_per_second), deadlines
+        self.pace = Pace(bytes_per_second)
         self._warming = threading.Thread(target=holder.warm_up, name="weights", daemon=True)
-        serve, seconds = lambda channel: _Reader(self, channel).live(), deadlines.handshake
+        serve, seconds = lambda channel: _Reader(self, channel).live(), DEFAULT_DEADLINES.handshake
         self._listener = Listener("weights", token, serve, most=MOST_CONNECTIONS, seconds=seconds)
 
     def start(self) -> str:
@@ -106,7 +105,7 @@ class _Reader(ServedSession):
     greeting = frames.Join
 
     def __init__(self, server: WeightsServer, channel: Channel):
-        super().__init__("weights", channel, server.hello, server.deadlines)
+        super().__init__("weights", channel, server.hello, DEFAULT_DEADLINES)
         self._server = server
         self._bytes = 0  # sent
 

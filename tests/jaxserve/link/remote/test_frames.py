@@ -9,13 +9,13 @@ from jaxserve.link.remote.server import _DomainConnection
 from jaxserve.link.session.messages import Bulk, Echo, Failed, Refused, encode
 from jaxserve.link.session.own_hello import make_hello
 
-HELLO = make_hello("ffn", {"model": "toy"}, epoch=2, versions={"jax": "0.12.0"})
-NOTE = frames.Note(7, 1, "moe", 2, 64, 5, Bulk(4096, 2**32 - 1))
+HELLO = make_hello("ffn", {"model": "toy"}, versions={"jax": "0.12.0"})
+NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))
 
 
 def test_note_is_an_array_of_plain_values() -> None:
     assert msgspec.msgpack.decode(encode(NOTE)) == [
-        *("note", 7, 1, "moe", 2, 64, 5, [4096, 4294967295])
+        *("note", 7, 1, "moe", 2, 64, [4096, 4294967295])
     ]
 
 

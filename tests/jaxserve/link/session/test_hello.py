@@ -32,12 +32,9 @@ def test_at_most_four_facts_are_shown() -> None:
     )
 
 
-def test_epoch_and_protocol_come_first() -> None:
-    ours = hello("ffn", FACTS, epoch=3)
-    assert refusal(ours, hello("attention", {}, epoch=2)) == "epoch 2 of attention, 3 of ffn"
-    assert refusal(ours, hello("attention", FACTS, epoch=3, protocol=9)) == (
-        "protocol 9 of attention, 4 of ffn"
-    )
+def test_the_protocol_comes_first() -> None:
+    theirs = hello("attention", {}, protocol=9)
+    assert refusal(hello("ffn", FACTS), theirs) == "protocol 9 of attention, 5 of ffn"
 
 
 def test_digest_depends_on_keys_and_values() -> None:
