@@ -16,9 +16,6 @@ PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
 """Formats that are planned for everything. Simulated devices compute in FP32. 4 bits are for
 weights alone, in files that say so."""
 
-SCALE = 4
-"""Bytes of a scale."""
-
 
 def number_bytes(name: str) -> int:
     """Returns the bytes of a number in a format of 8 bits or more, scales left out."""

@@ -2,37 +2,44 @@
 
 `cost_model` groups the layers of a `ModelConfig`, which is read from `configs/models/<name>`: by a
 family's reader from the model's own `config.json`; or, where the engine knows no such family and
-the model can only be planned, as it is written in `model.yaml`. Whatever a kind of attention
-decides (widths, FLOPs, cached bytes, parameters) is asked of `AttentionLayers`. Nothing here knows
-hardware.
+the model can only be planned, as it is written in `model.yaml`. `AttentionLayers` knows which rows
+a kind of attention reads and how many FLOPs it takes for each; weights, rows and their bytes are
+what the engine declares of its modules and caches (`Declared`). Nothing here knows hardware.
 """
 
+import functools
 import json
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from jaxserve.checkpoint.families import FAMILIES, architecture
-from jaxserve.config.formats import scaled
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import (
-    GQA,
-    MFA,
+    FFN,
     MLA,
     Attention,
     Compressed,
     DeltaNet,
     Indexer,
+    Int4,
     LayerKind,
     ModelConfig,
+    Platform,
 )
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.planner.assumptions import SCALE, Formats, number_bytes
+from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.hardware import read_struct, unknown
 
-STATE_BYTES = 4.0
-"""Bytes of a number of a state, which is FP32 whatever the cache's format."""
+PAGE = 1024
+"""Tokens of a page, of which any number of tokens that share a cached row is a divisor."""
+BESIDE_MAPS = ("scales", "zeros", "bias", "taps")
+"""Ends of names of arrays of several dimensions that are no linear maps."""
 
 
 class AttentionLayers(NamedTuple):
@@ -71,11 +78,6 @@ class AttentionLayers(NamedTuple):
         return self.indexer if self.indexer and not self.indexer.shared else None
 
     @property
-    def one_row(self) -> bool:
-        """Whether a cached row serves as key and value at once."""
-        return isinstance(self.spec, MLA | Compressed)
-
-    @property
     def key_dim(self) -> int:
         """Width of a cached key. The row of latent attention serves as key and value at once."""
         latent = self.latent
@@ -104,26 +106,6 @@ class AttentionLayers(NamedTuple):
             return 1 / self.spec.every if self.spec.every else 0.0
         return 0.0 if self.has_state else 1.0
 
-    def row_bytes(self, formats: Formats, tp: int) -> float:
-        """Bytes of a cached token that attention reads on a device, an indexer's key left out, or
-        bytes of the whole state."""
-        size, spec = number_bytes(formats.cache), self.spec
-        if self.has_state:
-            return STATE_BYTES * self.state_numbers / tp
-        scale = SCALE if scaled(formats.cache) else 0
-        if not isinstance(spec, MLA):
-            arrays = 1 if self.one_row else 2
-            return arrays * max(1.0, spec.kv_heads / tp) * (spec.head_dim * size + scale)
-        rotated = size if formats.rope == "auto" else number_bytes(formats.rope)
-        return spec.kv_latent * size + spec.rope_dim * rotated + scale
-
-    def index_row_bytes(self, formats: Formats) -> float:
-        """Bytes of an indexer's key of one token; 0 without an indexer of the layer's own."""
-        if not self.scorer:
-            return 0.0
-        scale = SCALE if scaled(formats.cache) else 0
-        return self.scorer.head_dim * number_bytes(formats.cache) + scale
-
     @property
     def core_flops(self) -> float:
         """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
@@ -151,45 +133,65 @@ class AttentionLayers(NamedTuple):
         latent = self.latent
         return latent.kv_latent * latent.q_heads * (latent.nope_dim + latent.v_dim) if latent else 0
 
-    def split_parameters(self, d_model: int) -> tuple[int, int]:
-        """Parameters of the linear maps of one layer: (cut by query heads under tensor
-        parallelism, on every device)."""
-        match self.spec:
-            case MLA() as spec:
-                up = spec.q_heads * (spec.nope_dim + spec.rope_dim)
-                query = spec.q_latent * up if spec.q_latent else d_model * up
-                out = spec.q_heads * spec.v_dim * d_model
-                whole = d_model * (spec.q_latent + self.key_dim)
-                if index := self.scorer:
-                    whole += index.heads * index.head_dim * spec.q_latent
-                    whole += d_model * (index.head_dim + index.heads)
-                return query + self.head_parameters + out, whole
-            case MFA() as spec:
-                split = (spec.latent + d_model) * spec.q_heads * spec.head_dim
-                return split, d_model * (spec.latent + 2 * spec.kv_heads * spec.head_dim)
-            case Compressed() as spec:
-                heads, maps = spec.q_heads * spec.head_dim, 2 * (2 if spec.indexer else 1)
-                out = (heads + d_model * spec.out_groups) * spec.out_latent
-                whole = d_model * (spec.q_latent + spec.head_dim)
-                whole += maps * d_model * spec.head_dim if spec.every else 0
-                if index := spec.indexer:
-                    whole += index.heads * (index.head_dim * spec.q_latent + d_model)
-                    whole += maps * d_model * index.head_dim
-                return spec.q_latent * heads + out, whole
-            case GQA() as spec:
-                gates = spec.q_heads * (spec.gate == "columns")
-                heads = 2 * (spec.q_heads + spec.kv_heads) + gates
-                return d_model * heads * spec.head_dim, 0
-            case spec:  # queries, keys; values, gates, output; decays and rates
-                keys, values = spec.kv_heads * spec.head_dim, spec.q_heads * spec.value_dim
-                return d_model * (2 * keys + 3 * values + 2 * spec.q_heads), 0
 
-    def linear_bytes(self, formats: Formats, d_model: int, tp: int) -> float:
-        """Bytes of a layer's linear maps on a device. The engine keeps the per-head maps of latent
-        attention in its dtype."""
-        split, whole = self.split_parameters(d_model)
-        size, rows = formats.weight_bytes, number_bytes(formats.rows)
-        return (split / tp + whole) * size + self.head_parameters / tp * (rows - size)
+class Declared(NamedTuple):
+    """What the engine declares for attention in a layer, on a device."""
+
+    parameters: float
+    """Parameters of the linear maps that a row passes."""
+    weight_bytes: float
+    """Bytes of all weights, scales included."""
+    row_bytes: float
+    """Bytes of a cached row that attention reads, or of the whole state."""
+    key_bytes: float
+    """Bytes of a row's key that an indexer of the layer's own scores; 0 without one."""
+
+
+def _declared(
+    config: ModelConfig, spec: Attention, formats: Formats, tp: int, platform: Platform
+) -> Declared:
+    """Asks the module that computes attention for its weights, and its cache for the rows.
+
+    Raises:
+      ConfigError: the engine cannot keep them in these formats.
+    """
+    from jaxserve.mesh import ATTENTION_RULES  # this and the others import JAX
+    from jaxserve.model.attention import family, kv_cache
+    from jaxserve.model.matrix_formats import role_formats
+    from jaxserve.model.module import Template
+    from pallas_kernels.quantize import array_bytes
+
+    replace, plain = msgspec.structs.replace, Deployment(model="")
+    deployment = replace(
+        plain,
+        dtype=formats.rows,
+        attention=replace(plain.attention, tp=tp, weights=formats.weights),
+        cache=replace(plain.cache, format=formats.cache, rope=formats.rope, page_size=PAGE),
+    )
+    int4 = Int4(formats.group, formats.zero_points)
+    config, kind = replace(config, platform=platform, int4=int4), LayerKind(spec, FFN())
+    split = [name for name, axis in ATTENTION_RULES.items() if axis == "tp"]
+    own = role_formats(config, deployment, "attention", dict.fromkeys(split, tp))
+    parameters = weights = 0.0
+    module = Template(functools.partial(family.attention_module, config, kind, own))
+    for leaf in module.leaves:
+        here = 1 if set(split).isdisjoint(leaf.dimensions) else 1 / tp
+        weights += here * array_bytes(leaf.shape, leaf.dtype)
+        if len(leaf.shape) > 1 and not leaf.name.endswith(BESIDE_MAPS):
+            parameters += here * math.prod(leaf.shape)
+
+    def held(reader: kv_cache.Reader) -> float:
+        """Bytes of a row of the kind that comes first among those with this reader."""
+        entries = kv_cache.layer_entries(config, spec, deployment)
+        read = [entry for entry in entries if entry.reader == reader]
+        return sum(
+            max(1.0, entry.heads / tp) * array_bytes(array.shape, array.dtype)
+            for entry in read
+            if entry.every == read[0].every
+            for array in kv_cache.row_arrays([entry], (entry.every or 1,), formats.cache)
+        )
+
+    return Declared(parameters, weights, held("attention"), held("indexer"))
 
 
 class FFNLayers(NamedTuple):
@@ -215,6 +217,8 @@ class CostModel(NamedTuple):
     """For every layer, the index of its group in `attention` and in `ffn`."""
     modules: tuple[tuple[AttentionLayers, FFNLayers], ...]
     """Layers of the multi-token-prediction modules, which are not among the layers above."""
+    declared: Callable[[Attention, Formats, int, Platform], Declared]
+    """What the engine declares for attention in these formats, over so many devices of `tp`."""
 
     @property
     def d_model(self) -> int:
@@ -231,7 +235,11 @@ class CostModel(NamedTuple):
     @property
     def linear_parameters(self) -> int:
         """Parameters of all linear maps before and after attention."""
-        return sum(g.layers * sum(g.split_parameters(self.d_model)) for g in self.attention)
+        plain = Formats(weights="bfloat16", cache="bfloat16")
+        each = (
+            g.layers * self.declared(g.spec, plain, 1, "gpu").parameters for g in self.attention
+        )
+        return round(sum(each))
 
     @property
     def ffn_activated(self) -> int:
@@ -264,6 +272,7 @@ def cost_model(config: ModelConfig, name: str) -> CostModel:
         [group._replace(layers=counts[1][group]) for group in ffn],
         tuple((attention.index(a), ffn.index(f)) for a, f in layers),
         tuple(map(_layer, config.predictors)),
+        functools.lru_cache(None)(functools.partial(_declared, config)),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxserve.config.formats import scaled
-from jaxserve.config.model import Platform
+from jaxserve.config.model import Platform, platform_of
 from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
 from jaxserve.model.row_width import RowBytes, row_bytes
@@ -34,7 +34,7 @@ from jaxserve.planner.kernels import (
     busiest_by_chance,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers
+from jaxserve.planner.models import AttentionLayers, CostModel, Declared, FFNLayers
 
 _row_bytes = functools.lru_cache(256)(row_bytes)
 
@@ -146,19 +146,17 @@ class Calculator(NamedTuple):
     ) -> list[tuple[Any, Any, str]]:
         """Costs of attention and of the linear maps as (bytes, FLOPs, format), from numbers or
         arrays. FLOPs of INT8 products are divided by the speed-up of their kernel."""
-        split, whole = group.split_parameters(self.model.d_model)
+        own = self._declared(group, tp, platform_of(hardware.platform))
         flops, form = group.core_flops / tp, self.formats.attention
         if group.int8_products:
             flops /= hardware.int8_attention
-        linear = 2 * load.tokens * (split / tp + whole)
         kernels = [
-            (group.row_bytes(self.formats, tp) * load.read, flops * load.pairs, form),
-            (group.linear_bytes(self.formats, self.model.d_model, tp), linear, self.formats.linear),
+            (own.row_bytes * load.read, flops * load.pairs, form),
+            (own.weight_bytes, 2 * load.tokens * own.parameters, self.formats.linear),
         ]
         if group.scorer:
             keys, pairs = load.scored
-            size = group.index_row_bytes(self.formats) * keys
-            kernels.append((size, group.index_flops * pairs, form))
+            kernels.append((own.key_bytes * keys, group.index_flops * pairs, form))
         if load.expanded is not None:
             # Keys and values are expanded and written, then read and attended to.
             width = group.expanded_width / tp
@@ -418,7 +416,11 @@ class Calculator(NamedTuple):
 
     def cache_row(self, group: AttentionLayers, tp: int) -> float:
         """Bytes of a token in one layer on a device; of lightning attention, of the whole state."""
-        return group.row_bytes(self.formats, tp) + group.index_row_bytes(self.formats)
+        own = self._declared(group, tp)
+        return own.row_bytes + own.key_bytes
+
+    def _declared(self, group: AttentionLayers, tp: int, platform: Platform = "gpu") -> Declared:
+        return self.model.declared(group.spec, self.formats, tp, platform)
 
     @property
     def handed_over(self) -> float:

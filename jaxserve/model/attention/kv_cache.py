@@ -15,7 +15,7 @@ Layers with states have pages with one row in the pool of rings: the state behin
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ rows with the tokens last, and would copy the whole pool before it reads single 
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
 
+Reader = Literal["attention", "indexer", "compressor"]
+
+
 class Entry(NamedTuple):
     """Declares one array of a layer's cache: a row for every head and token, or several tokens."""
 
@@ -53,6 +56,8 @@ class Entry(NamedTuple):
     """Tokens of a page for each of its rows; 0: the page has one row, a state."""
     ring: bool = False
     """True if only rows of the last tokens are read."""
+    reader: Reader = "attention"
+    """`compressor`: rows that are not complete, of which other rows are made."""
 
 
 def layer_entries(
@@ -78,7 +83,9 @@ def layer_entries(
     if isinstance(attention, MLA):
         latent, rotated = attention.kv_latent, attention.rope_dim
         indexer = attention.indexer
-        index = (Entry(1, indexer.head_dim),) if indexer and not indexer.shared else ()
+        index = []
+        if indexer and not indexer.shared:
+            index = [Entry(1, indexer.head_dim, reader="indexer")]
         if rope == "auto":
             padded = indexer and config.platform == "tpu"
             spare = -(latent + rotated) % ROW_COLUMNS if padded else 0
@@ -99,10 +106,11 @@ def layer_entries(
             f"cache.page_size = {page_size} is no multiple of {unit}, the most tokens that one "
             "compressed row of the model stands for"
         )
-    index = (Entry(1, attention.indexer.head_dim, every=every),) if attention.indexer else ()
-    kept = OPEN_TOKENS if index else unit
-    open_entry = Entry(1, open_width(attention), deployment.dtype, max(1, unit // kept), ring=True)
-    return own, open_entry, Entry(1, attention.head_dim, every=every), *index
+    made, indexer = Entry(1, attention.head_dim, every=every), attention.indexer
+    index = [made._replace(width=indexer.head_dim, reader="indexer")] if indexer else []
+    kept, width = OPEN_TOKENS if index else unit, open_width(attention)
+    unmade = own._replace(width=width, plain=deployment.dtype, reader="compressor")
+    return own, unmade._replace(every=max(1, unit // kept)), made, *index
 
 
 OPEN_TOKENS = 16

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxserve.config.model import MLA, Compressed
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import topology_of
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.measured_speed import MeasuredSpeed, SpeedRange
-from jaxserve.planner.models import STATE_BYTES, AttentionLayers, CostModel, load_model
+from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import attend
@@ -48,7 +49,7 @@ class TokenCost(NamedTuple):
 def token_cost(model: CostModel, context: int) -> TokenCost:
     read = flops = lacking = 0.0
     for group in model.attention:
-        numbers, size = cached_numbers(group, context), 2 * STATE_BYTES
+        numbers, size = cached_numbers(group, context), 2 * 4
         if not group.has_state:
             size = 1 if group.spec.window or model.name not in FULL_IN_16_BITS else 2
         read += group.layers * size * numbers
@@ -63,7 +64,7 @@ def cached_numbers(group: AttentionLayers, context: int) -> int:
     if group.has_state:
         return group.state_numbers
     index = group.indexer.head_dim * group.scored(context) if group.indexer else 0
-    arrays = (2 - group.one_row) * group.spec.kv_heads
+    arrays = (1 if isinstance(group.spec, MLA | Compressed) else 2) * group.spec.kv_heads
     return arrays * group.key_dim * attended(group, context) + index
 
 

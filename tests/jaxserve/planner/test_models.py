@@ -3,6 +3,7 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
+from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.models import load_model, model_config
 from tests import golden
 
@@ -14,14 +15,16 @@ def test_parameters(name, activated):
 
 
 def test_parameters_by_tensor_parallelism():
-    group = load_model("step3").attention[0]
-    split, whole = group.split_parameters(7168)
-    assert split == 2048 * 16384 + 16384 * 7168
-    assert whole == 7168 * (2048 + 512)
-    group = load_model("deepseek-v3").attention[0]
-    split, whole = group.split_parameters(7168)
-    assert split == 1536 * 24576 + 512 * 128 * 256 + 16384 * 7168
-    assert whole == 7168 * (1536 + 576)
+    """On a device: query heads are divided, low-rank queries and latents are not; nor are keys and
+    values of two heads over four devices."""
+    for name, split, whole in (
+        ("step3", 2048 * 16384 + 16384 * 7168, 7168 * (2048 + 512)),
+        ("deepseek-v3", 1536 * 24576 + 512 * 128 * 256 + 16384 * 7168, 7168 * (1536 + 576)),
+        ("qwen3.5-35b-a3b", 2048 * 3 * 16 * 256, 2048 * 2 * 2 * 256),
+    ):
+        model = load_model(name)
+        found = model.declared(model.attention[-1].spec, Formats(), 4, "gpu")
+        assert found.parameters == split / 4 + whole
 
 
 def test_the_order_of_layers():

@@ -34,6 +34,7 @@ class TestAttend:
         stage = attend(step3, step3.model.attention[0], H800, 1, 64)
         cache = 64 * 8192 * (512 + 2 * 4)  # two scales a token
         weights = 2048 * 16384 + 16384 * 7168 + 7168 * (2048 + 512)
+        weights += 4 * (16384 + 7168 + 2048 + 512) + 2 * 2048  # a scale a channel, and a norm
         assert stage.seconds == pytest.approx((cache + weights) / 3.35e12)
         assert stage.bound == "memory"
 
@@ -309,7 +310,8 @@ def test_float32_rows_and_weights():
         formats = Formats(weights=name, cache=name, dispatch=name, rows=name)
         one = Calculator(model, 2048, formats, Assumptions())
         rows = one.cache_row(one.model.attention[0], 1), one.combine_bytes()
-        sizes.append([*rows, one.model.attention[0].linear_bytes(formats, 2048, 1)])
+        own = one.model.declared(one.model.attention[0].spec, formats, 1, "gpu")
+        sizes.append([*rows, own.weight_bytes])
         assert (one.formats.linear, one.formats.attention) == (name, name)
     assert sizes[1] == [2 * size for size in sizes[0]]
     assert Formats(weights="int8", rows="float32").linear == "int8"
