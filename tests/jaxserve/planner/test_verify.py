@@ -33,12 +33,9 @@ LAYERS = 6
 def test_advised_workers_cost_least_in_simulated_time(lanes, attend, ffn, link):
     """Within 5 % of the cheapest of up to nine workers on one ffn role, which costs three times one
     worker; from any number of them."""
+    moved = [float(link)] * LAYERS
     times = StepTimes(
-        attend=[np.array([float(attend)])] * LAYERS,
-        dispatch=[float(link)] * LAYERS,
-        ffn=[float(ffn)] * LAYERS,
-        combine=[float(link)] * LAYERS,
-        leave=0.0,
+        [np.array([float(attend)])] * LAYERS, moved, [float(ffn)] * LAYERS, moved, 0.0
     )
     costs = {
         count: (count + 3) * step_seconds(times, lanes, 1, count) / (count * lanes)
