@@ -24,7 +24,7 @@ from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.config.load import load_deployment
 from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
 from jaxserve.roles.colocated import ColocatedWeights

@@ -179,7 +179,7 @@ class LeafSource(abc.ABC):
 
 
 class BlockReader(LeafSource):
-    """Reads the leaves of a checkpoint's blocks; base class in `hf.py`, `store.py`, `peer.py`."""
+    """Reads the leaves of a checkpoint's blocks; of a folder or of running workers."""
 
     def leaves(
         self,
@@ -196,6 +196,13 @@ class BlockReader(LeafSource):
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
     ) -> Iterator[jax.Array]:
         """Yields the wanted leaves of one block, or of several stacked blocks (one table each)."""
+
+
+class FolderReader(BlockReader):
+    """Reads a model's folder; base class in `hf.py` and `store.py`."""
+
+    size: int
+    """Bytes of the tensors or arrays."""
 
 
 def block_key(sources: Sources) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
-    BlockReader,
+    FolderReader,
     InMemory,
     Leaf,
     block_of,
@@ -53,15 +53,12 @@ Tensors = dict[str, Tensor | PackedTensor | ExpertStack]
 """Tensors of a folder by name, each packed matrix or stack joined into one."""
 
 
-class HFCheckpoint(BlockReader):
+class HFCheckpoint(FolderReader):
     """Reads leaves from a folder of safetensors files.
 
     Args:
       folder: the Hugging Face folder, or its URL.
       names: tensor names and shapes that the architecture expects.
-
-    Attributes:
-      size: bytes of the tensors.
 
     Raises:
       CheckpointError: files are unreadable or truncated, or tensors are missing, unexpected or

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.checkpoint.source import CheckpointNames, Sources
-from jaxserve.checkpoint.stored_array import PACKED, Packed
 from jaxserve.config.formats import StoredFormat
 from jaxserve.config.model import Int4, MatrixPart
 from jaxserve.errors import CheckpointError
@@ -23,6 +22,23 @@ CONVERSION = "conversion.json"
 """File that exists while a conversion is in progress."""
 BLOCKS = "blocks"
 """Folder with one Orbax checkpoint per block, and a record of its leaves in `NAME.json`."""
+
+
+PACKED = {"int4": 2, "float4_e2m1fn": 2, "float8_e8m0fnu": 1}
+"""Dtypes that files hold as bytes, and the neighbours in a byte, low bits first."""
+
+
+class Packed(NamedTuple):
+    """Dtype and shape of an array that files hold as bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of the bytes."""
+        *outer, columns = self.shape
+        return (*outer, -(-columns // PACKED[self.dtype]))
 
 
 class StoredLeaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

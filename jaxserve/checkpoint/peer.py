@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
     BlockReader,
+    FolderReader,
     Leaf,
     block_key,
     block_of,
@@ -28,11 +29,10 @@ from jaxserve.checkpoint.arrays import (
     read_leaf,
 )
 from jaxserve.checkpoint.fingerprint import revision
-from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import blocks_of
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.regions import Ranges, leaf_shape
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
-from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.link.session.channel import resolve, split_address
@@ -49,8 +49,6 @@ FRESH_SECONDS = 30.0
 """Connections that were idle for longer are reopened: the other end may have closed them."""
 AGAIN_SECONDS = 10.0
 """Seconds before workers are tried again after they were unreachable or lost."""
-
-Checkpoint = HFCheckpoint | StoreCheckpoint
 
 
 def weights_hello(folder: str) -> Hello:
@@ -69,16 +67,14 @@ def weights_hello(folder: str) -> Hello:
     return make_hello("weights", facts)
 
 
-def open_weights(
-    deployment: Deployment, names: CheckpointNames, *, token: str
-) -> "Checkpoint | PeerCheckpoint":
+def open_weights(deployment: Deployment, names: CheckpointNames, *, token: str) -> BlockReader:
     """Opens a deployment's weights: from `weights.peers` if set, with its folder as a fallback.
 
     Raises:
       CheckpointError: as `open_checkpoint`; with peers only when the folder is first read.
     """
 
-    def storage() -> Checkpoint:
+    def storage() -> FolderReader:
         return open_checkpoint(deployment.model, names)
 
     if deployment.weights.address:
@@ -124,13 +120,13 @@ class PeerCheckpoint(BlockReader):
         hello: Hello,
         token: str,
         names: CheckpointNames,
-        storage: Callable[[], Checkpoint],
+        storage: Callable[[], FolderReader],
     ):
         super().__init__()
         self.arrays: dict[str, int] = {}
         self._names, self._hello, self._token = list(peers), hello, token
         self._open = storage
-        self._storage: Checkpoint | None = None
+        self._storage: FolderReader | None = None
         self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
         self._peers: list[WeightsPeer] = []
         self._again = self._used = 0.0
@@ -198,7 +194,7 @@ class PeerCheckpoint(BlockReader):
         return read_leaf(arrays, leaf, self.on_read, empty=empty)
 
     @property
-    def storage(self) -> Checkpoint:
+    def storage(self) -> FolderReader:
         """The checkpoint in the folder, opened on first use; raises CheckpointError if that
         fails."""
         if self._storage is None:

@@ -20,12 +20,11 @@ from jaxtyping import Array
 
 from jaxserve.calibration import forward
 from jaxserve.checkpoint.fingerprint import Revision
-from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import Int8Products
 from jaxserve.checkpoint.manifest import StoredBlock, blocks_of
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.records import write_record
-from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind
@@ -142,7 +141,7 @@ class _MeasuredModel:
             for in_int8, config in ((False, self.config), (True, every))
         }
         self._blocks = {block.name: block for block in blocks_of(names)}
-        self._checkpoint: HFCheckpoint | StoreCheckpoint = open_checkpoint(folder, names)
+        self._checkpoint = open_checkpoint(folder, names)
         self._attend = functools.cache(self._compiled)
         self.perplexity = math.nan
 

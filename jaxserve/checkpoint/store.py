@@ -1,13 +1,12 @@
 """Converted checkpoints: one Orbax checkpoint per block of the model, restored into any layout.
 
-`convert.py` writes them; `open_checkpoint` opens a converted or a Hugging Face folder. Arrays are
-stored unsharded and unpadded: each device's part is read from the chunks that it overlaps
-(`stored_array.py`), and the padding that a layout adds is zero. Checksums cover whole arrays. They
-are verified in the background of loading, unless the folder is in a bucket or each of several
-processes reads only a part. Then only `convert --verify` verifies them.
+`convert.py` writes them. Arrays are stored unsharded and unpadded: each device's part is read from
+the chunks that it overlaps (`stored_array.py`), and the padding that a layout adds is zero.
+Checksums cover whole arrays. They are verified in the background of loading, unless the folder is
+in a bucket or each of several processes reads only a part. Then only `convert --verify` verifies
+them.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from jaxserve.checkpoint.arrays import (
     QUANTISED_PARTS,
-    BlockReader,
+    FolderReader,
     Leaf,
     ReadableArray,
     block_key,
@@ -29,7 +28,6 @@ from jaxserve.checkpoint.arrays import (
     refuse,
 )
 from jaxserve.checkpoint.fingerprint import begin, check_revision
-from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
     MANIFEST,
@@ -48,19 +46,16 @@ from jaxserve.checkpoint.stored_array import (
     open_array,
     with_parts,
 )
-from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.model.module import Template
 from jaxserve.storage.files import open_file, replaced, stamp
 from jaxserve.storage.mirror import local_folder, origin_of
 
-logger = logging.getLogger(__name__)
-
 _OPENED_AT_ONCE = 16
 """Arrays opened concurrently; opening may take a request to a bucket."""
 
 
-class StoreCheckpoint(BlockReader):
+class StoreCheckpoint(FolderReader):
     """Reads leaves from a converted checkpoint.
 
     Args:
@@ -80,6 +75,7 @@ class StoreCheckpoint(BlockReader):
             raise CheckpointError(f"{folder}: no {MANIFEST}: not a converted checkpoint")
         self._arrays, problems = open_blocks(here, manifest, names)
         refuse(folder, problems)
+        self.size = sum(a.nbytes for block in self._arrays.values() for a in block.values())
         self._blocks = {block_key(block.sources): block.name for block in blocks_of(names)}
         self._folder, self._manifest = here, manifest
         self._stamps = {name: self._stamp(name) for name in self._arrays}
@@ -97,11 +93,6 @@ class StoreCheckpoint(BlockReader):
     def _stamp(self, block: str) -> str:
         """The version of a block's files on this host."""
         return stamp(self._folder / MANIFEST, self._folder / BLOCKS / block)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the arrays."""
-        return sum(a.nbytes for block in self._arrays.values() for a in block.values())
 
     def block(
         self, template: Template, leaves: dict[str, Leaf], tables: Sequence[Sources]
@@ -253,21 +244,3 @@ def _differences(name: str, array: StoredArray, entry: StoredLeaf) -> list[str]:
         for kind, shape in ((str(array.dtype), array.shape), (entry.dtype, entry.shape))
     )
     return [f"{name} is {is_}, and the manifest says {says}"] if is_ != says else []
-
-
-def open_checkpoint(folder: str | Path, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
-    """Opens a folder's weights, converted or not.
-
-    Raises:
-      CheckpointError: as `HFCheckpoint` and `StoreCheckpoint` do.
-    """
-    converted = read_manifest(local_folder(folder)) is not None
-    return StoreCheckpoint(folder, names) if converted else HFCheckpoint(folder, names)
-
-
-def open_folder(deployment: Deployment, names: CheckpointNames) -> HFCheckpoint | StoreCheckpoint:
-    """Opens the deployment's model folder and ignores `weights.peers`: the processes of a runtime
-    quantise together, so all must read the same source. Raises as `open_checkpoint`."""
-    if deployment.weights.peers:
-        logger.warning("weights: from storage: weights.peers is for workers of one process")
-    return open_checkpoint(deployment.model, names)

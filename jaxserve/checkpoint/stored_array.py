@@ -13,6 +13,7 @@ import ml_dtypes  # noqa: F401  # names of dtypes
 import numpy as np
 import tensorstore
 
+from jaxserve.checkpoint.manifest import PACKED, Packed
 from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges
 from jaxserve.errors import CheckpointError
@@ -23,23 +24,6 @@ from jaxserve.storage.files import LocalFile, array_store
 _CONTEXT = tensorstore.Context(
     {f"{work}_concurrency": {"limit": LocalFile.threads} for work in ("file_io", "data_copy")}
 )
-
-
-PACKED = {"int4": 2, "float4_e2m1fn": 2, "float8_e8m0fnu": 1}
-"""Dtypes that files hold as bytes, and the neighbours in a byte, low bits first."""
-
-
-class Packed(NamedTuple):
-    """Dtype and shape of an array that files hold as bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Shape of the bytes."""
-        *outer, columns = self.shape
-        return (*outer, -(-columns // PACKED[self.dtype]))
 
 
 class StoredArray(NamedTuple):

@@ -12,8 +12,8 @@ import msgspec
 
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.manifest import MANIFEST
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole

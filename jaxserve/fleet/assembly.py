@@ -155,7 +155,7 @@ def whole_runtime(deployment: Deployment, options: Options) -> "Runtime":
 
 def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     """Builds the runtime of an attention domain, whose ffn workers are in other runtimes."""
-    from jaxserve.checkpoint.store import open_folder
+    from jaxserve.checkpoint.opening import open_folder
     from jaxserve.engine.runtime import Runtime
     from jaxserve.fleet.attention_runtime import attention_cell
     from jaxserve.fleet.remote_experts import RemoteExperts
@@ -193,7 +193,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
       ConfigError, CheckpointError: before anything large is allocated.
     """
     from jaxserve.checkpoint.int8_products import read_model, with_int8_products
-    from jaxserve.checkpoint.store import open_folder
+    from jaxserve.checkpoint.opening import open_folder
     from jaxserve.mesh import Submeshes
     from jaxserve.model.matrix_formats import placed
     from jaxserve.model.templates import ModelTemplates

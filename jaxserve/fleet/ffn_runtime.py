@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jaxserve.checkpoint.fingerprint import revision
+from jaxserve.checkpoint.opening import open_folder
 from jaxserve.checkpoint.peer import open_weights
-from jaxserve.checkpoint.store import open_folder
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import ConfigError

@@ -26,7 +26,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 OpenSource = Callable[[Deployment, CheckpointNames], LeafSource]
-"""Opens the source of a deployment's weights: `checkpoint.store.open_folder` or
+"""Opens the source of a deployment's weights: `checkpoint.opening.open_folder` or
 `checkpoint.peer.open_weights`."""
 
 

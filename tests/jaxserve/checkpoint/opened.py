@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.source import Source
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.mesh import Submeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights

@@ -11,8 +11,9 @@ from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_manifest
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.reading import Region, read_regions
-from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
+from jaxserve.checkpoint.store import StoreCheckpoint
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.checkpoint.verification import verify
 from jaxserve.config.load import load_deployment

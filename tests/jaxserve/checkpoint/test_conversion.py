@@ -13,7 +13,7 @@ from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, CONVERSION, MANIFEST
-from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.verification import verify
 from jaxserve.errors import CheckpointError
 from tests import golden

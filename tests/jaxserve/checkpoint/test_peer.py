@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.peer import PeerCheckpoint, open_weights, weights_hello
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import CheckpointError
 from jaxserve.link.weights.client import PIECE_BYTES, PeerError, WeightsPeer, pieces
 from jaxserve.link.weights.frames import HeldArray

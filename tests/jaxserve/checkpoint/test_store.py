@@ -12,7 +12,8 @@ from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import BLOCKS, MANIFEST
-from jaxserve.checkpoint.store import StoreCheckpoint, open_checkpoint
+from jaxserve.checkpoint.opening import open_checkpoint
+from jaxserve.checkpoint.store import StoreCheckpoint
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight
 from tests import golden

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import Leaf, read_leaf
-from jaxserve.checkpoint.stored_array import Packed, open_array, read_array
+from jaxserve.checkpoint.manifest import Packed
+from jaxserve.checkpoint.stored_array import open_array, read_array
 from jaxserve.errors import CheckpointError
 
 VALUES = {

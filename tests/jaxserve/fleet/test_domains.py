@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.store import open_checkpoint
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.config.shrink import shrunk
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams

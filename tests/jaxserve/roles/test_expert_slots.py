@@ -11,9 +11,9 @@ import pytest
 
 from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.families import architecture
+from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
-from jaxserve.checkpoint.store import open_checkpoint
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.move_rounds import aligned, plan_rounds
 from jaxserve.model.ffn.placement import EMPTY, home_slots
