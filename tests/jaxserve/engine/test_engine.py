@@ -48,11 +48,12 @@ def make():
     """Engines that are closed at the end, whatever became of them."""
     engines = []
 
-    def make(**options):
-        started = options.pop("start", True)
+    def make(*, start=True, held=False, **options):
         engine, driver = fake_engine(**options)
         engines.append((engine, driver))
-        if started:
+        if held:  # steps give no results until the gate is set
+            driver.gate.clear()
+        if start:
             engine.start()
         return engine, driver
 
@@ -83,8 +84,7 @@ class TestRequests:
         idle(engine)
 
     def test_an_id_and_a_grammar_belong_to_one_request_at_a_time(self, make):
-        engine, driver = make()
-        driver.gate.clear()
+        engine, driver = make(held=True)
         collector, params = Collector(), SamplingParams(max_tokens=3, grammar=Everything())
         collector.submit(engine, [1, 2], params, request_id="a")
         with pytest.raises(InvalidRequestError, match="request_id: 'a' is running already"):
@@ -129,8 +129,7 @@ class TestBadRequests:
 
 class TestOneStepAhead:
     def test_the_next_step_is_enqueued_before_the_last_one_is_read(self, make):
-        engine, driver = make()
-        driver.gate.clear()
+        engine, driver = make(held=True)
         collector = submitted(engine, SamplingParams(max_tokens=3))
         until(lambda: driver.count("advance") == 2)
         time.sleep(0.05)
@@ -191,10 +190,8 @@ class TestCancel:
 
     def test_between_submit_and_the_loop(self, make):
         """Both before the loop looked: the request ends without a step."""
-        engine, driver = make()
-        driver.gate.clear()
-        collector = Collector()
-        collector.submit(engine, [1], LONG, request_id="busy")
+        engine, driver = make(held=True)
+        collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)  # the loop waits for a result now
         collector.submit(engine, [1], LONG, request_id="a")
         engine.cancel("a")
@@ -241,8 +238,7 @@ class TestDeadline:
 class TestOverload:
     def test_refuses_with_a_time_to_come_back(self, make):
         """2 slots and 5 places to wait."""
-        engine, driver = make()
-        driver.gate.clear()
+        engine, driver = make(held=True)
         collector = Collector()
 
         def flood():
@@ -262,8 +258,7 @@ class TestOverload:
         idle(engine)
 
     def test_counts_what_the_loop_has_not_taken_yet(self, make):
-        engine, driver = make()
-        driver.gate.clear()
+        engine, driver = make(held=True)
         collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)  # the loop waits for a result
         for _ in range(5):
@@ -290,8 +285,7 @@ class TestDrain:
         idle(engine)
 
     def test_says_when_the_time_is_up(self, make):
-        engine, driver = make()
-        driver.gate.clear()
+        engine, driver = make(held=True)
         collector = submitted(engine)
         assert engine.drain(0.1) is False
         driver.gate.set()
@@ -300,10 +294,8 @@ class TestDrain:
 
     def test_cancelled_requests_do_not_hold_it_up(self, make):
         engine, _ = make(pace=0.005)
-        collector = Collector()
-        collector.submit(engine, [1], LONG, request_id="a")
-        collector.wait_for_tokens("a", 1)
-        engine.cancel("a")
+        submitted(engine).wait_for_tokens("request 0", 1)
+        engine.cancel("request 0")
         assert engine.drain(20) is True
         assert engine.drain(0.0) is True, "it is idle"
 
@@ -387,12 +379,9 @@ class TestFailure:
         assert engine.status == "failed"
 
     def test_results_that_never_come(self, make):
-        engine, driver = make()
-        driver.gate.clear()
-        collector = Collector()
+        engine, _ = make(held=True)
         started = time.monotonic()
-        for _ in range(4):
-            collector.submit(engine, [1], LONG)
+        collector = submitted(engine, LONG, 4)
         self.failed(
             engine, collector, "a step's tokens did not arrive within 1.0 s (cluster.step_seconds)"
         )
@@ -415,8 +404,7 @@ class TestFailure:
 
     def test_told_by_somebody_else_while_the_loop_waits(self, make):
         """A follower is gone: nobody waits for the step's deadline."""
-        engine, driver = make(overrides={"cluster.step_seconds": 60.0})
-        driver.gate.clear()
+        engine, driver = make(held=True, overrides={"cluster.step_seconds": 60.0})
         collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)
         started = time.monotonic()

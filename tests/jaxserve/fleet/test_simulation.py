@@ -19,7 +19,7 @@ from jaxserve.fleet.simulation import (
 from jaxserve.plan import main
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
-from tests.jaxserve.fleet.test_coordinator import World
+from tests.jaxserve.fleet.fleet_world import World
 from tests.jaxserve.planner.making import Given
 
 STEP = 0.1
