@@ -11,15 +11,15 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.config.topology import PlannedMode
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.layouts import MODES
-from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.options import (
+    TABLE,
     check_positions,
     read_formats,
     read_hardware,
@@ -28,30 +28,7 @@ from jaxserve.planner.options import (
 )
 from jaxserve.planner.search import Plan, Searcher
 from jaxserve.planner.search_view import DECODE_ONLY, plan_tree
-from jaxserve.planner.view import Part, Report, show
-
-MAP_LEGEND = (
-    "the cheapest mode, its USD a million tokens, and x what AFD costs over the cheaper of EP and "
-    "TP (p10 to p90, if both are as fast beside predictions as published systems were); -: nothing "
-    "meets the TPOT"
-)
-ADVICE = "Who should use AFD: cases in which it costs less, and the one in which it costs least"
-SMALL = {
-    "models": ["step3", "deepseek-v3"],
-    "hardware": ["h800", "h20+h800"],
-    "contexts": [4096, 32768],
-    "tpots": [0.05, 0.1],
-}
-FULL = {
-    "models": ["step3", "deepseek-v3", "kimi-k2", "qwen3-235b-a22b", "qwen3-32b"],
-    "hardware": [
-        *("h20", "h100", "h200", "h800", "b200", "v5p", "v6e", "v7x"),
-        *("h20+h100", "h20+h800", "h20+b200", "h200+h100", "v6e+v7x", "v5p+v6e"),
-    ],
-    "contexts": [2048, 8192, 16384, 32768],
-    "tpots": [0.025, 0.05, 0.1],
-}
-"""480 cases on one kind of hardware, and 360 on two."""
+from jaxserve.planner.view import Part, Report, declared, show
 
 
 class Case(NamedTuple):
@@ -87,23 +64,9 @@ class Case(NamedTuple):
         return self.ratio * other.p10 / afd.p90, self.ratio * other.p90 / afd.p10
 
     @property
-    def over(self) -> str:
-        """The ratio and its range, as text; empty if the ratio is not known."""
-        ends = self.likely
-        return f"x{self.ratio:.2f} ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
-
-    @property
     def winner(self) -> PlannedMode | None:
         """The cheapest mode; None: nothing meets the TPOT."""
         return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
-
-    @property
-    def text(self) -> str:
-        """The winner, its cost, and what AFD costs over colocation; "-" if nothing meets the
-        TPOT."""
-        if self.winner is None:
-            return "-"
-        return f"{self.winner} {self.best[self.winner].dollars:.3f} {self.over}".rstrip()
 
 
 class MapPart(NamedTuple):
@@ -145,51 +108,28 @@ class MapPart(NamedTuple):
         return found
 
 
-def map_rows(found: Sequence[Case]) -> list[list[str]]:
-    """A heading, and a row for each model, mix and context, with a column a TPOT."""
-    tpots = sorted({case.tpot for case in found})
-    rows = [["", "hardware", "context", *(f"{tpot * 1e3:g} ms" for tpot in tpots)]]
-    places: dict[tuple[str, str, int], dict[float, Case]] = {}
-    for case in found:
-        places.setdefault(case[:3], {})[case.tpot] = case
-    for (model, mix, context), row in places.items():
-        rows.append([model, mix, f"{context // 1024}K", *(row[tpot].text for tpot in tpots)])
+def advised(found: Sequence[Case]) -> list[dict[str, Any]]:
+    """Returns for each model and TPOT in how many cases AFD is the cheapest, of those that AFD and
+    colocation both meet, and the case in which it costs least over colocation."""
+    rows = []
+    for model, tpot in dict.fromkeys((case.model, case.tpot) for case in found):
+        own = [case for case in found if (case.model, case.tpot) == (model, tpot)]
+        both = sorted((case.ratio, number) for number, case in enumerate(own) if case.ratio)
+        won, least = sum(ratio < 1 for ratio, _ in both), own[both[0][1]] if both else None
+        rows.append({"model": model, "tpot": tpot, "won": won, "both": len(both), "least": least})
     return rows
 
 
-def advice_rows(found: Sequence[Case]) -> list[list[str]]:
-    """A heading, and a row for each model with a column a TPOT: how often AFD is the cheapest, of
-    the cases that AFD and colocation both meet; the hardware and context in which it costs least
-    over colocation, and what sets its pace there."""
-    tpots = sorted({case.tpot for case in found})
-    rows = [["", *(f"{tpot * 1e3:g} ms" for tpot in tpots)]]
-    for model in dict.fromkeys(case.model for case in found):
-        row = [model]
-        for tpot in tpots:
-            own = [case for case in found if (case.model, case.tpot) == (model, tpot)]
-            both = [(case.ratio, case) for case in own if case.ratio is not None]
-            text = f"{sum(ratio < 1 for ratio, _ in both)} of {len(both)}"
-            if both:
-                _, best = min(both, key=lambda one: one[0])
-                pace = ": ".join(best.best["afd"].slowest)
-                text += f"; {best.over} on {best.mix}, {best.context // 1024}K, {pace}"
-            row.append(text)
-        rows.append(row)
-    return rows
-
-
-def map_summary(found: Sequence[Case]) -> str:
-    """Says which mode is the cheapest how often, and what AFD costs over colocation."""
-    won = Counter(case.winner for case in found)
-    counts = ", ".join(f"{name} {won[mode]}" for mode, name in MODES.items())
-    told = f"the cheapest of {len(found)} cases: {counts}; nothing meets the TPOT: {won[None]}"
-    ratios = sorted(case.ratio for case in found if case.ratio is not None)
-    if ratios:
-        ends = (
-            f"least {ratios[0]:.2f}, median {statistics.median(ratios):.2f}, most {ratios[-1]:.2f}"
-        )
-        told += f"; cost of AFD over colocation: {ends}"
-    return told
+def map_parts(found: Sequence[Case]) -> list[Part]:
+    """Returns the report of the cases: advice, the cases, and how often which mode is cheapest."""
+    ratios = sorted(case.ratio for case in found if case.ratio)
+    told = {
+        "ratios": ratios,
+        "median": statistics.median(ratios) if ratios else None,
+        "won": {name: [case.winner for case in found].count(mode) for mode, name in MODES.items()},
+        "lost": [case.winner for case in found].count(None),
+    }
+    return declared("map", scope=DECODE_ONLY, cases=found, advised=advised(found), **told)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -198,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
       ConfigError: an option is wrong.
     """
-    for name, values in (FULL if options.full else SMALL).items():
+    for name, values in TABLE["commands"]["map"]["full" if options.full else "some"].items():
         setattr(options, name, getattr(options, name) or values)
     for model in options.models:
         check_positions(model, options.configs, contexts=max(options.contexts))
@@ -206,10 +146,8 @@ def run(options: argparse.Namespace) -> None:
     names = itertools.product(options.models, map(str.lower, options.hardware))
     parts = [MapPart(sent, model, mix) for model, mix in names]
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
-    notes = [DECODE_ONLY, MAP_LEGEND, map_summary(found)]
-    shown = [Part(ADVICE, advice_rows(found)), Part(rows=map_rows(found), lines=notes)]
     tree = {"scope": DECODE_ONLY, "cases": [_case_tree(case) for case in found]}
-    show(options, Report("Where AFD, EP and TP are the cheapest", shown, tree))
+    show(options, Report("Where AFD, EP and TP are the cheapest", map_parts(found), tree))
 
 
 def _evaluate(parts: Sequence[MapPart], jobs: int) -> list[Case]:

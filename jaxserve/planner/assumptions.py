@@ -1,16 +1,20 @@
-"""Number formats, and constants that correct rooflines: what a prediction takes for granted.
+"""Number formats, and constants that correct rooflines: what a prediction takes for granted; and
+how fast systems that others measured were beside what is predicted of them.
 
 Called by `stages.py`, and by modules that read or make them.
 """
 
-from typing import Literal
+import functools
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.config.formats import FORMATS, FormatName, scaled
-from jaxserve.config.topology import TRANSPORTS
+from jaxserve.config.shipped import CONFIGS
+from jaxserve.config.topology import TRANSPORTS, PlannedMode
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.hardware import Hardware
+from jaxserve.planner.hardware import Hardware, read_json
 
 PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
 """Formats that are planned for everything. Simulated devices compute in FP32. 4 bits are for
@@ -108,6 +112,12 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         return self.rows
 
 
+Share = Annotated[float, Meta(ge=0, le=1)]
+"""A part of a whole, or seconds."""
+Peak = Annotated[float, Meta(ge=0.01, le=1)]
+"""Share of what hardware could do."""
+
+
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Constants that correct rooflines towards measured times.
 
@@ -116,44 +126,44 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     26 %. The network's share is what §5.4 reports of DeepEP. The others are guesses.
     """
 
-    compute: float = 0.7
+    compute: Peak = 0.7
     """Share of the peak FLOP/s."""
-    memory: float = 0.9
+    memory: Peak = 0.9
     """Share of the peak memory bandwidth."""
-    network: float = 0.8
+    network: Peak = 0.8
     """Share of the peak of network and fast link."""
-    stage_seconds: float = 50e-6
+    stage_seconds: Share = 50e-6
     """Launches, norms, routing, sorting: a constant of every attend and ffn stage."""
-    crossing_seconds: float = 20e-6
+    crossing_seconds: Share = 20e-6
     """Latency of a message from one role to the other."""
-    pull_seconds: float = 70e-6
+    pull_seconds: Share = 70e-6
     """Latency of a message over `pull`, which joins runtimes."""
-    pull_gb_s: float = TRANSPORTS["pull"].gb_per_second
+    pull_gb_s: Annotated[float, Meta(ge=0, le=1000)] = TRANSPORTS["pull"].gb_per_second
     """GB/s into one process over `pull`, as the transport declares it; 0: messages between runtimes
     cross as others do."""
-    collective_seconds: float = 10e-6
+    collective_seconds: Share = 10e-6
     """Latency of a collective within a role."""
-    hop_seconds: float = 1e-6
+    hop_seconds: Share = 1e-6
     """More of it for every link between the two farthest devices of a torus. A guess."""
-    host_seconds: float = 3e-6
+    host_seconds: Share = 3e-6
     """Host time of a layer and lane: the driver's own Python (docs/measurements/serving.md)."""
-    host_device_seconds: float = 10e-6
+    host_device_seconds: Share = 10e-6
     """And for each device of the process: a call and a message with its answer take 36 and 44 µs
     with eight devices (the same table, CPU devices)."""
-    plan_seconds: float = 140e-6
+    plan_seconds: Share = 140e-6
     """Time of the process that leads others, for a step's plan of 2,048 sequences."""
-    plan_below_seconds: float = 14e-6
+    plan_below_seconds: Share = 14e-6
     """And for each process or host that it sends it to (measured on 2026-11-22)."""
-    request_seconds: float = 10e-3
+    request_seconds: Share = 10e-3
     """HTTP, router and sessions, of a request on its way to its first token. A guess; the demo's
     fleet takes 59 ms on two busy cores."""
-    imbalance: float = 0.0
+    imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
     are equally popular, which is what a perfect placement leaves."""
     replicas: bool = False
     """Whether slots beyond the number of experts hold replicas that even the ranks out, as after a
     rebalance (DeepSeek's 288 of 256 experts), or nothing."""
-    overlap: float = 0.0
+    overlap: Share = 0.0
     """Share of the ffn role's collectives that its products hide. The engine's programs do one
     after the other; Step-3's kernels hide them (§7.1)."""
     broadcast: bool = False
@@ -172,7 +182,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether prompts of latent attention run on expanded keys and values alone, those of what was
     cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
     expands within a chunk and absorbs before it (`model/attention/mla.py`)."""
-    reserve: float = 0.1
+    reserve: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
     """Share of the memory that weights and cache leave: half of it for the compiler, and the other
     half for activations, which take more of the cache's where they need it."""
 
@@ -182,3 +192,33 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
         names = ("broadcast", "whole_dense", "overlapped", "expanded")
         found = [name for name in names if getattr(self, name)]
         return [*found, f"overlap={self.overlap:g}"] if self.overlap else found
+
+
+class SpeedRange(NamedTuple):
+    """Percentiles of the speed of whole systems that others measured, over the predicted speed."""
+
+    systems: int
+    p10: float
+    p50: float
+    p90: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.systems} measured systems reached {self.p10:.2f} to {self.p90:.2f} of their "
+            f"predicted speed (p10 to p90, median {self.p50:.2f}; docs/measurements/planner.md)"
+        )
+
+
+class MeasuredSpeed(NamedTuple):
+    """Ranges of all published systems together, and of those of each mode."""
+
+    systems: SpeedRange
+    modes: dict[PlannedMode, SpeedRange]
+
+
+@functools.cache
+def measured_speed() -> MeasuredSpeed:
+    """Returns the ranges of published systems, which `tests/jaxserve/planner/published.py` writes.
+    A test fails once the planner predicts something else."""
+    return read_json(CONFIGS / "measured_speed.json", MeasuredSpeed)

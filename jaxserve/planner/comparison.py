@@ -36,6 +36,8 @@ from jaxserve.roles.layout import StepLoad
 
 WITHIN = {"stage": 0.15, "step": 0.10}
 """Relative errors that a calibrated prediction should keep to."""
+PARTED = 0.25
+"""Relative error of a running fleet's stages and steps from which on there is an alarm."""
 _LEAST = 1e-9
 """Seconds: no stage takes less."""
 
@@ -58,6 +60,11 @@ class Compared(NamedTuple):
     def error(self) -> float:
         """(predicted − measured) / measured."""
         return self.predicted / self.measured - 1
+
+    @property
+    def parted(self) -> bool:
+        """Whether a running fleet is so far from its plan that there is an alarm."""
+        return abs(self.error) > PARTED
 
     @property
     def within(self) -> bool:

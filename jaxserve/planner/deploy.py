@@ -34,10 +34,9 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.noise import ExpertLoads
-from jaxserve.planner.search import Pace, Plan, Searcher
+from jaxserve.planner.search import Pace, Plan, Searcher, why_not
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, expert_loads
-from jaxserve.planner.why_not import why_not
 
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
 from jaxserve.planner.layouts import MODES
-from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.view import Report, declared

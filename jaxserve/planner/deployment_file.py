@@ -29,6 +29,7 @@ from jaxserve.planner.layout_keys import Tree, layout_keys, sections, usable
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.search import Plan
 from jaxserve.planner.stages import Calculator
+from jaxserve.planner.view import declared
 
 PORT = 9100
 """Where workers listen."""
@@ -111,15 +112,18 @@ def plan_file(
 
 def deployment_text(file: PlanFile, plan: Plan) -> str:
     """The deployment of a plan as YAML, with what is predicted as comments."""
-    return _yaml(_keys(file, plan), _comments(file, plan))
+    layout, context = plan.layout, file.calculator.context
+    names = [file.hardware[role].name for role in (layout.attention, layout.ffn)]
+    told = {"plan": plan, "layout": layout, "names": names, "context": context}
+    return _yaml(_keys(file, plan), _comments("plan_file", file, **told))
 
 
 def _yaml(keys: Tree, comments: Sequence[str]) -> str:
     """Writes dotted keys in the order of their declarations, without those that are None."""
-    declared = known_keys()
+    order = known_keys()
 
     def place(key: str) -> int:
-        return next(n for n, known in enumerate(declared) if f"{key}.".startswith(f"{known}."))
+        return next(n for n, known in enumerate(order) if f"{key}.".startswith(f"{known}."))
 
     head = "".join(f"# {line}\n" for line in comments)
     tree = sections({key: keys[key] for key in sorted(keys, key=place)})
@@ -142,24 +146,10 @@ def _keys(file: PlanFile, plan: Plan) -> Tree:
     return keys
 
 
-def _comments(file: PlanFile, plan: Plan) -> list[str]:
-    layout = plan.layout
-    a, f = file.hardware[layout.attention].name, file.hardware[layout.ffn].name
-    devices = f"{layout.attention_devices} {a} for attention, {layout.ffn_devices} {f} for the FFN"
-    if layout.topology.has("colocated"):
-        devices = f"{layout.devices} {a}, colocated"
-    return [
-        f"{devices}: {plan.sequences} sequences of {file.calculator.context:,} tokens",
-        f"Predicted, not measured: {plan.tpot * 1e3:.1f} ms a token, "
-        f"{plan.tokens_per_second:.0f} tokens/s, {plan.tokens_per_device:.0f} a device, "
-        f"{plan.dollars:.3f} USD a million of output. Decoding alone: prompts are not in it.",
-        *_beyond(file.calculator),
-    ]
-
-
-def _beyond(calculator: Calculator) -> list[str]:
-    beyond = ", ".join(calculator.assumed.beyond_engine)
-    return [f"Assumed, and not what this engine does: {beyond}."] if beyond else []
+def _comments(report: str, file: PlanFile, **told: object) -> list[str]:
+    """Lines that `reports.yaml` declares for the head of a file."""
+    (part,) = declared(report, assumed=file.calculator.assumed, **told)
+    return list(part.lines)
 
 
 def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Requests) -> int:
@@ -170,12 +160,15 @@ def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Reques
     Raises:
       ConfigError: `serve` would refuse it whatever the slots.
     """
-    comments, most = _fleet_comments(file, asked, made), made.fleet.slots
+    fleet, most = made.fleet, made.fleet.slots
+    on = dict.fromkeys(one.name for one in fleet.unit.hardware)
+    told = {"asked": asked, "fleet": fleet, "found": made.prediction, "roles": made.roles, "on": on}
+    comments = _comments("fleet_file", file, layout=fleet.unit.layout, **told)
 
     def write(slots: int) -> None:
         keys = _fleet_keys(file, asked, made, requests, slots)
         file.write(_yaml(keys, comments))
-        if made.fleet.workers:
+        if fleet.workers:
             keys["prefill.cache.pages"] = file.pages_beside()
             file.write(_yaml(keys, comments))
 
@@ -237,28 +230,3 @@ def _fleet_keys(
         # Their number follows from the memory that one prompt leaves (`pages_beside`).
         "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
     }
-
-
-def _fleet_comments(file: PlanFile, asked: Asked, made: Deployment) -> list[str]:
-    fleet, found = made.fleet, made.prediction
-    worker, layout = fleet.worker, fleet.unit.layout
-    roles = (role for role in made.roles if role.spare_hosts)
-    spare = [f"{r.spare_hosts} servers of {r.hardware.name} for {r.name}" for r in roles]
-    names = dict.fromkeys(one.name for one in fleet.unit.hardware)
-    units = f"{layout.devices} {' and '.join(names)} ({layout.mode})"
-    workers = (
-        f"{fleet.workers} prefill workers of {worker.layout.devices} {worker.hardware.name}, "
-        f"{fleet.units} decode units of {units}"
-    )
-    start = "a router, every worker of `prefill` and every domain, each at its address"
-    if not fleet.workers:
-        workers = f"{fleet.units} of {units}, for prompts and decoding"
-        start = "`serve`" if fleet.units == 1 else "a router and every domain"
-    return [
-        f"For {asked.text}.",
-        f"{workers}. Standing by: {', '.join(spare) or 'nothing'}.",
-        f"Simulated, not measured: TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2f} s, TPOT "
-        f"p{asked.tpot.percent:g} {found.tpot_asked * 1e3:.1f} ms.",
-        *_beyond(file.calculator),
-        f"Start: {start}.",
-    ]

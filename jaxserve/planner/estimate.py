@@ -15,9 +15,9 @@ import numpy as np
 from jaxserve.config.formats import FormatName
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import Role
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.lanes import step_seconds
-from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.measurements import SIZES, Measurement
 from jaxserve.planner.scheduled import ProgramCounts
 from jaxserve.planner.stage_times import StepTimes

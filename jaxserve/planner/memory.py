@@ -5,7 +5,7 @@ deployment that the layout is written as (`layout_keys.py`, `roles/role_bytes.py
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +24,6 @@ from jaxserve.planner.layout_keys import (
     usable,
 )
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.monotone import largest
 from jaxserve.planner.stages import Calculator
 
 if TYPE_CHECKING:
@@ -36,6 +35,10 @@ USED = 0.9
 """Part of that which becomes pages."""
 MOST = 2**17
 """Sequences of a DP group and lane that are asked about at most."""
+
+
+STRAIGHT = 2
+"""Interpolated guesses in a row. The next guess is the middle, where a value grows in jumps."""
 
 
 class Memory:
@@ -236,3 +239,24 @@ def _attention_alone(layout: Layout) -> Layout:
     """A layout whose attention devices hold what those of this one hold."""
     alone = {"dp": 1, "ep": 1, "ffn_tp": 1, "redundant_slots": 0, "shared_ranks": 0}
     return msgspec.structs.replace(layout, **alone)
+
+
+def largest(value: Callable[[int], float], low: int, high: int, bound: float) -> int:
+    """Returns the largest number from `low` to `high` whose value is within `bound`.
+
+    Args:
+      value: never falls. Its value at `low` is within the bound.
+    """
+    at_low, at_high, guesses = value(low), value(high), 0
+    if at_high <= bound:
+        return high
+    while high - low > 1:
+        guesses += 1
+        share = (bound - at_low) / (at_high - at_low) if guesses % (STRAIGHT + 1) else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        there = value(middle)
+        if there <= bound:
+            low, at_low = middle, there
+        else:
+            high, at_high = middle, there
+    return low

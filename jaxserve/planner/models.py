@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -329,14 +329,11 @@ def model_config(path: Path, *, served: bool = False) -> ModelConfig:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def load_model(name: str, folder: Path = CONFIGS, int8: Collection[int] = ()) -> CostModel:
+def load_model(name: str, folder: Path = CONFIGS) -> CostModel:
     """Returns a known model by name, or the model at this path.
-
-    Args:
-      int8: layers whose attention multiplies in INT8.
 
     Raises:
       ConfigError: the model is unknown (lists the known models), or its description is wrong.
     """
     path = model_folder(name, folder)
-    return cost_model(model_config(path).with_int8_products(int8), path.name)
+    return cost_model(model_config(path), path.name)

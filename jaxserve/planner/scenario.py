@@ -5,11 +5,9 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-import msgspec
-
-from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import Floats, FormatName
 from jaxserve.config.model import Int4, held_floats
@@ -19,11 +17,10 @@ from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import CostModel, load_model
+from jaxserve.planner.models import CostModel, cost_model, load_model
 from jaxserve.planner.noise import ExpertLoads
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
-from jaxserve.storage.mirror import INT8_PRODUCTS
 
 
 class Roles(NamedTuple):
@@ -143,38 +140,22 @@ def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
     """The deployment's model, and the formats of its matrices in the checkpoint.
 
     Raises:
-      ConfigError: its folder has no description, or a wrong one.
+      ConfigError: its folder has no description, or a wrong one, or lacks layers that
+        `attention.int8_products` names.
     """
-    folder, stored = Path(deployment.model), Stored()
-    if (folder / "config.json").is_file():
-        try:
-            config, _ = read_config(folder, deployment.ignored_model_keys)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
-        formats = [
-            "plain" if part in config.plain_parts else config.stored
-            for part in ("attention", "experts" if config.experts else "dense")
-        ]
-        stored = Stored(formats[0], formats[1], config.int4, config.floats)
-    return load_model(deployment.model, configs, _int8_layers(deployment)), stored
-
-
-def _int8_layers(deployment: Deployment) -> list[int]:
-    """Layers whose attention multiplies in INT8; for `auto` those that were measured.
-
-    Raises:
-      ConfigError: of `auto` nothing was.
-    """
-    wanted = deployment.attention.int8_products
-    if wanted == "none":
-        return []
-    if wanted != "auto":
-        return [int(layer) for layer in wanted]
-    path = Path(deployment.model) / INT8_PRODUCTS
+    folder = Path(deployment.model)
+    if not (folder / "config.json").is_file():
+        return load_model(deployment.model, configs), Stored()
     try:
-        return list(msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["layers"])
-    except (OSError, msgspec.DecodeError, KeyError) as error:
-        raise ConfigError(f"attention.int8_products = auto: {path}: {error}") from None
+        config, _ = read_model(deployment)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    formats = [
+        "plain" if part in config.plain_parts else config.stored
+        for part in ("attention", "experts" if config.experts else "dense")
+    ]
+    stored = Stored(formats[0], formats[1], config.int4, config.floats)
+    return cost_model(config, folder.name), stored
 
 
 def _weights(wanted: str, stored: str, held: Floats) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.deployment_file import deployment_text, plan_file
 from jaxserve.planner.layouts import MODES, Layout, Target
-from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.options import (
     check_positions,
     price_lines,
@@ -18,9 +18,8 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.search import Found, Plan, Searcher, front
+from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
 from jaxserve.planner.view import Part, Report, Series, chart, declared, show
-from jaxserve.planner.why_not import why_not
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "

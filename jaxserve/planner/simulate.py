@@ -489,4 +489,3 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         enable()
-        enable()

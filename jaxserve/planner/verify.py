@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,8 +30,6 @@ from jaxserve.planner.measurements import (
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.view import Report, declared, show
 
-PARTED = 0.25
-"""Relative error of a running fleet's stages and steps from which on there is an alarm."""
 RECENT = 15
 """Checks whose median is the advice of a running fleet."""
 LEAST_SECONDS = 1.0
@@ -51,36 +49,16 @@ class Checked(NamedTuple):
     advice: Advice | None
 
     @property
-    def stages(self) -> dict[str, "StageError"]:
-        """Stages by name, with their mean over all loads."""
-        found: dict[str, list[Compared]] = defaultdict(list)
+    def stages(self) -> dict[str, Compared]:
+        """Stages by name, with their mean over the spans of all loads."""
+        found: dict[str, Compared] = {}
         for one in self.found:
-            found[one.name].append(one)
-        return {name: StageError.of(own) for name, own in found.items()}
-
-
-class StageError(NamedTuple):
-    """Mean seconds of a stage, over its spans."""
-
-    measured: float
-    predicted: float
-
-    @classmethod
-    def of(cls, loads: Sequence[Compared]) -> "StageError":
-        """Returns the mean of several loads."""
-        spans = sum(one.spans for one in loads)
-        sums = (sum(one.spans * getattr(one, name) for one in loads) for name in cls._fields)
-        return cls(*(each / spans for each in sums))
-
-    @property
-    def error(self) -> float:
-        """(predicted − measured) / measured."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def parted(self) -> bool:
-        """Whether it is beyond `PARTED`."""
-        return abs(self.error) > PARTED
+            have = found.get(one.name, one._replace(spans=0))
+            spans = have.spans + one.spans
+            measured = (have.spans * have.measured + one.spans * one.measured) / spans
+            predicted = (have.spans * have.predicted + one.spans * one.predicted) / spans
+            found[one.name] = have._replace(spans=spans, measured=measured, predicted=predicted)
+        return found
 
 
 def check(made: Scenario, spans: Sequence[Span], known: Sequence[Measurement]) -> Checked:
@@ -130,10 +108,12 @@ def run(options: argparse.Namespace) -> int:
     spans = watched_spans(options.url) if options.url else read_spans(options.timeline)
     checked = check(made, spans, known)
     show(options, _report(made, checked))
-    alarms = _alarms(made, checked) if options.url else []
-    for alarm in alarms:
-        print(f"ALARM: {alarm}", file=sys.stderr)
-    return 1 if alarms else 0
+    parted = [one for one in checked.found if one.parted] if options.url else []
+    for one in parted:
+        took, planned = one.measured * 1e6, one.predicted * 1e6
+        told = f"{title(made, one)} takes {took:.0f} µs, planned {planned:.0f}"
+        print(f"ALARM: {told}", file=sys.stderr)
+    return 1 if parted else 0
 
 
 def _report(made: Scenario, checked: Checked) -> Report:
@@ -150,15 +130,6 @@ def _report(made: Scenario, checked: Checked) -> Report:
             told.append(checked.roles.text(layout, prices))
         told.append(checked.advice.text)
     return Report("Predicted against measured", declared("verify", found=rows, summary=told), tree)
-
-
-def _alarms(made: Scenario, checked: Checked) -> list[str]:
-    """Names the stages and steps that part from the plan, load by load."""
-    return [
-        f"{title(made, one)} takes {one.measured * 1e6:.0f} µs, planned {one.predicted * 1e6:.0f}"
-        for one in checked.found
-        if abs(one.error) > PARTED
-    ]
 
 
 # ------------------------------------------------------------------------- beside a running fleet

@@ -16,10 +16,9 @@ import numpy as np
 from jaxserve.config.model import MLA, Compressed
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import topology_of
-from jaxserve.planner.assumptions import Formats
+from jaxserve.planner.assumptions import Formats, MeasuredSpeed, SpeedRange
 from jaxserve.planner.hardware import Hardware, load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.measured_speed import MeasuredSpeed, SpeedRange
 from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher

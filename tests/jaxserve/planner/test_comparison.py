@@ -9,9 +9,9 @@ from jaxserve.observe import timeline_view
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import PipelineView
 from jaxserve.plan import main
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.comparison import Compared, summary
 from jaxserve.planner.lanes import step_seconds
-from jaxserve.planner.measured_speed import measured_speed
 from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.models import load_model
 from jaxserve.planner.stage_times import StepTimes

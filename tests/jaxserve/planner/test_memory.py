@@ -13,8 +13,7 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.deployment_file import PlanFile, deployment_text
 from jaxserve.planner.layout_keys import usable
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.memory import Memory
-from jaxserve.planner.monotone import largest
+from jaxserve.planner.memory import Memory, largest
 from jaxserve.planner.search import Searcher
 from jaxserve.roles.role_bytes import role_bytes
 from tests.jaxserve.planner import making

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
@@ -45,7 +46,7 @@ def test_layers_that_multiply_in_int8(folder):
 def test_those_that_were_measured(folder):
     with pytest.raises(ConfigError, match=r"attention.int8_products = auto: .*int8_products.json"):
         layers(folder, "auto")
-    found = {"weights": "a digest", "layers": [1, 2], "measured": {}}
+    found = {"weights": revision(folder).digest, "layers": [1, 2], "measured": {}}
     (folder / "int8_products.json").write_text(json.dumps(found))
     assert layers(folder, "auto") == [(62, False), (2, True)]
 

@@ -14,9 +14,9 @@ from jaxserve.planner.search import (
     layer_seconds,
     overlapped_seconds,
     tokens_a_step,
+    why_not,
 )
 from jaxserve.planner.stage_times import Rooflines, even_rows
-from jaxserve.planner.why_not import why_not
 from tests import golden
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 

@@ -9,7 +9,7 @@ from jaxserve.model.ffn.traffic import ExchangeMesh
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import known_hardware, load_hardware
 from jaxserve.planner.kernels import blocks_met, busiest_by_chance, tile_padding
-from jaxserve.planner.models import FFNLayers, load_model
+from jaxserve.planner.models import FFNLayers, cost_model, load_model
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
 from pallas_kernels.target import target_of
@@ -74,7 +74,8 @@ class TestAttend:
     @pytest.mark.parametrize(("name", "faster"), [("v5e", 1.38), ("v6e", 1.15), ("h800", 1.0)])
     def test_products_in_int8_are_as_fast_as_their_kernel(self, name, faster):
         """Many query heads, four tokens of each, on few cached numbers: the products decide."""
-        model = load_model("deepseek-v3", int8=range(3, 61))
+        config = load_model("deepseek-v3").config.with_int8_products(range(3, 61))
+        model = cost_model(config, "deepseek-v3")
         plain, int8 = model.attention
         assert (plain.layers, int8.layers) == (3, 58)
         assert int8 == plain._replace(layers=58, int8_products=True)
