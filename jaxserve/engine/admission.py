@@ -126,8 +126,9 @@ class Fetches:
     def drop(self, sequence: Sequence) -> None:
         """Ends the fetch of a sequence that leaves its slot: nothing more is written for it."""
         if sequence.ticket is not None:
-            self._dropped.append(sequence.ticket)
-            self._end(sequence.ticket)
+            order = self._end(sequence.ticket).order
+            if order.source.address:  # without one they come from this worker's own host
+                self._dropped.append(order.ticket)
 
     def run(self, ticket: int, first: int, tokens: int) -> PageRun | None:
         """Returns the pages for tokens that have arrived; None if the fetch was dropped.

@@ -13,7 +13,6 @@ thread here writes, lists and deletes. A few read, and their callers wait for a 
 import contextlib
 import logging
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 CHECKSUM = 8
 """Bytes of the checksum at the start of a file."""
 BACKLOG_BYTES = 256 << 20
-"""Most bytes that wait to be written. Further pages are not written."""
+"""Further pages are not written while more bytes than these wait for it."""
 LIST_SECONDS = 5.0
 """Shortest time between two looks for files of other workers."""
 LIST_SHARE = 0.05
@@ -51,20 +50,17 @@ class DiskPages:
       limit: most bytes of all files. A worker learns of what others have written when it lists the
         folder, so several together may exceed the limit for a while.
       identity: at most 16 characters, for everything but salt and tokens that the bytes depend on.
-      page_bytes: bytes of a page.
       counters: those named `storage_…` are counted up.
 
     Raises:
       OSError: the folder cannot be listed.
     """
 
-    def __init__(
-        self, folder: Path, limit: int, identity: str, page_bytes: int, counters: dict[str, float]
-    ):
+    def __init__(self, folder: Path, limit: int, identity: str, counters: dict[str, float]):
         self._folder, self._limit, self._identity = folder, limit, identity
         self._counters, self._names, self._condemned = counters, set[str](), set[str]()
         self._listed, self._used, self._warned = 0.0, 0, False
-        self._room = threading.Semaphore(BACKLOG_BYTES // page_bytes + 1)
+        self._taken = self._written = 0  # bytes of pages, each counted by one thread
         self._writer = ThreadPoolExecutor(1, "jaxserve-disk-pages")
         self._readers = ThreadPoolExecutor(READERS, "jaxserve-disk-reads")
         self._list()
@@ -87,7 +83,9 @@ class DiskPages:
     # ------------------------------------------------------------------------ from any thread
     def keep(self, name: PageName, rows: np.ndarray) -> None:
         """Starts to write a page or, if it is here, to make it the most recently used one."""
-        if self._root(name.root) not in self._condemned and self._room.acquire(blocking=False):
+        waiting = self._taken - self._written
+        if self._root(name.root) not in self._condemned and waiting <= BACKLOG_BYTES:
+            self._taken += rows.nbytes
             self._start(self._keep, name, rows)
 
     def read(self, pages: Sequence[HostPage]) -> None:
@@ -145,7 +143,7 @@ class DiskPages:
 
     # --------------------------------------------------------------------- the writing thread
     def _keep(self, name: PageName, rows: np.ndarray) -> None:
-        self._room.release()
+        self._written += rows.nbytes
         path = self._folder / self._file(name)
         try:
             os.utime(path)

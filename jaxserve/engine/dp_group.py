@@ -358,11 +358,9 @@ class DPGroup:
                 )
         for lane, slots in enumerate(self._lanes):
             for row, sequence in enumerate(slots.sequences[self._rows], self._rows.start):
-                if sequence is not None and sequence.home != (self.index, lane, row):
-                    raise RuntimeError(
-                        f"row {(self.index, lane, row)} holds request "
-                        f"{sequence.request.request_id!r}, whose home is {sequence.home}"
-                    )
+                where = self.index, lane, row
+                if sequence is not None and sequence.home != where:
+                    _raise_first(sequence, {f"is in {where}, its home is {sequence.home}": True})
             free = np.flatnonzero(~slots.resident[self._rows]).tolist()
             if sorted(self._free[lane]) != free:
                 raise RuntimeError(

@@ -18,6 +18,14 @@ class PageName(NamedTuple):
     """Digest of the salt and of all tokens up to the page's last one."""
     root: bytes
     """Digest of the salt and the first page's tokens, common to everything that continues it."""
+    state: bool = False
+    """True if the state behind the page belongs to it, in models with recurrent states."""
+
+    @property
+    def with_state(self) -> "PageName":
+        """Name of the same page together with the state behind it."""
+        key = hashlib.blake2b(self.key, digest_size=24).digest()
+        return self._replace(key=key, state=True)
 
 
 def page_names(
@@ -44,14 +52,15 @@ class HostPage:
 
     Attributes:
       name: its name.
+      size: bytes that it counts.
       rows: KV entries of all layers and heads as bytes; None before they have arrived, and for good
         if they were lost on the way.
     """
 
-    __slots__ = ("name", "rows")
+    __slots__ = ("name", "rows", "size")
 
-    def __init__(self, name: PageName):
-        self.name = name
+    def __init__(self, name: PageName, size: int):
+        self.name, self.size = name, size
         self.rows: np.ndarray | None = None
 
 
@@ -59,15 +68,13 @@ class HostPages:
     """The pages that are in host memory; the least recently used ones leave first.
 
     Args:
-      most: number of pages that fit.
+      most: bytes that fit.
     """
 
     def __init__(self, most: int):
-        self.most = most
+        self.most, self.held = most, 0
+        """Bytes that fit, and bytes that are here."""
         self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._pages)
 
     def get(self, name: PageName) -> HostPage | None:
         """Returns a page and makes it the most recently used one; None if it is not here."""
@@ -76,20 +83,22 @@ class HostPages:
             self._pages.move_to_end(name.key)
         return page
 
-    def add(self, name: PageName) -> HostPage:
-        """Adds a page that is not here, without rows; the page used longest ago leaves for it."""
-        page = self._pages[name.key] = HostPage(name)
-        while len(self._pages) > self.most:
-            self._pages.popitem(last=False)
+    def add(self, name: PageName, size: int) -> HostPage:
+        """Adds a page that is not here, without rows; pages used longest ago leave for it."""
+        page = self._pages[name.key] = HostPage(name, size)
+        self.held += size
+        while self.held > self.most:
+            self.discard(next(iter(self._pages.values())))
         return page
 
     def discard(self, page: HostPage) -> None:
         """Removes a page, unless it has left or another has taken its place."""
         if self._pages.get(page.name.key) is page:
             del self._pages[page.name.key]
+            self.held -= page.size
 
     def forget(self, root: bytes | None = None) -> None:
         """Removes the pages that continue a first page; None: all."""
-        for key, page in [*self._pages.items()]:
+        for page in [*self._pages.values()]:
             if root is None or page.name.root == root:
-                del self._pages[key]
+                self.discard(page)

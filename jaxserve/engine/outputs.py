@@ -116,20 +116,15 @@ class StepOutputs(Items[TokenOutput]):
     @property
     def ended(self) -> list[Sequence]:
         """Sequences that ended with this output."""
-        return [
-            self._sequences[index]
-            for index, output in self._special.items()
-            if output.finish_reason is not None
-        ]
+        special = self._special.items()
+        return [self._sequences[at] for at, output in special if output.finish_reason is not None]
 
     @property
     def poisoned(self) -> list[Sequence]:
         """Sequences whose logits were not finite for the first time: computed anew."""
-        return [
-            self._sequences[index]
-            for index, output in self._special.items()
-            if output.finish_reason is None and self._sequences[index].suspect
-        ]
+        special = self._special.items()
+        some = [self._sequences[at] for at, output in special if output.finish_reason is None]
+        return [sequence for sequence in some if sequence.suspect]
 
     @property
     def invalid(self) -> int:
@@ -163,16 +158,8 @@ class StepOutputs(Items[TokenOutput]):
         return own if isinstance(own, list) else [own]
 
     def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
-        run = self._run(index)
-        return TokenOutput(
-            request_id=sequence.request.request_id,
-            token_ids=run,
-            drafted=self._drafts[index] if self._drafts else 0,
-            accepted=len(run) - 1,
-            cached_tokens=sequence.found or 0,
-            queue_seconds=sequence.queue_seconds,
-            hand_off_seconds=sequence.hand_off_seconds,
-        )
+        run, drafted = self._run(index), self._drafts[index] if self._drafts else 0
+        return _output(sequence, token_ids=run, drafted=drafted, accepted=len(run) - 1)
 
 
 def append_tokens(
@@ -281,6 +268,8 @@ def _append_one(
 
 
 def _output(sequence: Sequence, **fields: Any) -> TokenOutput:
+    """Returns an output of a sequence, with the log-probabilities of its prompt if it has any that
+    were not reported."""
     scores, sequence.scores = sequence.scores, None
     return TokenOutput(
         request_id=sequence.request.request_id,

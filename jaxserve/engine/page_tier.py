@@ -6,6 +6,11 @@ When a sequence is admitted, the pages here that continue its prefix on the devi
 its own pages, as those of a hand-off are (`admission.Fetches`). Pages of a preempted sequence come
 back, too, because it leaves them to the prefix cache.
 
+A sequence with recurrent states can only start behind a page whose state was kept. When the device
+gives up a state that later sequences are likely to start from (at the end of a turn or a prompt, or
+where prompts part), its page is read together with the state, as one more page here, and so are
+the pages before it. A prefix that is found ends with such a page.
+
 With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
 and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
 read there, into host memory.
@@ -18,11 +23,11 @@ bring.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import jax
 import numpy as np
@@ -33,20 +38,20 @@ from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.host_pages import HostPage, HostPages, PageName, page_names
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.loop import Loop
-from jaxserve.engine.pages import PageAllocator
 from jaxserve.engine.prefix_cache import PageKeys, PageNode, PrefixCache
 from jaxserve.engine.request import TokenOutput
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.stepper import Post
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_programs import PagePrograms
 from jaxserve.roles.page_transfer import PageAccess
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 256 << 20
 """Most bytes of pages that were read on the device and are not in host memory yet. Pages that are
-evicted meanwhile are lost."""
+evicted meanwhile are lost. One piece is always read."""
 PIECES = 4
 """Most pieces that are back on the device and not written yet."""
 WRITE_SECONDS = 60.0
@@ -89,12 +94,13 @@ class PageTier:
         self._accesses, self._loop, self._post, self._ended = accesses, loop, post, ended
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         """See `COUNTERS`; any thread may read them."""
-        transfer = accesses[0].transfer
-        self._size, self._format = transfer.programs.page_size, transfer.programs.format
-        self._pieces = [tokens // self._size for tokens in transfer.pieces]
-        self.page_bytes = self._size * transfer.programs.token_bytes
-        self._store = HostPages(limit // self.page_bytes)
-        self._reading = 0  # pages
+        programs, tokens = accesses[0].transfer.programs, accesses[0].transfer.pieces
+        self._size, self._format = programs.page_size, programs.format
+        self._tables, self._states = programs.tables, programs.closes
+        # With states the piece of one page carries the state behind it, other pieces have none.
+        self._pieces = [each // self._size for each in tokens][self._states :]
+        self._sizes, self._store = page_sizes(programs), HostPages(limit)
+        self._reading = 0  # bytes
         self._room = threading.Semaphore(PIECES)
         self._copies = ThreadPoolExecutor(1, "jaxserve-host-pages")
         self._returns = ThreadPoolExecutor(AT_ONCE, "jaxserve-pages-back")
@@ -102,42 +108,45 @@ class PageTier:
         """Pages in a folder; None: there is no folder."""
 
     # ------------------------------------------------------------------- the engine's thread
-    def save(self, domain: int, group: int, pages: Items[tuple[PageName, int]]) -> None:
+    def save(self, domain: int, group: int, pages: Items[tuple[PageName, PageNode]]) -> None:
         """Starts to read pages that are about to be handed out again.
 
         Args:
-          pages: names and page ids of the DP group, every page behind those that continue it. The
-            first ones are lost if there are too many.
+          pages: of the DP group, every page behind those that continue it. The first ones are lost
+            if there are too many.
         """
-        wanted = [(name, page_id) for name, page_id in pages if self._store.get(name) is None]
-        room = max(0, READ_BYTES // self.page_bytes - self._reading)
-        lost = max(0, len(wanted) - room)
-        wanted = wanted[lost:]
-        self.counters["lost"] += lost
-        self._reading += len(wanted)
-        while wanted:
-            piece = self._piece(len(wanted))
-            part, wanted = wanted[:piece], wanted[piece:]
-            run = PageRun(group, [page_id for _, page_id in part])
-            tokens = len(part) * self._size, piece * self._size
-            arrays = self._accesses[domain].read(run, *tokens)
+        wanted = [(name, node) for name, node in pages if self._store.get(name) is None]
+        wanted.sort(key=lambda pair: pair[0].state)
+        for start, end, piece in reversed([*self._parts([name for name, _ in wanted])]):
+            part = wanted[start:end]
+            size = sum(self._sizes[name.state] for name, _ in part)
+            if self._reading and self._reading + size > READ_BYTES:
+                self.counters["lost"] += len(part)
+                continue
+            self._reading += size
+            ids = [(node.page_id, node.ring)[: self._tables] for _, node in part]
+            run = PageRun(group, [*chain.from_iterable(ids)])
+            arrays = self._accesses[domain].read(run, len(part) * self._size, piece * self._size)
             for array in arrays:
                 array.copy_to_host_async()
-            kept = [self._store.add(name) for name, _ in part]
+            kept = [self._store.add(name, self._sizes[name.state]) for name, _ in part]
             self._copies.submit(self._land, kept, arrays, piece, time.monotonic())
-        self.counters["held_bytes"] = len(self._store) * self.page_bytes
+        self._used(name for name, _ in pages)
+        self.counters["held_bytes"] = self._store.held
 
     def find(self, names: Items[PageName]) -> list[HostPage]:
-        """Returns the first of these pages, as far as they are here or in the folder."""
+        """Returns the first of these pages, as far as they are here or in the folder. With states
+        the last one has its state."""
         found: list[HostPage] = []
-        for name in names:
-            if (page := self._store.get(name)) is None:
-                if self.disk is None or name not in self.disk:
-                    break
-                page = self._store.add(name)
+        for page in map(self._look, names):
+            if page is None:
+                break
             found.append(page)
-        for page in reversed(found):  # the first page leaves last, as on the device
-            self._store.get(page.name)
+        while self._states and found:
+            if last := self._look(found.pop().name.with_state):
+                found.append(last)
+                break
+        self._used(page.name for page in reversed(found))
         if self.disk and len(found) < len(names):
             self.disk.look()
         return found
@@ -156,47 +165,65 @@ class PageTier:
         self._store.forget(root)
         if self.disk and root:
             self.disk.condemn(root)
-        self.counters["held_bytes"] = len(self._store) * self.page_bytes
+        self.counters["held_bytes"] = self._store.held
 
-    def _piece(self, pages: int) -> int:
-        """Returns the size of the next piece, in pages. Less than half of a piece is padding."""
-        fits = [size for size in self._pieces if size < 2 * pages]
-        return next((size for size in fits if size >= pages), fits[-1])
+    def _look(self, name: PageName) -> HostPage | None:
+        """Returns a page that is here or in the folder."""
+        page = self._store.get(name)
+        if page is None and self.disk is not None and name in self.disk:
+            page = self._store.add(name, self._sizes[name.state])
+        return page
+
+    def _used(self, names: Iterable[PageName]) -> None:
+        """Makes pages that are here the most recently used ones, one after the other."""
+        for name in names:
+            self._store.get(name)
+
+    def _parts(self, names: Items[PageName]) -> Iterator[tuple[int, int, int]]:
+        """Yields the pieces in which pages cross, those with states last: the first page, the one
+        behind the last, and the size in pages, of which less than half is padding if more than a
+        page crosses."""
+        end, plain = 0, sum(not name.state for name in names)
+        while (start := end) < len(names):
+            left = plain - start
+            sizes = self._pieces if left > 0 else [1]
+            fits = [size for size in sizes if size < 2 * left] or sizes[:1]
+            piece = next((size for size in fits if size >= left), fits[-1])
+            end += min(piece, max(1, left))
+            yield start, end, piece
 
     # ---------------------------------------------------------------------- the other threads
     def _land(
         self, pages: Items[HostPage], arrays: Items[jax.Array], piece: int, since: float
     ) -> None:
         """Waits for what the device reads, and keeps it page by page."""
+        size = sum(page.size for page in pages)
         try:
             for page, rows in zip(pages, packed([*map(np.asarray, arrays)], piece), strict=False):
                 page.rows = rows.copy()
                 if self.disk:
                     self.disk.keep(page.name, page.rows)
             self.counters["saved"] += len(pages)
-            self.counters["bytes_saved"] += len(pages) * self.page_bytes
+            self.counters["bytes_saved"] += size
             self.counters["save_seconds"] += time.monotonic() - since
         except Exception as error:  # a step before it failed on the device
             logger.warning("%d KV pages did not reach host memory: %s", len(pages), error)
             self.counters["lost"] += len(pages)
 
-        self._post(partial(self._landed, pages, len(pages)))
+        self._post(partial(self._landed, pages, size))
 
     def _bring(self, domain: int, order: FetchOrder, pages: Items[HostPage], since: float) -> None:
         """Puts pages on the devices of a DP group, piece by piece, and has them written."""
-        at = 0
-        while at < len(pages):
-            piece = self._piece(len(pages) - at)
-            part = pages[at : at + piece]
+        for start, end, piece in self._parts([page.name for page in pages]):
             try:
-                arrays = self._put(domain, order.group, part, piece)
+                arrays = self._put(domain, order.group, pages[start:end], piece)
                 self._wait_for_room()
             except Exception as error:
                 logger.warning("KV pages did not come from host memory: %s", error)
                 self._post(partial(self._failed, domain, order.ticket, pages))
                 return
-            first, at = order.start + at * self._size, at + len(part)
-            self._post(partial(self._write, domain, order.ticket, first, len(part), arrays))
+            first, part = order.start + start * self._size, pages[start:end]
+            self._post(partial(self._write, domain, order.ticket, first, part, arrays))
         self.counters["restore_seconds"] += time.monotonic() - since
 
     def _wait_for_room(self) -> None:
@@ -224,7 +251,7 @@ class PageTier:
         """Drops pages that did not come.
 
         Args:
-          read: number of pages that are not on their way from the device any more.
+          read: bytes that are not on their way from the device any more.
         """
         self._reading -= read
         for page in pages:
@@ -233,17 +260,17 @@ class PageTier:
         return []
 
     def _write(
-        self, domain: int, ticket: int, first: int, pages: int, arrays: Items[jax.Array]
+        self, domain: int, ticket: int, first: int, pages: Items[HostPage], arrays: Items[jax.Array]
     ) -> list[TokenOutput]:
-        """Writes a piece from its first token on, unless its sequence has left."""
+        """Writes a piece of some pages from its first token on, unless its sequence has left."""
         self._room.release()
-        fetches, tokens = self._loop.schedulers[domain].fetches, pages * self._size
-        run = fetches.run(ticket, first, tokens)
+        tokens = len(pages) * self._size
+        run = self._loop.schedulers[domain].fetches.run(ticket, first, tokens)
         if run is not None:
-            piece = self._piece(pages) * self._size
-            self._accesses[domain].write(run, piece, self._format, arrays)
+            ((_, _, piece),) = self._parts([page.name for page in pages])
+            self._accesses[domain].write(run, piece * self._size, self._format, arrays)
             self._loop.imported(domain, ticket, tokens)
-            self.counters["bytes_restored"] += pages * self.page_bytes
+            self.counters["bytes_restored"] += sum(page.size for page in pages)
         return []
 
     def _failed(self, domain: int, ticket: int, pages: Items[HostPage]) -> list[TokenOutput]:
@@ -252,11 +279,22 @@ class PageTier:
         return self._landed(pages, 0)
 
 
+def page_sizes(programs: PagePrograms) -> tuple[int, int]:
+    """Returns the bytes of a page, and of a page with the state behind it if there are states.
+
+    Args:
+      programs: their smallest piece is a page.
+    """
+    whole = programs.parts(programs.page_size, programs.format).values()
+    size = sum(array.size * array.dtype.itemsize for array in whole)
+    return programs.page_size * programs.token_bytes, size
+
+
 def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
     """Returns wire arrays `[layers, rows, …]` of a piece as one array `[pages, bytes]`.
 
     Args:
-      piece: pages in the arrays.
+      piece: pages in the arrays. With the row of a state there is one.
     """
     parts = []
     for array in arrays:
@@ -285,17 +323,16 @@ class TieredCache(PrefixCache):
     """A prefix cache whose evicted pages go to a tier.
 
     Args:
-      pool, page_size: see `PrefixCache`.
+      group: has the pages.
+      page_size: tokens a page.
       tier: takes the pages.
-      domain, group: place of the DP group.
+      domain: the group's.
     """
 
-    def __init__(
-        self, pool: PageAllocator, page_size: int, tier: PageTier, domain: int, group: int
-    ):
-        super().__init__(pool, page_size)
-        self._tier, self._place = tier, (domain, group)
-        self._ahead = pool.pages // AHEAD
+    def __init__(self, group: DPGroup, page_size: int, tier: PageTier, domain: int):
+        super().__init__(group.pool, page_size, group.rings)
+        self._tier, self._domain, self._group = tier, domain, group.index
+        self._ahead = group.pool.pages // AHEAD
         self._names: dict[PageNode, PageName] = {}
         """Names of the cached pages, without those below a root that was forgotten."""
 
@@ -312,13 +349,17 @@ class TieredCache(PrefixCache):
         super().release(path)
         if (disk := self._tier.disk) is not None:
             # The first page comes last, so that it is the last of them to be deleted for room.
-            names = self._named(reversed(path))
-            self._tier.save(*self._place, [pair for pair in names if pair[0] not in disk])
+            self._save(path[::-1], lambda name: name not in disk)
+
+    def evict_rings(self, count: int) -> None:
+        """Gives back up to `count` ring pages that no sequence reads."""
+        self._save([*islice(self._kept, count)])
+        super().evict_rings(count)
 
     def evict(self, count: int) -> None:
         """Gives the `count` least recently used pages, or some more, back to the pool."""
         leaving = [*islice(self._idle, max(count, self._ahead))]
-        self._tier.save(*self._place, self._named(leaving))
+        self._save(leaving)
         super().evict(len(leaving))
         for node in leaving:
             self._names.pop(node, None)
@@ -336,9 +377,15 @@ class TieredCache(PrefixCache):
             self._names = {at: name for at, name in self._names.items() if name.root != top.root}
         super().condemn(path)
 
-    def _named(self, nodes: Iterable[PageNode]) -> list[tuple[PageName, int]]:
-        """Returns the names and ids of those pages that have a name."""
-        return [(self._names[node], node.page_id) for node in nodes if node in self._names]
+    def _save(self, nodes: Iterable[PageNode], wanted: Callable[[PageName], bool] = bool) -> None:
+        """Saves those pages that have a name. With states these are pages whose states are worth
+        keeping, and all before them, which need not leave the device with them."""
+        if self._rings:
+            every = [each for node in nodes if self._kept.get(node) for each in node.upwards()]
+            nodes = reversed(dict.fromkeys(reversed(every)))
+        named = [(self._names[node], node) for node in nodes if node in self._names]
+        pages = [(name.with_state, node) for name, node in named if self._kept.get(node)] + named
+        self._tier.save(self._domain, self._group, [pair for pair in pages if wanted(pair[0])])
 
 
 class TierFetches(Fetches):
@@ -376,20 +423,10 @@ class TierFetches(Fetches):
         self._tier.restore(self._domain, self._new.pop(), found)
         return None
 
-    def drop(self, sequence: Sequence) -> None:
-        """Ends the fetch of a sequence that leaves its slot: nothing more is written for it."""
-        if sequence.ticket is not None and self._from_tier(sequence.ticket):
-            self._end(sequence.ticket)
-        else:
-            super().drop(sequence)
-
     def _finish(self, ticket: int) -> int:
         """Lets the sequence go on; its cached tokens include those from the tier."""
-        own, sequence = self._from_tier(ticket), self._fetches[ticket].sequence
-        done = super()._finish(ticket)
-        if own and not sequence.generated:
+        fetch, done = self._fetches[ticket], super()._finish(ticket)
+        sequence = fetch.sequence
+        if not (fetch.order.source.address or sequence.generated):
             sequence.found = min(done, len(sequence.request.prompt))
         return done
-
-    def _from_tier(self, ticket: int) -> bool:
-        return not self._fetches[ticket].order.source.address

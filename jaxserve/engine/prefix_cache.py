@@ -77,6 +77,13 @@ class PageNode:
         self.users = self.readers = 0
         self.ring = -1
 
+    def upwards(self) -> Iterator["PageNode"]:
+        """Yields the page and those before it, up to the first."""
+        node: PageNode | None = self
+        while node and node.parent:
+            yield node
+            node = node.parent
+
 
 class PrefixCache:
     """Radix tree of one DP group.
@@ -89,8 +96,9 @@ class PrefixCache:
 
     def __init__(self, pool: PageAllocator, page_size: int, rings: RingPool | None = None):
         self._pool, self._rings = pool, rings
-        self._kept: OrderedDict[PageNode, None] = OrderedDict()
-        """Nodes with a ring page that no sequence reads, the next to lose it first."""
+        self._kept: OrderedDict[PageNode, bool] = OrderedDict()
+        """Nodes with a ring page that no sequence reads, the next to lose it first, and whether a
+        later prefix is likely to end there."""
         self._page_size = page_size
         self._roots: dict[bytes, PageNode] = {}
         self._forgotten: set[PageNode] = set()
@@ -140,7 +148,7 @@ class PrefixCache:
         """
         node.readers -= 1
         if not node.readers:
-            self._kept[node] = None
+            self._kept[node] = keep
             self._kept.move_to_end(node, last=keep)
 
     def evict_rings(self, count: int) -> None:
@@ -266,11 +274,10 @@ class PrefixCache:
             raise RuntimeError("kept ring pages and ring pages without readers differ")
         for node in nodes:
             parent = node.parent
+            holding, reading = users[node], readers[node]
             problems = {
-                f"has {node.users} users, but {users[node]} sequences hold it": node.users
-                != users[node],
-                f"has {node.readers} readers of its ring page, not {readers[node]}": node.readers
-                != readers[node],
+                f"has {node.users} users, but {holding} sequences hold it": node.users != holding,
+                f"has {node.readers} readers of its ring, not {reading}": node.readers != reading,
                 "is not where its tokens say": parent is None
                 or parent.children.get(node.key) is not node
                 or len(node.key) != self._page_size * array("i").itemsize,

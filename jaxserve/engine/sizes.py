@@ -60,20 +60,14 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
 
     def __post_init__(self) -> None:
-        slots, drafts = self.slots, self.drafts
-        if self.token_budget < slots * (1 + drafts):
-            least = (
-                f"slots x (1 + drafts) = {slots} x {1 + drafts}" if drafts else f"slots = {slots}"
-            )
-            raise ValueError(f"token_budget = {self.token_budget} is below {least}")
-        if self.token_buckets[-1] != self.token_budget:
-            raise ValueError(
-                f"token_buckets {self.token_buckets} do not end at {self.token_budget}"
-            )
-        if self.page_buckets[-1] * self.page_size < self.max_length:
-            raise ValueError(
-                f"page_buckets {self.page_buckets} do not cover {self.max_length} tokens"
-            )
+        budget, pages, longest = self.token_budget, self.page_buckets, self.max_length
+        if budget < self.slots * (1 + self.drafts):
+            least = f"slots x (1 + drafts) = {self.slots} x {1 + self.drafts}"
+            raise ValueError(f"token_budget = {budget} is below {least}")
+        if self.token_buckets[-1] != budget:
+            raise ValueError(f"token_buckets {self.token_buckets} do not end at {budget}")
+        if pages[-1] * self.page_size < longest:
+            raise ValueError(f"page_buckets {pages} do not cover {longest} tokens")
 
     @property
     def recurrent(self) -> bool:

@@ -20,19 +20,19 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
-from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches
+from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches, page_sizes
 from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
-from jaxserve.model.attention.kv_cache import ring_pages
+from jaxserve.model.attention.kv_cache import largest_window, ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 
-PAGES = (1, 4, 16, 64)
+PAGES = (1, 2, 8, 32)
 """Pages of the pieces that cross between device and host."""
 PIECE_BYTES = 8 << 20
-"""Larger pieces than these are left out, but not those of one page."""
+"""Larger pieces than these are left out, but not those of one page and two."""
 FOLDER = "kv-pages"
 """Folder of the pages inside `cache.storage`, which may have other files."""
 
@@ -44,21 +44,20 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: several processes have parts of the attention meshes, the model keeps windows or
-        states, the host lacks the memory, or the folder cannot be written.
+      ConfigError: several processes have parts of the attention meshes, the model keeps windows,
+        the host lacks the memory, or the folder cannot be written.
     """
     gb, free, processes = deployment.cache.host_gb, free_host_memory(), jax.process_count()
-    rings = ring_pages(config or read_model(deployment)[0], deployment)
+    model = config or read_model(deployment)[0]
+    windows = largest_window(model) > 0 and ring_pages(model, deployment) > 0
     if not deployment.topology.separates_domains:  # other processes may have the ffn mesh alone
         devices = [each for mesh in Submeshes(deployment).domains for each in mesh.devices.flat]
         processes = len({device.process_index for device in devices})
+    short = free is not None and gb * 1e9 > free
     for applies, reason in (
         (processes > 1, f"attention is in {processes} processes: only where it is in one"),
-        (rings, "not for layers with a window or a state"),
-        (
-            free is not None and gb * 1e9 > free,
-            f"{(free or 0) / 1e9:.1f} GB of host memory are free",
-        ),
+        (windows, "not for layers with a window"),
+        (short, f"{(free or 0) / 1e9:.1f} GB of host memory are free"),
     ):
         if applies:
             raise ConfigError(f"cache.host_gb = {gb:g}: {reason}")
@@ -95,11 +94,12 @@ def open_host_tier(engine: Engine) -> None:
     check_host_tier(deployment)  # again: the model has taken host memory since
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
     arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
-    programs = PagePrograms(arrays[0].programs, stacked=arrays[0].stacked)
-    size, page_bytes = cache.page_size, cache.page_size * programs.token_bytes
-    if limit < page_bytes:
-        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {page_bytes:,} bytes")
-    pieces = [size * pages for pages in PAGES if pages == 1 or pages * page_bytes <= PIECE_BYTES]
+    size, stacked = cache.page_size, arrays[0].stacked
+    programs = PagePrograms(arrays[0].programs, stacked=stacked, smallest=size)
+    page_bytes, most = page_sizes(programs)
+    if limit < most:
+        raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {most:,} bytes")
+    pieces = [size * pages for pages in PAGES if pages <= 2 or pages * page_bytes <= PIECE_BYTES]
     options: dict[str, Any] = {"exports": True, "imports": [programs.format], "pieces": pieces}
     transfers = [PageTransfer(each.programs, stacked=each.stacked, **options) for each in arrays]
     accesses = [*map(PageAccess, transfers, arrays)]
@@ -109,13 +109,13 @@ def open_host_tier(engine: Engine) -> None:
         engine.host_pages = tier.counters
         if cache.storage:
             identity = page_identity(deployment, arrays[0].programs.config, programs)
-            folder, most = Path(cache.storage, FOLDER), int(cache.storage_gb * 1e9)
-            tier.disk = DiskPages(folder, most, identity, page_bytes, tier.counters)
+            folder, bound = Path(cache.storage, FOLDER), int(cache.storage_gb * 1e9)
+            tier.disk = DiskPages(folder, bound, identity, tier.counters)
         for domain, scheduler in enumerate(engine.schedulers):
             fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
             scheduler.fetches = scheduler.queue.fetches = fetches
             for group in scheduler.groups:
-                group.cache = TieredCache(group.pool, size, tier, domain, group.index)
+                group.cache = TieredCache(group, size, tier, domain)
         return engine.hand_offs  # links stay as they are
 
     engine.hand_off_with(attach)

@@ -63,8 +63,10 @@ FEW_TOKENS = msgspec.structs.replace(GREEDY, logit_bias=dict.fromkeys((3, 9, 20)
 def test_turns_of_conversations_that_overlap(tmp_path, results, layout):
     """A turn goes on from the state at the end of the turn before it. Prompts that differ before
     that state do not, and neither cancelled nor preempted requests leave a wrong one, also on slots
-    that others have had. Drafts leave no trace in it: tokens are those of requests without."""
+    that others have had. Drafts leave no trace in it: tokens are those of requests without. The
+    pool has room for a tenth of all pages, and host memory for all, or for some beside a folder."""
     chosen, drafts = LAYOUTS.get(layout, {}), "drafts" in layout
+    chosen = chosen | {"cache.storage": str(tmp_path / "pages")} if "folder" in layout else chosen
     model = replace(results.model, sizes=replace(results.model.sizes, module=drafts))
     runtime = loaded(model.write(tmp_path), **SMALL_PAGES | chosen)
     draw = random.Random(3)
@@ -91,6 +93,9 @@ def test_turns_of_conversations_that_overlap(tmp_path, results, layout):
         assert domain.preemptions > 0 or {"dp", "all-to-all"} & {*layout.split()}
         assert (0 < counted.held < counted.drafted) == drafts
         assert engine.compilations_after_ready == 0
+        host = engine.load().host_pages
+        assert (host.get("hits", 0) > 0) == ("host" in layout)
+        assert (host.get("storage_hits", 0) > 0) == ("folder" in layout)
 
 
 def test_drafts_of_the_prediction_module(tmp_path):

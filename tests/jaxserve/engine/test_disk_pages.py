@@ -26,7 +26,7 @@ def rows_of(name: PageName) -> np.ndarray:
 
 
 def opened(folder, files=1000, identity="0123456789abcdef") -> DiskPages:
-    return DiskPages(Path(folder), files * (CHECKSUM + ROWS), identity, ROWS, defaultdict(float))
+    return DiskPages(Path(folder), files * (CHECKSUM + ROWS), identity, defaultdict(float))
 
 
 def keep(disk: DiskPages, *numbers: int) -> None:
@@ -39,7 +39,7 @@ def keep(disk: DiskPages, *numbers: int) -> None:
 
 def read(disk: DiskPages, *numbers: int) -> list[int]:
     """Reads pages together; those that came, each with its own content."""
-    pages = [HostPage(NAMES[number]) for number in numbers]
+    pages = [HostPage(NAMES[number], ROWS) for number in numbers]
     disk.read(pages)
     for page in pages:
         assert page.rows is None or np.array_equal(page.rows, rows_of(page.name))
