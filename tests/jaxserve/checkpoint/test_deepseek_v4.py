@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.checkpoint.conversion import convert
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.checkpoint.verification import verify
 from tests.jaxserve import layouts
 from tests.jaxserve.test_deepseek_v4 import GREEDY, loaded
 from tests.reference.tiny_deepseek_v4 import LONG, TinyDeepseekV4, TinyV4
@@ -73,12 +75,15 @@ def folders(tmp_path_factory):
     return made
 
 
-def test_tokens_are_those_of_the_numbers_as_floats(folders):
+def test_tokens_are_those_of_the_numbers_as_floats(folders, tmp_path):
+    """So are those of the released folder after its conversion."""
     found = []
-    for folder in folders:
+    convert(folders[1], tmp_path / "converted")
+    assert verify(tmp_path / "converted") == []
+    for folder in (*folders, tmp_path / "converted"):
         with layouts.serving(loaded(folder)) as engine:
             found.append(layouts.generate(engine, LONG.questions(), GREEDY))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     config, _ = read_config(folders[1])
     assert config.stored == "mxfp4"
     assert config.plain_parts == {"attention", "dense"}
