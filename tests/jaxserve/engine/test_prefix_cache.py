@@ -1,4 +1,4 @@
-"""The tree of cached pages: literal cases, and any order of use against a dictionary."""
+"""The tree of cached pages: literal cases. Any order of use: `test_scheduler_simulation.py`."""
 
 from array import array
 
@@ -28,16 +28,6 @@ def put(cache, pool, tokens, salt="", path=None):
 
 def page_ids(path):
     return [node.page_id for node in path]
-
-
-def test_full_pages_of_equal_beginnings():
-    cache, pool = make()
-    path = put(cache, pool, [1, 2, 3, 4, 5])
-    assert page_ids(path) == [0, 1]
-    assert page_ids(cache.match(keys([1, 2, 3, 4, 9, 9]), 6)) == [0, 1]
-    assert page_ids(cache.match(keys([1, 2, 3, 9]), 4)) == [0]
-    assert cache.match(keys([2, 2, 3, 4]), 4) == []
-    assert cache.match(keys([1]), 1) == []
 
 
 def test_no_more_than_wanted_and_nothing_of_other_tenants():
