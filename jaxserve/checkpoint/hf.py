@@ -278,14 +278,14 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
     problems = list(listing.problems)
     matrices = set()
     blocks = [names.embedding, names.head, *names.attention, *names.ffn, *names.predictions]
-    for sources in names.predictions:
-        own = [name for source in sources.values() for name in source.names]
-        if there.isdisjoint(own):
+    modules = len(names.predictions)
+    for place, sources in enumerate(names.predictions):
+        if there.isdisjoint(name for source in sources.values() for name in source.names):
             problems.append(
-                f"no prediction module {own[0].removesuffix('enorm.weight')}*, which "
+                f"no tensors of prediction module {place + 1} of {modules}, which "
                 "speculative.modules asks for; transformers leaves them out when it saves"
             )
-            layer = -len(names.predictions) + names.predictions.index(sources)
+            layer = place - modules
             blocks.remove(sources)
             blocks.remove(names.attention[layer])
             blocks.remove(names.ffn[layer])

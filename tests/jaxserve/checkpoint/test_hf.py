@@ -78,7 +78,7 @@ class TestForms:
     @pytest.mark.parametrize(
         ("but", "message"),
         [
-            (None, r"1 problem:\n  no prediction module model\.l"),
+            (None, r"1 problem:\n  no tensors of prediction module 1 of 1"),
             (NORM, r"missing model\.layers\.4\.eh_proj\.weight"),
         ],
     )
