@@ -20,8 +20,8 @@ ARRAY_TOKENS = 512
 of different sizes share their compiled programs."""
 DEVICES = 8
 
-EXPERTS = ("qwen3_moe", "deepseek_v3")
-"""Models with experts: GQA, and MLA with a module for drafts."""
+MODELS: dict[str, dict[str, Any]] = yaml.safe_load(golden.text("engine/draw_models.yaml"))
+"""Tiny models of all families with experts, and what each can have."""
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -85,6 +85,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prefill)`.
       chunk: tokens of prompts beside decoding, in a step; 0: as many as fit.
       held: prompts that the prefill worker holds at most.
+      disk: whether pages in host memory go on to a folder, which both engines share.
       systems: lengths of the system prompts.
       resets: news of all requests together after which the prefix caches are reset.
     """
@@ -97,6 +98,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spare: tuple[int, int] = (20, 20)
     chunk: int = 0
     held: int = 64
+    disk: bool = False
     systems: list[int] = []
     requests: list[Request]
     resets: list[int] = []
@@ -121,9 +123,14 @@ def read(text: str) -> Draw:
 
 
 def draw(seed: int) -> Draw:
-    """The draw of a seed. Every other seed has hand-offs."""
+    """The draw of a seed. Every other seed has hand-offs; seeds from `CHEAP` on take turns in the
+    families."""
     rng = random.Random(f"deployment {seed}")
-    plan = PLANS[seed // 2 % len(PLANS)] if seed < CHEAP else _plan(rng)
+    models = [*MODELS]
+    if seed < CHEAP:
+        plan = PLANS[seed // 2 % len(PLANS)]
+    else:
+        plan = _plan(rng, models[(seed - CHEAP) // 2 % len(models)])
     hand_offs = bool(seed % 2)
     systems = [rng.choice((8, 16, 17, 32, 33, 40, 64, 70)) for _ in range(rng.randint(1, 3))]
     requests = _requests(rng, len(systems), rng.randint(9, 12))
@@ -143,21 +150,26 @@ def draw(seed: int) -> Draw:
     )
 
 
-def _plan(rng: random.Random) -> dict[str, Any]:
+def _plan(rng: random.Random, model: str) -> dict[str, Any]:
     """Model, number format and the overrides of two engines."""
-    format = rng.choice(["float32", "float32", *FORMATS])
-    speculative = _drafts(rng)
+    has = MODELS[model]
+    format = rng.choice(["float32", "float32", *has.get("formats", FORMATS)])
+    speculative = _drafts(rng, ("ngram", "mtp") if "module" in has else ("ngram",))
     decode, prefill = _engine(rng, format) | speculative, _engine(rng, format)
     prefill.pop("domains", None)
-    model = rng.choice(EXPERTS)
     if speculative.get("speculative.method") == "mtp":
         # A prediction module's entries are pages, too, so that both engines have it.
-        model, prefill = "deepseek_v3", prefill | speculative
-    return {"model": model, "format": format, "decode": decode, "prefill": prefill}
+        prefill |= speculative
+    for engine in decode, prefill:
+        engine["cache.page_size"] = has.get("page_size", engine["cache.page_size"])
+        if "tier" in has and rng.random() < 0.5:
+            engine["cache.host_gb"] = rng.choice((0.0001, 0.001))
+    plan = {"model": model, "format": format, "decode": decode, "prefill": prefill}
+    return plan | {"disk": rng.random() < 0.5}
 
 
-def _drafts(rng: random.Random) -> dict[str, Any]:
-    method = rng.choice(("none", "none", "ngram", "mtp"))
+def _drafts(rng: random.Random, methods: tuple[str, ...]) -> dict[str, Any]:
+    method = rng.choice(("none", "none", *methods))
     if method == "none":
         return {}
     drafts = {"speculative.method": method, "speculative.drafts": rng.choice((1, 2))}
