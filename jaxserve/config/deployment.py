@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.fleet_sections import Fleet, Pages, PeerWeights, Prefill
 from jaxserve.config.formats import Floats, FormatName
 from jaxserve.config.sections import (
     AttentionRole,
@@ -16,11 +17,7 @@ from jaxserve.config.sections import (
     Cluster,
     Experts,
     FFNRole,
-    Fleet,
     Link,
-    Pages,
-    PeerWeights,
-    Prefill,
     SchedulerLimits,
     Server,
     Size,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxserve.config.sections import Fleet, Prefill
+from jaxserve.config.fleet_sections import Fleet, Prefill
 from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.session.channel import resolve, split_address
 

@@ -25,7 +25,7 @@ import msgspec
 
 from jaxserve.checkpoint.fingerprint import model_digest
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.sections import Fleet, Prefill
+from jaxserve.config.fleet_sections import Fleet, Prefill
 from jaxserve.engine.interface import TokenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from jaxserve.config.sections import Fleet, Prefill
+from jaxserve.config.fleet_sections import Fleet, Prefill
 from jaxserve.fleet import registry
 from jaxserve.fleet.registry import Place, Registry
 from jaxserve.link.session.channel import resolve
