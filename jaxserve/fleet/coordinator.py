@@ -19,11 +19,9 @@ The policy:
    elsewhere with the same seed, so that the tokens are those of the lost domain.
 """
 
-import bisect
-import heapq
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
@@ -31,7 +29,7 @@ from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import Placement
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.request_frames import Cancel, check_unused
-from jaxserve.fleet.routed import Job, Routed, Worker
+from jaxserve.fleet.routed import Job, Routed, WaitingRequests, Worker
 from jaxserve.fleet.routing_actions import (
     Action,
     End,
@@ -56,8 +54,6 @@ FULL_SECONDS = 0.5
 LENGTH_CLASS = 2048
 """Prompts of this cost are due as late as those one step lower in priority; at twice the cost two
 steps, and so on."""
-LOOK_AHEAD = 32
-"""Requests of each queue, in order of deadline, that are tried whenever something changes."""
 
 
 class Coordinator:
@@ -78,8 +74,7 @@ class Coordinator:
         self.requests: dict[str, Routed] = {}
         """Request id → request."""
         self._attempts: dict[str, Routed] = {}
-        # By place and weights, so that requests for weights that no worker has block no others.
-        self._queues: defaultdict[tuple[str, str], list[Routed]] = defaultdict(list)
+        self._waiting = WaitingRequests()
         self._estimates = self.placement.estimates
         self.replays = 0
         """Requests that began again elsewhere because a worker was lost."""
@@ -90,15 +85,7 @@ class Coordinator:
     @property
     def waiting(self) -> int:
         """Requests that no worker has, or whose pages are held until a domain has room."""
-        return sum(map(len, self._queues.values()))
-
-    def _competing(self) -> int:
-        """Counts the waiting requests that compete with a new one for the same workers."""
-        return sum(
-            len(queue)
-            for (place, weights), queue in self._queues.items()
-            if place == "waiting" and (not weights or self.placement.takes(weights))
-        )
+        return len(self._waiting)
 
     # ------------------------------------------------------------------------------- workers
 
@@ -170,7 +157,8 @@ class Coordinator:
             self.requests[job.request_id] = request
             return [self._adopt(request, *orphan)]
         try:
-            worker = self.placement.room_for(request, self._competing())
+            competing = self._waiting.competing(self.placement.takes)
+            worker = self.placement.room_for(request, competing)
         except OverloadedError:
             self.refusals += 1
             raise
@@ -271,20 +259,19 @@ class Coordinator:
             ):
                 request.renew_at = now + self._pages.lease_seconds / 3
                 actions.append(SendFrame(request.prefill.name, Renew(request.source.hand_off)))
-        for queue in list(self._queues.values()):
-            for request in list(queue):
-                role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
-                seconds = self.placement.absent(role)
-                why = f"no {role} worker was there"
-                if role == "prefill" and not self.placement.prefilled_alike(request):
-                    seconds = seconds or now - request.placed_at
-                    why = "no prefill worker with the weights of a domain was there"
-                if not seconds and not self.placement.takes(request.weights):
-                    seconds = now - request.placed_at
-                    why = f"no domain with weights {request.weights} (fleet.replay) was there"
-                if seconds > self._fleet.absent_seconds:
-                    why += f" for {seconds:.0f} s (fleet.absent_seconds)"
-                    actions += self._end(request, "error", why, unavailable=True)
+        for request in self._waiting:
+            role: WorkerRole = "prefill" if self.placement.prefills(request) else "domain"
+            seconds = self.placement.absent(role)
+            why = f"no {role} worker was there"
+            if role == "prefill" and not self.placement.prefilled_alike(request):
+                seconds = seconds or now - request.placed_at
+                why = "no prefill worker with the weights of a domain was there"
+            if not seconds and not self.placement.takes(request.weights):
+                seconds = now - request.placed_at
+                why = f"no domain with weights {request.weights} (fleet.replay) was there"
+            if seconds > self._fleet.absent_seconds:
+                why += f" for {seconds:.0f} s (fleet.absent_seconds)"
+                actions += self._end(request, "error", why, unavailable=True)
         return actions + self._go_on() + self._move()
 
     # ----------------------------------------------------------------------------- movements
@@ -411,13 +398,12 @@ class Coordinator:
             self.placement.changed(request.worker)
         request.worker, request.attempt = None, ""
 
-    def _queue(self, request: Routed, name: str) -> None:
-        request.place = "waiting" if name == "waiting" else "held"
-        if name == "waiting" and (not request.emitted or self._fleet.replay == "any_weights"):
+    def _queue(self, request: Routed, place: Literal["waiting", "held"]) -> None:
+        request.place = place
+        if place == "waiting" and (not request.emitted or self._fleet.replay == "any_weights"):
             request.weights = ""
         request.placed_at = self._clock()
-        queue = self._queues[name, request.weights]
-        bisect.insort(queue, request, key=lambda other: other.rank)
+        self._waiting.add(request)
 
     def _go_on(self) -> list[Action]:
         """Sends waiting requests to workers with room, in order of deadline.
@@ -426,12 +412,10 @@ class Coordinator:
         """
         actions: list[Action] = []
         blocked: set[str] = set()
-        first = [queue[:LOOK_AHEAD] for queue in self._queues.values()]
-        for request in heapq.merge(*first, key=lambda request: request.rank):
+        for request, queue in self._waiting.first():
             needs = self.placement.needs(request)
             if needs in blocked:
                 continue
-            queue = self._queues[request.place, request.weights]
             action = self._place(request)
             if action is None:
                 blocked.add(needs)
@@ -457,7 +441,7 @@ class Coordinator:
 
     def _again(self, request: Routed) -> list[Action]:
         """Begins a request again from its token log, on any worker."""
-        self._unqueue(request)
+        self._waiting.remove(request)
         self._take_from_domain(request)
         actions = self._release(request)
         request.source, request.found, request.direct = None, None, False
@@ -479,15 +463,10 @@ class Coordinator:
     def _forget(self, request: Routed) -> list[Action]:
         """Ends a request here and tells the workers that have it."""
         self.requests.pop(request.job.request_id, None)
-        self._unqueue(request)
+        self._waiting.remove(request)
         actions = self._release(request)
         if request.worker is not None:
             if self.placement.workers.get(request.worker.name) is request.worker:
                 actions.append(SendFrame(request.worker.name, Cancel(request.attempt)))
             self._take_from_domain(request)
         return actions
-
-    def _unqueue(self, request: Routed) -> None:
-        for queue in self._queues.values():
-            if request in queue:
-                queue.remove(request)

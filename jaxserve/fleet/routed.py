@@ -4,6 +4,10 @@ Changed only by `coordinator.py`. Nothing is on disk: a lost router loses its ow
 other router's.
 """
 
+import bisect
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -11,6 +15,9 @@ from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet.worker_frames import DrainMode, WorkerFacts
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.load import EngineLoad
+
+LOOK_AHEAD = 32
+"""Requests of each queue, in order of deadline, that are tried whenever something changes."""
 
 
 class Job(NamedTuple):
@@ -96,6 +103,54 @@ class Routed:
     def queued(self, output: TokenOutput) -> float:
         """Seconds that the request waited for workers, given the domain's first output."""
         return self.waited + output.queue_seconds
+
+
+class WaitingRequests:
+    """Requests that no worker has, or whose pages are held until a domain has room, by rank.
+
+    Each place and weights have a queue of their own, so that requests for weights that no worker
+    has hold back no others.
+    """
+
+    def __init__(self) -> None:
+        self._queues: defaultdict[tuple[str, str], list[Routed]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Routed]:
+        """Yields all; they may leave meanwhile."""
+        for queue in [*self._queues.values()]:
+            yield from [*queue]
+
+    def competing(self, takes: Callable[[str], bool]) -> int:
+        """Counts the requests without pages that compete with a new one for the same workers.
+
+        Args:
+          takes: whether a worker takes requests that began with these weights.
+        """
+        return sum(
+            len(queue)
+            for (place, weights), queue in self._queues.items()
+            if place == "waiting" and (not weights or takes(weights))
+        )
+
+    def add(self, request: Routed) -> None:
+        """Adds a request, whose place and weights stay the same until it leaves."""
+        queue = self._queues[request.place, request.weights]
+        bisect.insort(queue, request, key=lambda other: other.rank)
+
+    def remove(self, request: Routed) -> None:
+        """Removes a request, if it is there."""
+        for queue in self._queues.values():
+            if request in queue:
+                queue.remove(request)
+
+    def first(self) -> Iterator[tuple[Routed, list[Routed]]]:
+        """Yields the first requests of all queues by rank, each with its queue, for the caller to
+        remove it from: its place and weights have changed by then."""
+        first = [[(one, queue) for one in queue[:LOOK_AHEAD]] for queue in self._queues.values()]
+        return heapq.merge(*first, key=lambda pair: pair[0].rank)
 
 
 @dataclass(eq=False, slots=True)

@@ -193,10 +193,9 @@ class Fleet(RuleBasedStateMachine):
         assert known == set(coordinator._attempts)
         assert {*world.prompts, *world.running} <= known
         assert set(world.held) <= known, "pages that nobody would ever release"
-        queues = coordinator._queues
+        waiting = [*coordinator._waiting]
         for request in coordinator.requests.values():
-            queued = [name for name, queue in queues.items() if request in queue]
-            assert len(queued) == (request.place in ("waiting", "held")), request.place
+            assert waiting.count(request) == (request.place in ("waiting", "held")), request.place
         for worker in self.there.values():
             promised = sum(r.promised for r in worker.requests.values() if r.worker is worker)
             assert worker.promised == promised
