@@ -165,7 +165,7 @@ class DPGroup:
         row = self._rows.start + heapq.heappop(self._free[lane])
         sequence.home = Home(self.index, lane, row)
         if self.cache is not None:
-            self.cache.acquire(prefix)
+            self.cache.acquire(prefix)  # before `allocate`, which evicts pages without users
         sequence.prefix = prefix
         sequence.page_ids = [node.page_id for node in prefix]
         sequence.page_ids += self.allocate(pages - len(prefix))
@@ -314,6 +314,7 @@ class DPGroup:
             self.pool.quarantine(sequence.poisoned)
         else:
             self.pool.free(_own_pages(sequence))
+            # Its logits were not finite on other pages either: the first ones are not to blame.
             if sequence.suspect and sequence.poisoned is not None:
                 self.pool.absolve(sequence.poisoned)
         if self.cache is not None:

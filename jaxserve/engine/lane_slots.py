@@ -280,6 +280,7 @@ class LaneSlots:
         """
         cached, rows = self.known_cached(step), step.rows
         behind = np.maximum(cached + 1 - (self._sizes.window or self._sizes.max_length + 1), 0)
+        # Grows with each full page, and with each page that the window has left behind.
         edges = cached // self.page_size + behind // self.page_size
         changed = (edges > self.published[rows]) | ~self.running[rows]
         changed &= self.resident[rows]  # a sequence to be computed anew may have left already

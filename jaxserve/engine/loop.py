@@ -284,8 +284,10 @@ class Loop:
           idle_lanes: Lanes whose next step may begin. Each is asked for after the plan of the lane
             before it was made.
         """
+        # Devices work in the order of enqueueing, and the next steps may read these pages.
         if (action := self._page_action() or self._import()) is not None:
             return action
+        # The host is one step ahead of the lane that it enqueued last, and goes no further.
         if sum(step.lane == self._ahead for step in self._in_flight) > 1:
             return Await(self._in_flight[0])
         steps = []

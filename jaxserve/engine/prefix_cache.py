@@ -183,6 +183,7 @@ class PrefixCache:
         if top.parent in self._forgotten:
             return
         self._detach(top)
+        # Under a root that nothing matches, the path is still there for its users to release.
         top.parent = PageNode(-1, b"", None)
         top.parent.children[top.key] = top
         self._forgotten.add(top.parent)
@@ -212,7 +213,7 @@ class PrefixCache:
             node = parent.children[key] = PageNode(page_id, key, parent)
         elif node.users:
             return False
-        else:
+        else:  # steps in flight read the sequence's own page, so the idle one of the two goes
             del self._idle[node]
             self._pool.free([node.page_id])
             self._drop_ring(node)

@@ -162,7 +162,8 @@ class Scheduler:
         if self._side_by_side and self._grammars and others_are_late(lane, *lanes):
             return None
 
-        # Step 1: one token of every decoding sequence that has, or gets, a page for it.
+        # Step 1: one token of every decoding sequence that has, or gets, a page for it. Admission
+        # comes second: else it would take the page, and the next step preempt what it admitted.
         decoding = slots.decoding()
         if waiting == "grammars":
             decoding &= ~slots.grammar
@@ -223,6 +224,8 @@ class Scheduler:
             self._end(sequence)
         for sequence in outputs.poisoned:
             self._compute_anew(sequence)
+        # In this order: a hold shares the pages that were just published, and a row's release frees
+        # the pages that neither the cache nor a hold has taken over.
         if self._publishes:
             for sequence, cached in slots.filled(step):
                 self.groups[sequence.place.group].publish(sequence, cached)

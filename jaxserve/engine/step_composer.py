@@ -211,10 +211,12 @@ class StepComposer:
     def _give_page(self, sequence: Sequence) -> bool:
         """Gives a sequence another page, if need be by preemption. Returns False if that fails."""
         group = self._groups[sequence.place.group]
+        # Freed pages go to those first that missed a step and are due earlier. Otherwise a sequence
+        # that is due later could take each page as it comes, and they would wait for ever.
         owed = sum(other.rank < sequence.rank for other in group.stalled)
         group.stalled.add(sequence)
         while group.free_pages <= owed:
-            if group.leaving:
+            if group.leaving:  # pages are on their way: another preemption would free none sooner
                 return False
             last_due = max(group.residents(), key=rank)
             self._preempt(last_due)

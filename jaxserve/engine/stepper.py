@@ -351,6 +351,7 @@ class Stepper:
         if not self._driver.renew():
             raise error
         self._lost.append(now)
+        # What lost steps still give must not meet the steps that are planned anew.
         self._results.drop(self._step_seconds, self._failure)
         self._loop.begin_anew()
         running = sum(scheduler.num_waiting for scheduler in self._loop.schedulers)

@@ -387,6 +387,7 @@ class Coordinator:
         self.placement.changed(worker)
         self._attempts.pop(attempt, None)
         request.prefill, request.source = None, None
+        # The worker of that name may be a later start of it, which knows nothing of the attempt.
         there = self.placement.workers.get(worker.name) is worker
         return [SendFrame(worker.name, Release(attempt))] if there else []
 

@@ -260,7 +260,7 @@ class MessageClient:
             for message in due:
                 self.counters.resends += bool(message.connections)
                 message.posts += 1
-                message.pieces.clear()
+                message.pieces.clear()  # all pieces of an answer come from one ffn worker
                 message.connections = connections
         for message in due:
             for connection in connections:

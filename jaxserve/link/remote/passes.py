@@ -67,6 +67,7 @@ class Passes:
                     if not self._running:
                         self._changed.wait(min(decision.at - now, LONGEST_SECONDS))
                         continue
+            # Without the lock, so that messages can be put while a pass is waited for.
             if action is None:
                 self._finish()
             else:
@@ -79,6 +80,7 @@ class Passes:
             self._running.append((batch, result))
             while len(self._running) > AHEAD:
                 self._finish()
+        # A single domain competes with nobody: its passes count as served once they are enqueued.
         if not self._shared():
             with self._changed:
                 self._policy.served(batch, time.monotonic())

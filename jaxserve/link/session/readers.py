@@ -61,6 +61,7 @@ class Readers:
         while self.sessions or not self._closed:
             for descriptor, _ in self._epoll.poll(TICK_SECONDS, 1):
                 self._read(descriptor, None)
+            # Without a lock: where two threads watch at once, `_idle` gives each session to one.
             if time.monotonic() > self._watched + TICK_SECONDS:
                 self._watched = time.monotonic()
                 for descriptor in list(self._idle):
