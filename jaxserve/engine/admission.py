@@ -77,8 +77,8 @@ class Fetches:
         self._dropped: list[int] = []
         self._count = 0
 
-    def __len__(self) -> int:
-        return len(self._fetches)
+    def prepare(self, sequence: Sequence) -> None:
+        """Called at every plan while a sequence is the first that waits for a slot or for pages."""
 
     def begin(self, sequence: Sequence) -> None:
         """Lets an admitted sequence wait, if its source has entries that its cache lacks."""
@@ -95,15 +95,9 @@ class Fetches:
         if group.rings is not None:
             group.open_ring(sequence, stop // size, group.rings.first_read(stop))
         ticket, self._count = self._count, self._count + 1
-        order = FetchOrder(
-            ticket,
-            sequence.request.request_id,
-            source,
-            start,
-            stop,
-            sequence.home.group,
-            sequence.tokens[: source.tokens].tolist(),
-        )
+        request_id, tokens = sequence.request.request_id, sequence.tokens[: source.tokens]
+        held = tokens.tolist()
+        order = FetchOrder(ticket, request_id, source, start, stop, group.index, held)
         self._fetches[ticket] = _Fetch(order, sequence, start, start)
         self._new.append(order)
         sequence.ticket = ticket
@@ -302,6 +296,7 @@ class AdmissionQueue:
             pages = self._pages(sequence)
             best = _cheapest(loads, sequence, pages)
             if best is None:
+                self.fetches.prepare(sequence)
                 return
             _, load, prefix = best
             del self.waiting[0]

@@ -122,7 +122,9 @@ class DiskPages:
     # --------------------------------------------------------------------- the reading threads
     def _read(self, pages: Sequence[HostPage]) -> None:
         """Reads the rows that pages lack. Deletes files that are not whole."""
-        for page in [page for page in pages if page.rows is None]:
+        for page in pages:
+            if page.rows is not None:  # perhaps since a moment ago: others read, too
+                continue
             path = self._folder / self._file(page.name)
             try:
                 with open(path, "rb", buffering=0) as file:  # half the time of `np.fromfile`

@@ -13,7 +13,8 @@ the pages before it. A prefix that is found ends with such a page.
 
 With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
 and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
-read there, into host memory.
+read there, into host memory: when a sequence is admitted or, earlier, while it is the first that
+waits for a slot or for pages.
 
 The engine's thread decides and enqueues. One further thread waits for what the device reads. A few
 bring what goes back, a request each. Nothing waits for them but the sequences whose pages they
@@ -151,6 +152,12 @@ class PageTier:
             self.disk.look()
         return found
 
+    def prefetch(self, names: Items[PageName], disk: DiskPages) -> None:
+        """Starts to read the first of these pages from the folder into host memory."""
+        found = self.find(names[: self._store.most // self._sizes[False]])
+        lacking = [page for page in found if page.rows is None and page.name in disk]
+        self._returns.submit(self._prefetch, lacking, disk)
+
     def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
         """Starts to bring found pages to the device, for a fetch that has begun."""
         work = partial(self._bring, domain, order, pages, time.monotonic())
@@ -212,6 +219,11 @@ class PageTier:
 
         self._post(partial(self._landed, pages, size))
 
+    def _prefetch(self, pages: Items[HostPage], disk: DiskPages) -> None:
+        """Reads pages for a sequence that waits. Those that do not come are as if never found."""
+        disk.read(pages)
+        self._post(partial(self._landed, pages, 0))
+
     def _bring(self, domain: int, order: FetchOrder, pages: Items[HostPage], since: float) -> None:
         """Puts pages on the devices of a DP group, piece by piece, and has them written."""
         for start, end, piece in self._parts([page.name for page in pages]):
@@ -243,8 +255,7 @@ class PageTier:
             raise ValueError(f"{len(pages) - len(rows)} pages were lost")
         arrays = unpacked(rows, landing, piece)
         put = jax.device_put(arrays, [shape.sharding for shape in landing])
-        jax.block_until_ready(put)  # an array that failed would take the device's pages along
-        return put
+        return jax.block_until_ready(put)  # one that failed would take the device's pages along
 
     # ------------------------------------------------------------------- the engine's thread
     def _landed(self, pages: Items[HostPage], read: int) -> list[TokenOutput]:
@@ -309,13 +320,11 @@ def unpacked(
     """Returns the wire arrays of pages in the form of `packed`; zeros fill the piece up."""
     rows = np.zeros((piece, len(pages[0])), np.uint8)
     rows[: len(pages)] = pages
-    arrays, start = [], 0
-    for shape in shapes:
-        size = shape.size * shape.dtype.itemsize // piece
-        part = rows[:, start : start + size].reshape(piece, shape.shape[0], -1)
-        flat = np.ascontiguousarray(np.moveaxis(part, 0, 1)).reshape(-1)
-        arrays.append(flat.view(shape.dtype).reshape(shape.shape))
-        start += size
+    ends = np.cumsum([shape.size * shape.dtype.itemsize // piece for shape in shapes])
+    arrays = []
+    for shape, part in zip(shapes, np.split(rows, ends[:-1], axis=1), strict=True):
+        layers = np.moveaxis(part.reshape(piece, shape.shape[0], -1), 0, 1)
+        arrays.append(layers.reshape(-1).view(shape.dtype).reshape(shape.shape))
     return arrays
 
 
@@ -402,6 +411,16 @@ class TierFetches(Fetches):
     ):
         super().__init__(groups, lanes)
         self._tier, self._domain = tier, domain
+        self._prepared: tuple[float, int] | None = None  # rank of the sequence
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Starts to read the pages in the folder that the first waiting sequence will need, once:
+        it has them in host memory when it is admitted."""
+        disk = self._tier.disk
+        if disk is not None and sequence.source is None and sequence.rank != self._prepared:
+            self._prepared = sequence.rank
+            cached = max(len(group.match(sequence)) for group in self._groups)
+            self._tier.prefetch(self._names(sequence, cached), disk)
 
     def begin(self, sequence: Sequence) -> None:
         """Lets an admitted sequence wait, if its source or the tier has entries that its cache
@@ -410,8 +429,7 @@ class TierFetches(Fetches):
             return super().begin(sequence)
         slots, row = self._row(sequence)
         size, cached = slots.page_size, int(slots.cached[row]) // slots.page_size
-        keys = sequence.keys.first(sequence.reusable // size)
-        names = page_names(sequence.keys.salt, keys)[cached:]
+        names = self._names(sequence, cached)
         found = self._tier.find(names)
         self._tier.counters["queries"] += len(names)
         self._tier.counters["hits"] += len(found)
@@ -422,6 +440,11 @@ class TierFetches(Fetches):
         sequence.source = None
         self._tier.restore(self._domain, self._new.pop(), found)
         return None
+
+    def _names(self, sequence: Sequence, cached: int) -> list[PageName]:
+        """Returns the names of the pages that a sequence can reuse, without the first `cached`."""
+        keys = sequence.keys.first(sequence.reusable // self._lanes[0].page_size)
+        return page_names(sequence.keys.salt, keys)[cached:]
 
     def _finish(self, ticket: int) -> int:
         """Lets the sequence go on; its cached tokens include those from the tier."""

@@ -47,17 +47,17 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       ConfigError: several processes have parts of the attention meshes, the model keeps windows,
         the host lacks the memory, or the folder cannot be written.
     """
-    gb, free, processes = deployment.cache.host_gb, free_host_memory(), jax.process_count()
+    gb, processes = deployment.cache.host_gb, jax.process_count()
+    free = (free_host_memory() or float("inf")) / 1e9
     model = config or read_model(deployment)[0]
     windows = largest_window(model) > 0 and ring_pages(model, deployment) > 0
     if not deployment.topology.separates_domains:  # other processes may have the ffn mesh alone
         devices = [each for mesh in Submeshes(deployment).domains for each in mesh.devices.flat]
         processes = len({device.process_index for device in devices})
-    short = free is not None and gb * 1e9 > free
     for applies, reason in (
         (processes > 1, f"attention is in {processes} processes: only where it is in one"),
         (windows, "not for layers with a window"),
-        (short, f"{(free or 0) / 1e9:.1f} GB of host memory are free"),
+        (gb > free, f"{free:.1f} GB of host memory are free"),
     ):
         if applies:
             raise ConfigError(f"cache.host_gb = {gb:g}: {reason}")

@@ -81,8 +81,7 @@ class PageTransfer:
         for key in self._compiled:
             if key.name == "gather":
                 self.gather(pages, nothing, key.tokens)
-        for key in self._compiled:
-            if key.name == "scatter":
+            else:
                 landing = self.landing(0, key.tokens, key.cache_format)
                 arrived = [
                     jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in landing

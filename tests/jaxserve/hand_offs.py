@@ -149,6 +149,6 @@ def at_rest(engine: Engine) -> None:
     """Waits until nothing of any request is left, then checks the books."""
     scheduler, loop = engine.schedulers[0], engine._loop
     until(lambda: not scheduler.has_work and not engine.hand_offs.held)
-    until(lambda: not (loop._page_actions or loop._imports) and not len(scheduler.fetches))
+    until(lambda: not (loop._page_actions or loop._imports or scheduler.fetches._fetches))
     scheduler.check_integrity()
     assert set(scheduler.kv_usage) == {0.0}

@@ -355,7 +355,7 @@ def left_behind(engine: Engine) -> list[str]:
             "work": sum(scheduler.has_work for scheduler in engine.schedulers),
             "held prompts": engine.hand_offs.held,
             "page actions": len(engine._loop._page_actions) + len(engine._loop._imports),
-            "fetches": sum(len(scheduler.fetches) for scheduler in engine.schedulers),
+            "fetches": sum(len(scheduler.fetches._fetches) for scheduler in engine.schedulers),
             "queued pages": sum(each.queued for each in counters),
             "registered bytes": load.hand_offs.registered_bytes if load.hand_offs else 0,
             "pages in use": sum(sum(scheduler.kv_usage) for scheduler in engine.schedulers),

@@ -130,16 +130,6 @@ class TestOrder:
         assert seen == [0, 4, "step", 8, 12, "step", 16, 20, "step", 24, 28, "step"]
         assert finish(loop)["a"] == [7, 7, 7, 7]
 
-    def test_others_go_on_meanwhile(self):
-        loop = make_loop()
-        loop.submit(request("a", 18, held=16))
-        loop.submit(request("b", 5, salt="other"))
-        order = fetch_of(loop)
-        assert finish(loop) == {"b": [7, 7, 7, 7]}
-        bring(loop, order, 0, 16)
-        loop.imported(0, order.ticket, 16)
-        assert finish(loop) == {"a": [7, 7, 7, 7]}
-
     def test_what_the_own_cache_has_is_not_fetched(self):
         loop = make_loop()
         loop.submit(request("a", 10))

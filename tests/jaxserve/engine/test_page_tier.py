@@ -160,6 +160,44 @@ def test_a_restarted_engine_finds_the_pages(
         assert engine.load().host_pages["storage_hits"] == 0
 
 
+def test_pages_are_read_while_their_requests_wait(
+    colocated_runtime, tiny_model, tmp_path, reference, monkeypatch
+):
+    """During some of the reads files vanish, or the request is cancelled. Each prompt comes twice,
+    once with an answer's first tokens. The engine's thread waits for the reads."""
+    prompts, cache = PROMPTS[:9], {"storage": str(tmp_path)}
+    with serving(colocated_runtime, tiny_model, **cache) as engine:
+        generate(engine, prompts)
+        written(engine)
+    with serving(colocated_runtime, tiny_model, **cache) as engine:
+        came, tier = [], engine.schedulers[0].fetches._tier
+        submit, waiting = tier._returns.submit, engine.schedulers[0].queue.waiting
+
+        def watched(work, *arguments):
+            if work != tier._prefetch:
+                return submit(work, *arguments)
+            for page in arguments[0][2:] if len(came) % 3 == 1 else ():
+                (tier.disk._folder / tier.disk._file(page.name)).unlink(missing_ok=True)
+            done = submit(work, *arguments)
+            if len(came) % 3 == 2:
+                engine.cancel(waiting[0].request.request_id)
+            done.result(30)
+            came.append([page for page in arguments[0] if page.rows is not None])
+
+        monkeypatch.setattr(tier._returns, "submit", watched)
+        collector, answers = Collector(), reference.tokens[:9] * 2
+        for number, prompt in enumerate(prompts + prompts):
+            prompt = prompt + answers[number][: number % 2 * 16]
+            collector.submit(engine, prompt, layouts.GREEDY, request_id=f"{number}")
+        for name, output in collector.wait().items():
+            tokens = answers[int(name)][int(name) % 2 * 16 :][: len(output.token_ids)]
+            assert output.token_ids[: len(tokens)] == tokens, name
+            assert output.finish_reason in ("length", "cancelled")
+        written(engine)
+        assert sum(map(len, came)) > 10
+        assert all(page.rows is not None for page in tier._store._pages.values())
+
+
 @pytest.mark.parametrize(
     ("size", "processes", "message"),
     [
