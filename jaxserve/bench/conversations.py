@@ -20,13 +20,18 @@ from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.fleet.assembly import open_engine
 
-USERS, TURNS, TOGETHER = 50, 20, 5
+USERS, TURNS = 50, 20
+QUICK_USERS, QUICK_TURNS = 30, 6
+SHARE = 10
+"""Users for each one whose request runs at a time, and the inverse of a small pool's share of all
+pages: a small pool has about the pages of the conversations that run together. With fewer, requests
+would wait for pages however fast these came back."""
 TOKENS, OUTPUT_TOKENS, PAGE_SIZE, VOCAB = 40, 8, 16, 1000
 POOLS: dict[str, tuple[int, list[str]]] = {
     "endless": (1, []),
-    "a tenth": (10, []),
-    "a tenth, and host memory": (10, ["cache.host_gb=1"]),
-    "a tenth, host memory and a folder": (10, ["cache.host_gb=1", "cache.storage={folder}"]),
+    "a tenth": (SHARE, []),
+    "a tenth, and host memory": (SHARE, ["cache.host_gb=1"]),
+    "a tenth, host memory and a folder": (SHARE, ["cache.host_gb=1", "cache.storage={folder}"]),
 }
 """Inverse of the pool's share of all pages, and settings."""
 RATIO = 1.3
@@ -35,7 +40,8 @@ _SECONDS = 1500.0
 
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with one device."""
-    arguments = {"users": 15 if quick else USERS, "turns": 6 if quick else TURNS}
+    users, turns = (QUICK_USERS, QUICK_TURNS) if quick else (USERS, TURNS)
+    arguments = {"users": users, "turns": turns}
     found = run_worker(Worker(measure_pools, arguments, devices=1), _SECONDS)
     measures, base = [], found["endless"]["seconds"]
     for name, samples in found.items():
@@ -54,7 +60,7 @@ def measure(quick: bool) -> Iterator[Part]:
             kept = again / statistics.median(found["endless"]["returning"])
             limit = RATIO if samples["returned"].get("storage_hits") else None
             measures.append(Measure("  ÷ endless, not restarted", kept, "", limit))
-    notes = [f"{arguments['users']} users, {arguments['turns']} turns; all tokens equal."]
+    notes = [f"{users} users, {turns} turns; all tokens equal."]
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 
 
@@ -84,8 +90,8 @@ def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
         """Seconds to the first token by pool."""
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         order = draw.sample(range(users), users)
-        for first in range(0, users, TOGETHER):
-            some = order[first : first + TOGETHER]
+        for first in range(0, users, users // SHARE):
+            some = order[first : first + users // SHARE]
             for user, words in zip(
                 some, random_prompts(draw, len(some), TOKENS, VOCAB), strict=True
             ):
