@@ -81,6 +81,7 @@ class Found(msgspec.Struct, kw_only=True):
       late: processes that did not come back, or ended early, in words.
       resets: resets of all prefix caches.
       handed: tokens whose pages prefill workers have handed over; None: not asked for.
+      stored: KV pages that the workers of the end have found in `cache.storage` alone.
     """
 
     events: list[Event]
@@ -94,6 +95,7 @@ class Found(msgspec.Struct, kw_only=True):
     late: list[str] = []
     resets: int = 0
     handed: int | None = None
+    stored: int = 0
 
 
 def back(event: Event, until: float, records: Sequence[Record]) -> float:
@@ -278,6 +280,8 @@ def _everything(found: Found) -> Part:
     if found.handed is not None:
         measures.append(Measure("resets of the prefix caches", found.resets))
         measures.append(Measure("tokens handed over by prefill workers", found.handed))
+    if found.stored:
+        measures.append(Measure("KV pages found in the folder at the end", found.stored))
     if found.loads:
         measures.append(Measure("load of the machine, median", statistics.median(found.loads)))
         measures.append(Measure("load of the machine, most", max(found.loads)))

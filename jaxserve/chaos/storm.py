@@ -130,6 +130,7 @@ class Storm:
             except BenchError as error:
                 self._late.append(f"the storm ended early: {error}")
         await asyncio.sleep(SETTLE_SECONDS)
+        load = (_get(self._http, "/pipeline") or {"load": {}})["load"]
         return Found(
             events=self.events,
             records=self._load.records,
@@ -140,6 +141,7 @@ class Storm:
             loads=self._census.loads,
             left=await asyncio.to_thread(what_is_left, self._http),
             late=self._late,
+            stored=int(load.get("host_pages", {}).get("storage_hits", 0)),
         )
 
     async def judge(self) -> Found:

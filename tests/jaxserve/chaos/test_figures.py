@@ -1,7 +1,7 @@
 """The arithmetic of a storm, on requests and faults that are written down here."""
 
 from jaxserve.bench.report import missed
-from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, silence, undisturbed
+from jaxserve.chaos.figures import Event, Found, back, gaps, lost, parts, silence
 from jaxserve.chaos.load import Record, how_it_failed
 from tests import golden
 
@@ -58,15 +58,6 @@ def test_gaps_of_those_that_lost_their_worker_are_not_others():
     assert gaps([steady, touched, cut], 1.2, 4.0) == [0.25, 0.25, 1.5, 2.0]
     assert gaps([steady, touched, cut], 1.2, 4.0, {1}) == [0.25, 0.25, 1.5]
     assert gaps([steady], 1.2, 3.0, {1}) == [0.25, 0.25], "those that end in that time"
-
-
-def test_undisturbed_is_the_beginning_and_before_each_fault():
-    found = Found(
-        events=[event(at=10.0, until=14.0), event(at=15.0, until=16.0)],
-        records=[record(0, 0.0, [1.0, 1.5, 9.0, 13.0, 14.5, 17.0])],
-        calm=(0.0, 2.0),
-    )
-    assert undisturbed(found) == [0.5, 1.5]
 
 
 def steps(number, begin, end, step):

@@ -1,12 +1,10 @@
 """Hostile requests to a server in this process, with a fake engine that follows grammars."""
 
 import os
-import random
 
 import pytest
 
 from jaxserve.chaos import hostile
-from jaxserve.chaos import hostile_requests as draws
 from jaxserve.config.sections import Server
 from jaxserve.server.grpc import GrpcServer
 from tests import golden
@@ -28,16 +26,6 @@ def test_a_server_survives_hostile_requests(number, capsys):
         face.stop(0)
         rig.close()
     assert (code, capsys.readouterr().err) == (0, "")
-
-
-def test_a_seed_makes_the_same_requests():
-    def made(seed: int) -> list[object]:
-        rng = random.Random(seed)
-        kinds = (draws.grammar, draws.schema, draws.chat, draws.body)
-        return [make(rng) for _ in range(30) for make in kinds]
-
-    assert made(1) == made(1)
-    assert made(1) != made(2)
 
 
 def test_what_a_process_holds():

@@ -21,11 +21,6 @@ def test_wrong_options(capsys):
     golden.check_each("chaos/wrong.txt", said)
 
 
-def test_a_file_that_is_not_there(capsys):
-    assert main(["--config", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml" in capsys.readouterr().err
-
-
 def test_victims_that_are_not_there():
     there = {"router": "r", "prefill": "p", "domain": "dd"}
     check_victims(["prefill"], there, 1)

@@ -98,16 +98,6 @@ def test_a_bit_of_what_is_carried_is_another(ends):
     assert there.recv(100) == b"as it is"
 
 
-def test_nobody_behind_it():
-    address = f"127.0.0.1:{free_port()}"
-    proxy = Proxy(address, f"127.0.0.1:{free_port()}")
-    host, port = address.split(":")
-    with pytest.raises(ConnectionResetError):  # at once, or as soon as it is used
-        with socket.create_connection((host, int(port)), SECONDS) as client:
-            client.recv(100)
-    proxy.close()
-
-
 def test_it_accepts_again_after_a_thread_that_could_not_be_started(ends, monkeypatch):
     proxy, client, _ = ends
     start, failed = threading.Thread.start, threading.Event()

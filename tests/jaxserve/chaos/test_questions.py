@@ -24,9 +24,3 @@ def test_questions_that_begin_with_a_system_prompt():
     begins = {tuple(question.prompt[:16]) for question in found}
     assert len(begins) == 2
     assert min(len(question.prompt) for question in found) >= 16 + 7
-
-
-def test_token_ids_for_a_model_without_words():
-    found = questions(3, 6, longest=40, vocab=9)
-    assert [len(question.prompt) for question in found] == [42, 7, 7, 42, 7, 7]
-    assert all(0 <= token < 9 for question in found for token in question.prompt)

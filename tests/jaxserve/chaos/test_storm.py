@@ -88,6 +88,19 @@ def test_everything_goes_wrong_with_workers_of_two_processes(tiny_model, tmp_pat
 
 @pytest.mark.nightly
 @pytest.mark.timeout(LONG_SECONDS + 100)
+def test_attention_over_pull_is_killed_and_finds_its_pages(tiny_model, tmp_path):
+    overrides = {"mode": "afd", "lanes": 2, "fleet.absent_seconds": 300, "cache.host_gb": 0.1}
+    overrides |= {"cache.storage": str(tmp_path / "pages"), "attention": {"runtime": "attention"}}
+    overrides |= {"ffn": {"runtime": "ffn"}, "link": {"transport": "pull", "addresses": ["h:1"]}}
+    options = ("--kills", "3", "--only", "attention", "--clients", "6", "--pause", "10")
+    options += ("--systems", "3", "--questions", "40")
+    found, said = storm(tiny_model, tmp_path, overrides, *options, seconds=LONG_SECONDS)
+    check(found, said)
+    assert found["all"]["KV pages found in the folder at the end"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LONG_SECONDS + 100)
 def test_processes_of_both_roles_over_pull_are_killed(tiny_model, tmp_path):
     """The only domain and its ffn worker have two processes each."""
     overrides = {"mode": "afd", "lanes": 2, "fleet.absent_seconds": 300}
