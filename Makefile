@@ -137,7 +137,7 @@ format: $(VENV)/.installed-all
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# `make test` and `make nightly` have seeds 0 to 5, whose deployments share their compiled programs.
+# Any draws; those of `make test` and `make nightly` are in the file.
 fuzz: $(VENV)/.installed-all
 	FUZZ_DRAWS=$(DRAWS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load tests/jaxserve/test_fuzz.py
 

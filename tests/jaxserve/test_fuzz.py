@@ -37,8 +37,10 @@ from tests.reference.tiny_step3 import write_tiny_step3
 pytestmark = pytest.mark.unoptimised
 
 FIRST = int(os.environ.get("FUZZ_SEED", "0"))
-COUNT = int(os.environ.get("FUZZ_DRAWS", "6"))
+COUNT = int(os.environ.get("FUZZ_DRAWS", "0"))
 GIVEN = os.environ.get("FUZZ_DRAW", "")
+OFTEN = 3
+"""The draw of `make test`."""
 SECONDS = 120.0
 
 MOST_RUNTIMES = 6
@@ -379,10 +381,13 @@ def fuzz(tmp_path_factory):
         yield Fuzz(tmp_path_factory.mktemp("models"))
 
 
-SEEDS = [-1] if GIVEN else range(FIRST, FIRST + COUNT)
 EVERY_FAMILY = range(draws.CHEAP, draws.CHEAP + 2 * len(draws.MODELS))
-if not GIVEN and "FUZZ_SEED" not in os.environ:
-    SEEDS = [*SEEDS, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in EVERY_FAMILY)]
+SEEDS = [
+    pytest.param(seed, marks=() if seed == OFTEN else pytest.mark.nightly)
+    for seed in (*range(6), *EVERY_FAMILY)
+]
+if GIVEN or COUNT:
+    SEEDS = [-1] if GIVEN else [*range(FIRST, FIRST + COUNT)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
