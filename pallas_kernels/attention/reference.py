@@ -65,6 +65,11 @@ def write_rows(
     # in place on CPUs, but copies the pool on TPUs.
     page = jnp.where(exists, page, pool)[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
     row = (position % page_size)[:, None]
+    if page.size == 1:
+        # XLA makes a slice's update of a scatter of one row. In a branch that copies all pages.
+        page, row, rows = jax.tree.map(
+            lambda array: jnp.repeat(array, 2, axis=0), (page, row, rows)
+        )
 
     def write(array: Array, new: Array) -> Array:
         flat = as_bits(array).reshape(pool * kv_heads, *array.shape[2:])
