@@ -25,6 +25,9 @@ def plan(runtime, lane, number, tokens=(5, 6), page=0):
     return plan_of_rows(lane, number, runtime.buckets[-1], [[row]], slots=slots)
 
 
+ORDER = "aff" + "fa" + "aff" + "fa" + "fa"
+
+
 class Notes:
     """An observer that writes down what it is told."""
 
@@ -95,6 +98,19 @@ class TestCell:
         assert driver.idle_lanes == [0, 1]
 
 
+def test_whole_steps_are_enqueued_in_the_order_of_their_plans(colocated_runtime):
+    driver = colocated_runtime.driver
+    driver.begin(plan(colocated_runtime, 1, 4))
+    driver.begin(plan(colocated_runtime, 0, 5))
+    assert driver.active
+    assert driver.idle_lanes == []
+    assert driver.advance().plan.number == 4
+    assert driver.position() == ("step", 1, 0, 4)
+    assert driver.idle_lanes == [1]
+    assert driver.advance().plan.number == 5
+    assert not driver.active
+
+
 def counted(slots):
     """Tokens so far, [layers, experts]."""
     slots.carry_out(CountExperts(1))
@@ -135,37 +151,22 @@ def test_tokens_of_experts_are_those_of_the_reference(mode, tiny_model, request)
     assert runtime.driver.observer is None
 
 
-class TestOneRole:
-    """Stages that a process of one role runs, and those that it leaves to the other."""
+# attend (sent), dispatch (received), ffn, combine (sent, received), …, leave
+@pytest.mark.parametrize(("roles", "expected"), [("a", "aaaaa"), ("f", "fffffff"), ("af", ORDER)])
+def test_a_process_runs_the_stages_of_its_roles_in_the_order_of_the_data(roles, expected):
+    ran = []
 
-    def worker(self, ran, name):
-        def begin(step):
-            while True:
-                ran.append(name)
-                yield Passed(jnp.zeros(()))
+    def begin(role):
+        while True:
+            ran.append(role)
+            yield Passed(jnp.zeros(()))
 
-        return Mock(begin=begin)
-
-    def run(self, workers):
-        cell = Cell(workers, Rotation(layers=2, lanes=1), lanes=1)
-        cell.begin(plan_of_rows(0, 7, Bucket(4, 4), [[]], slots=1))
-        cell.advance()
-        return cell
-
-    def test_attention(self):
-        ran = []
-        cell = self.run(Workers(attention=(self.worker(ran, "attention"),)))
-        assert len(ran) == 2 * 2 + 1  # attend, which sends, and combine of each layer, and leave
-        assert cell.position() == ("leave", 0, 2, 7)
-
-    def test_ffn(self):
-        ran = []
-        self.run(Workers(ffn=(self.worker(ran, "ffn"),)))
-        assert len(ran) == 2 * 3 + 1  # dispatch, ffn and combine, and leave
-
-    def test_both_in_the_order_of_the_data(self):
-        ran = []
-        workers = Workers((self.worker(ran, "a"),), (self.worker(ran, "f"),))
-        self.run(workers)
-        # attend (sent), dispatch (received), ffn, combine (sent, received), …, leave
-        assert "".join(ran) == "aff" + "fa" + "aff" + "fa" + "fa"
+    workers = [
+        tuple(Mock(begin=lambda step, of=of: begin(of)) for of in roles if of == role)
+        for role in "af"
+    ]
+    cell = Cell(Workers(*workers), Rotation(layers=2, lanes=1), lanes=1)
+    cell.begin(plan_of_rows(0, 7, Bucket(4, 4), [[]], slots=1))
+    cell.advance()
+    assert "".join(ran) == expected
+    assert cell.position() == ("leave", 0, 2, 7)

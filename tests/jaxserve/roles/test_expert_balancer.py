@@ -272,10 +272,12 @@ def test_periodic_and_with_hysteresis(make):
     assert worker.moves
 
 
-def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make):
+@pytest.mark.parametrize("error", [EngineFailedError, RuntimeError], ids=["gone", "lost"])
+def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make, error):
+    """Those of a lost step cannot be read, either."""
     worker = make()
     worker.rebalance(dry_run=True)
-    worker.failures[-1] = EngineFailedError("process 3 is gone")
+    worker.failures[-1] = error("process 3 is gone")
     assert "process 3 is gone" in str(worker.rebalance(dry_run=False))
     assert not worker.moves
     worker.failures.clear()
@@ -344,17 +346,6 @@ def test_counts_that_a_lost_step_took_along_begin_anew(make):
     kept = [part[1].sum() for part in balancer._slices]
     assert kept == [1500, 1500, 1500, 1500, 1500]
     assert balancer.view().expert_tokens == {1: SKEWED[0].tolist()}
-
-
-def test_counts_of_a_lost_step_end_nothing(make):
-    """The counts of a lost step cannot be read; the next ones can."""
-    worker = make(window_seconds=10)
-    worker.failures[2] = RuntimeError("INTERNAL: a step was lost")
-    worker.pass_seconds()
-    worker.pass_seconds(10)
-    worker.serve()
-    assert worker.rebalance(dry_run=True).moves
-    assert worker.balancer._thread.is_alive()
 
 
 def test_an_operators_rebalance_comes_before_the_automatic_one(make, monkeypatch):

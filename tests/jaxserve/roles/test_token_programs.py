@@ -43,7 +43,3 @@ def test_a_shape_has_a_call_of_its_own(put):
         arrived = put.rows(array)
         assert arrived.dtype == array.dtype
         np.testing.assert_array_equal(arrived, array)
-
-
-def test_last_tokens(put):
-    assert put.last_tokens().tolist() == [[0, 0, 0]] * 4

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.random_leaves import RandomLeaves
-from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.token_programs import zeroed
 from pallas_kernels import input_major
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.opened import Opened, leaves_of
-from tests.jaxserve.roles.building import CONFIG, programs_of
 from tests.reference.tiny_step3 import write_tiny_step3
 
 
@@ -224,13 +221,3 @@ def test_random_leaves_are_the_same_every_time(tiny_model):
     for a, b in zip(first[1], again[1], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert not np.array_equal(np.asarray(first[1][0]), np.asarray(first[2][0]))
-
-
-def test_pages_are_zero_and_one_pair_a_layer(tiny_model):
-    programs = programs_of(
-        AttentionPrograms, layouts.deployment(tiny_model, {"attention.dp": 2}), CONFIG
-    )
-    pages = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(4)]
-    assert [(k.shape, v.shape) for k, v in pages] == [((320, 1, 8, 32),) * 2] * 4
-    assert len({id(array) for pair in pages for array in pair}) == 8
-    assert not any(np.asarray(array).any() for pair in pages for array in pair)
