@@ -53,10 +53,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Microbatches in flight at the same time."""
     pipeline: Literal["auto", "layer", "step"] = "auto"
     """How the steps of separate attention and ffn meshes are driven. `layer`: by the host, a call a
-    stage and layer. `step`: by one program of each role with all layers and lanes and the messages
-    between the roles, so that the host makes one call a step; every process plays one role, whose
-    devices are paired with the other's, and a step that is lost takes the steps of all lanes along.
-    It runs on CPUs, compiles for GPUs (never run on one so far), and not on TPUs. `auto`:
+    stage and layer. `step`: by programs with all layers and lanes and the messages between the
+    roles, so that the host does not drive layers. A step that is lost takes the steps of all lanes
+    along. Device i of one role is paired with device i of the other. Where every process plays one
+    role, each role has its program: on CPUs, and compiled for GPUs (never run on one so far). Where
+    one process has both roles, one program has both, on CPUs alone, since each device holds the
+    weights and pages of both roles; `attention.tp` must be 1 or `ffn.tp`. Not on TPUs. `auto`:
     `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.attention import Cell
     from jaxserve.roles.colocated import ColocatedWorker
-    from jaxserve.roles.step_pipeline import StepPipeline
+    from jaxserve.roles.lane_steps import StepPipeline
 
 
 type Driver = Cell | ColocatedWorker | StepPipeline

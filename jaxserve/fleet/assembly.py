@@ -4,7 +4,7 @@
 |---|---|---|---|
 | colocated | all | a colocated worker, an engine | `whole_runtime`, `open_engine` |
 | both roles in one runtime | both roles' | a cell, an engine | `whole_runtime`, `open_engine` |
-| the same, `pipeline: step` | one role's | a step pipeline | `whole_runtime`, `open_engine` |
+| `pipeline: step` | one role's or both | a step pipeline | `whole_runtime`, `open_engine` |
 | leader of either | its share | its part, an engine with followers | `open_engine`, `lead` |
 | follower of either | its share | its part, no engine | `open_follower`, `following.py` |
 | domain over `pull` | attention's | a cell, an engine | `domain_runtime`, `open_engine` |
@@ -199,8 +199,8 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.compilation import use_compilation_cache
     from jaxserve.roles.host_resources import check_memory
-    from jaxserve.roles.pipelines import OpenModel
-    from jaxserve.roles.role_bytes import role_bytes
+    from jaxserve.roles.pipelines import OpenModel, in_one_program
+    from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
     from pallas_kernels.coverage import refuse_fallbacks
 
     use_compilation_cache()
@@ -213,7 +213,8 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     config = placed(config, meshes.ffn)
     attention = {device for mesh in meshes.domains for device in mesh.local_devices}
     ffn = set(meshes.ffn.local_devices)
-    check_memory(config, deployment, {"attention": attention, "ffn": ffn}, role_bytes)
+    sizes = one_program_bytes if in_one_program(deployment, meshes) else role_bytes
+    check_memory(config, deployment, {"attention": attention, "ffn": ffn}, sizes)
     gc.freeze()  # as `open_role` does
     templates = ModelTemplates(config, deployment, meshes)
     source = (options.weights or open_folder)(deployment, names)

@@ -42,7 +42,8 @@ from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB
 from jaxserve.roles.host_resources import check_memory
 from jaxserve.roles.layout import Bucket, token_sizes
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.pipelines import in_one_program
+from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 Found = tuple[str, dict[str, Any]]
@@ -65,7 +66,8 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
     config = placed(config, meshes.ffn)
     lines: list[str] = []
     details: dict[str, Any] = {}
-    for part in role_bytes(config, deployment):
+    sizes = one_program_bytes if in_one_program(deployment, meshes) else role_bytes
+    for part in sizes(config, deployment):
         devices = own[part.role]
         if not devices:
             continue
@@ -86,7 +88,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
                 f"{part.role}.memory_gb = {written:g}, but a device has {limit / GB:.1f} GB",
                 details,
             )
-    check_memory(config, deployment, own, role_bytes)
+    check_memory(config, deployment, own, sizes)
     return "; ".join(lines), details
 
 

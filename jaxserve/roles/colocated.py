@@ -91,7 +91,7 @@ def build_worker(
     with load_progress(source, 2 + 2 * config.all_layers):
         weights = ColocatedWeights(source, names, programs)
     executables = compile_steps(colocated_executables, programs, buckets)
-    slots = open_slots(programs, weights, names, source)
+    slots = open_slots(programs.experts, programs.banks, weights, names, source)
     return ColocatedWorker(programs, executables, weights, slots, observer)
 
 
@@ -117,13 +117,6 @@ class ColocatedWorker(WholeSteps):
         self._pages: list[jax.Array] = []  # the old ones are free before there are new ones
         self._pages = zeroed(programs.all_pages, programs.mesh)
         self._tokens = TokenLanes(programs, self._weights.head)
-
-    def renew(self) -> bool:
-        """Forgets pages, sequences and steps after a lost step. Returns True: it always can."""
-        if self.slots is not None:
-            self.slots.renew()
-        self._clear()
-        return True
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
         """This worker's pages, for hand-offs."""

@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -39,10 +39,6 @@ from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights
 from pallas_kernels.quantize import array_bytes
-
-if TYPE_CHECKING:
-    from jaxserve.roles.colocated_programs import ColocatedPrograms
-    from jaxserve.roles.ffn import FFNPrograms
 
 
 def read_experts(
@@ -309,18 +305,19 @@ class ExpertSlots:
 
 
 def open_slots(
-    programs: "ColocatedPrograms | FFNPrograms",
+    experts: ExpertPrograms | None,
+    banks: Sequence[Bank],
     weights: RoleWeights,
     names: CheckpointNames,
     source: LeafSource,
 ) -> ExpertSlots | None:
     """Compiles the programs of a worker's routed experts, and returns their slots, which read
     experts from where its weights came from; None without routed experts."""
-    if (experts := programs.experts) is None:
+    if experts is None:
         return None
-    compiled = compile_all(slot_programs(experts, programs.banks))
+    compiled = compile_all(slot_programs(experts, banks))
     read = functools.partial(read_experts, experts, names, source)
-    return ExpertSlots(experts, programs.banks, weights, compiled, read)
+    return ExpertSlots(experts, banks, weights, compiled, read)
 
 
 def lost(array: jax.Array) -> bool:

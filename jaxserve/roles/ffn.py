@@ -165,7 +165,7 @@ def build_ffn(
     with load_progress(source, templates.config.all_layers):
         weights = FFNWeights(source, names, programs)
     executables = executables or compile_steps(ffn_executables, programs, sizes)
-    slots = open_slots(programs, weights, names, source)
+    slots = open_slots(programs.experts, programs.banks, weights, names, source)
     return programs, executables, weights, slots
 
 

@@ -30,6 +30,7 @@ PIPELINES = {
     "colocated": "colocated:build_worker",
     "layer": "layer_pipeline:build_cell",
     "step": "step_pipeline:build_pipeline",
+    "step of both roles": "one_process:BothRolesPipeline",
 }
 """File in this folder, and function in it, that builds each pipeline's driver
 (`engine.runtime.Driver`) from an open model, its deployment and an observer or None. It loads and
@@ -37,7 +38,17 @@ compiles this process's part of every step, and raises ConfigError if the proces
 
 
 def build(model: OpenModel, deployment: Deployment, observer: Any) -> Any:
-    """Builds the driver of a deployment. Colocated mode has a pipeline of its own."""
-    name = "layer" if deployment.pipeline == "auto" else deployment.pipeline
-    place = PIPELINES["colocated" if deployment.topology.has("colocated") else name]
-    return pkgutil.resolve_name(f"jaxserve.roles.{place}")(model, deployment, observer)
+    """Builds the driver of a deployment. Colocated mode has a pipeline of its own, and so have
+    steps that are one program of both roles."""
+    name: str = "layer" if deployment.pipeline == "auto" else deployment.pipeline
+    if deployment.topology.has("colocated"):
+        name = "colocated"
+    elif in_one_program(deployment, model.meshes):
+        name = "step of both roles"
+    return pkgutil.resolve_name(f"jaxserve.roles.{PIPELINES[name]}")(model, deployment, observer)
+
+
+def in_one_program(deployment: Deployment, meshes: "Submeshes") -> bool:
+    """Returns whether this process runs the steps of both roles as one program."""
+    both = bool(meshes.attention.local_devices and meshes.ffn.local_devices)
+    return both and deployment.pipeline == "step"

@@ -1,14 +1,10 @@
-"""Drives steps of which one dispatch runs all layers and lanes of a role (`pipeline: step`).
+"""Drives steps in processes that each play one role (`pipeline: step`).
 
-A process plays one role. Lanes whose steps have begun and have the same number of tokens go into
-one dispatch; `advance` then hands out their results one by one. All processes get the same plans in
-the same order, so they make the same dispatches.
+All processes get the same plans in the same order, so they make the same dispatches.
 """
 
-import abc
 from collections.abc import Sequence
 
-import jax
 import msgspec
 from jax.sharding import Mesh
 
@@ -18,13 +14,13 @@ from jaxserve.mesh import ATTENTION_RULES, FFN_RULES
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
 from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.expert_slots import open_slots
+from jaxserve.roles.lane_steps import StepPipeline
 from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
-    Dispatch,
     FFNStepPrograms,
     exchanges_digest,
     union_mesh,
@@ -32,18 +28,11 @@ from jaxserve.roles.step_programs import (
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import KVArrays, zeroed
 from jaxserve.roles.weights import RoleWeights, load_progress
-from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer, Passed
 
 
-class StepPipeline(WholeSteps, abc.ABC):
-    """Runs the steps of all lanes for this process's role.
-
-    Attributes:
-      executables: program of every dispatch.
-    """
-
-    executables: dict[Dispatch, jax.stages.Compiled]
+class RolePipeline(StepPipeline):
+    """One role's part of every step."""
 
     def renew(self) -> bool:
         """Returns False: after a lost step the two roles' processes cannot begin anew."""
@@ -53,25 +42,8 @@ class StepPipeline(WholeSteps, abc.ABC):
         """Raises ConfigError: pages of this pipeline are not handed over."""
         raise ConfigError("pipeline = step: pages cannot be handed over to or from other workers")
 
-    def advance(self) -> Finished | Passed:
-        """Returns the next result of the latest dispatch; if none is left, dispatches first."""
-        if not self._left:
-            plans = self._take()
-            for plan, made in zip(plans, self._run(plans), strict=True):
-                self._left.append((plan, made))
-                self._observe(plan, made)
-        return self._left.popleft()[1]
 
-    @abc.abstractmethod
-    def _run(self, plans: Sequence[StepPlan]) -> Sequence[Finished | Passed]:
-        """Enqueues these steps as one program."""
-
-    def _next(self) -> list[StepPlan]:
-        size = self._begun[0].bucket.of_tokens
-        return [plan for plan in self._begun if plan.bucket.of_tokens == size]
-
-
-class AttentionPipeline(StepPipeline):
+class AttentionPipeline(RolePipeline):
     """The attention role's part of every step."""
 
     def __init__(
@@ -114,7 +86,7 @@ class AttentionPipeline(StepPipeline):
         return finished
 
 
-class FFNPipeline(StepPipeline):
+class FFNPipeline(RolePipeline):
     """The ffn role's part of every step."""
 
     attends = False
@@ -132,7 +104,7 @@ class FFNPipeline(StepPipeline):
         self.executables = compile_all(
             {(Bucket(size, 1), n): programs.step(size, n) for size in sizes for n in lanes}
         )
-        slots = open_slots(programs, weights, names, source)
+        slots = open_slots(programs.experts, programs.banks, weights, names, source)
         super().__init__(deployment.lanes, weights, slots, observer)
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Passed]:
@@ -147,19 +119,13 @@ class FFNPipeline(StepPipeline):
 
 def build_pipeline(
     model: OpenModel, deployment: Deployment, observer: Observer | None = None
-) -> StepPipeline:
+) -> RolePipeline:
     """Loads and compiles this process's role.
 
     Raises:
-      ConfigError: the devices are TPUs, or this process has devices of both roles.
+      ConfigError: the devices are TPUs.
     """
-    meshes = model.meshes
-    attends, serves = (bool(m.local_devices) for m in (meshes.attention, meshes.ffn))
-    if attends and serves:
-        raise ConfigError(
-            "pipeline = step: this process has devices of both roles; start a process for each "
-            "(--processes 2), or take pipeline = layer"
-        )
+    meshes, attends = model.meshes, bool(model.meshes.attention.local_devices)
     mesh = union_mesh(meshes.attention, meshes.ffn, meshes.attention if attends else meshes.ffn)
     role = (AttentionPipeline if attends else FFNPipeline)(model, deployment, mesh, observer)
     role.exchanges = f", exchanges = {exchanges_digest(role.executables, meshes.ffn.size)}"

@@ -42,6 +42,13 @@ class WholeSteps:
         self._begun: list[StepPlan] = []
         self._left: deque[tuple[StepPlan, Finished | Passed]] = deque()
 
+    def renew(self) -> bool:
+        """Forgets pages, sequences and steps after a lost step. Returns True: it always can."""
+        if self.slots is not None:
+            self.slots.renew()
+        self._clear()
+        return True
+
     @property
     def active(self) -> bool:
         """True while `advance` has a step to return."""

@@ -27,6 +27,12 @@ def afd_runtime(tiny_model) -> Runtime:
 
 
 @pytest.fixture(scope="session")
+def step_runtime(tiny_model) -> Runtime:
+    """The same with `pipeline: step`: one program of both roles."""
+    return _warm(tiny_model, {"lanes": 2, "pipeline": "step"})
+
+
+@pytest.fixture(scope="session")
 def reference(tiny_model, colocated_runtime) -> layouts.Reference:
     """Greedy tokens of the colocated run for all prompts, with their margins."""
     with layouts.serving(colocated_runtime) as engine:

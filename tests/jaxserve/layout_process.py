@@ -74,9 +74,9 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
 
 
-def move(engine: Engine) -> None:
-    """Every expert to another rank while requests run, from the checkpoint and between devices; at
-    first process 2 cannot read its own, and all stay."""
+def move(engine: Engine, *, fails: bool = True) -> None:
+    """Every expert to another rank while requests run, from the checkpoint and between devices. If
+    it fails at first, since process 2 cannot read its own, all stay."""
     experts = engine.experts
     assert isinstance(experts, ExpertBalancer)
     for number, source in enumerate(("checkpoint", "checkpoint", "devices")):
@@ -86,7 +86,7 @@ def move(engine: Engine) -> None:
         while experts.view().moving:
             assert time.monotonic() < deadline
             layouts.generate(engine)
-        assert (experts.view().moves > 0) == (number > 0)
+        assert (experts.view().moves > 0) == (number > 0 or not fails)
 
 
 def crowded(engine: Engine) -> list[list[int]]:

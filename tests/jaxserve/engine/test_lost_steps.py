@@ -20,7 +20,10 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(params=["colocated_runtime", "afd_runtime"])
+STEP = pytest.param("step_runtime", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(params=["colocated_runtime", "afd_runtime", STEP])
 def engine(request):
     made = make_engine(request.getfixturevalue(request.param), eos_token_ids=frozenset())
     made.start()

@@ -21,7 +21,7 @@ from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
 from jaxserve.roles.token_programs import zeroed
 from tests import golden
 from tests.jaxserve import layouts
@@ -98,16 +98,13 @@ class TestParameters:
 class TestBytes:
     """Bytes of one device, by hand."""
 
-    def test_of_dense_weights_in_bf16(self):
+    def test_of_dense_weights_and_pages_in_bf16(self):
         (part,) = by_role("qwen3-32b").values()
         layer = 5120 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 25_600) // 8  # matrices, over 8 chips
         norms = 2 * 5120 + 2 * 128
         ends = 2 * 151_936 * 5120 // 8 + 5120
         assert part.weights == 2 * (64 * (layer + norms) + ends)
         assert (part.role, part.devices) == ("attention", 8)
-
-    def test_of_pages_in_bf16(self):
-        (part,) = by_role("qwen3-32b").values()
         assert part.cache == 64 * 2 * 8000 * 64 * (1 * 128) * 2  # layers, k and v, a head a chip
 
     def test_of_pages_in_fp8(self):
@@ -219,6 +216,8 @@ class TestAgainstWhatIsAllocated:
         programs = programs_of(ColocatedPrograms, deployment, config)
         pages = sum(math.prod(a.shape) * a.dtype.itemsize for a in programs.all_pages)
         assert both.cache == pages == attention.cache
+        alike = one_program_bytes(config, layouts.deployment(tiny_model, {"pipeline": "step"}))
+        assert [part.total for part in alike] == [both.total] * 2
 
 
 class TestFit:

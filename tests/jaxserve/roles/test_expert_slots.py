@@ -43,7 +43,11 @@ def make(tmp_path, overrides, source=None, config=CONFIG):
     kind, load = colocated if deployment.mode == "colocated" else (FFNPrograms, FFNWeights)
     programs, source = programs_of(kind, deployment, config), source or RandomLeaves()
     weights = load(source, NAMES, programs)
-    return open_slots(programs, weights, NAMES, source), weights, programs.experts.pieces
+    return (
+        open_slots(programs.experts, programs.banks, weights, NAMES, source),
+        weights,
+        programs.experts.pieces,
+    )
 
 
 def contents(slots, weights, layer):

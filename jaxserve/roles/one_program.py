@@ -1,0 +1,361 @@
+"""A step of all layers and lanes as one program of both roles (`pipeline: step` in one process).
+
+The mesh has the devices of both roles: its first axis, `role`, separates them. What a device does
+is a branch by its role. Between the branches every device exchanges an array with the paired device
+of the other role, so all devices run the same exchanges in the same order.
+
+In every turn a lane passes a layer. With several lanes the ffn role serves the message of the turn
+before, so both roles compute at once. With three lanes and more both exchanges of a turn run beside
+a computation. The message, sent after attention's branch of the turn before, arrives before the ffn
+role's branch. The answer, sent after the ffn role's branch of the turn before, arrives after it.
+Two lanes need the answer of the turn before at once. A lane alone waits for its answer in every
+turn.
+
+Arrays of a program have the same shape on all of its devices. Each device therefore has memory for
+the weights and pages of both roles. Embedding, head and sampler are programs of the attention mesh.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind
+from jaxserve.errors import ConfigError
+from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, Rules, Submeshes, cached_sharding
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.expert_programs import (
+    Bank,
+    ExpertPrograms,
+    add_load,
+    bank_arrays,
+    stacked_banks,
+)
+from jaxserve.roles.layout import Bucket
+from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
+from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
+from jaxserve.roles.token_programs import StepContext
+
+ROLE = "role"
+_DIVIDED = ("ep",)
+
+
+def refusal(deployment: Deployment) -> str:
+    """Returns why one process cannot run the steps of both roles; empty if it can."""
+    attention, ffn = deployment.attention.tp, deployment.ffn.tp
+    if attention in (1, ffn):
+        return ""
+    return f"attention.tp = {attention} must be 1 or ffn.tp = {ffn}"
+
+
+def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, str]:
+    """Returns the devices of both roles as one mesh, and its axis that divides an expert's d_ff.
+
+    The axes after `role` are the ffn mesh's two and attention's `tp`. Attention's `dp` is the
+    product of all but the last one.
+
+    Raises:
+      ConfigError: the devices are not those of CPUs in one process, or the roles' meshes have no
+        common axes.
+    """
+    devices = np.array([*meshes.attention.devices.flat, *meshes.ffn.devices.flat])
+    attention, ffn, platform = deployment.attention, deployment.ffn, devices[0].platform
+    reason = refusal(deployment)
+    if platform != "cpu":
+        reason = f"a {platform} device would hold the weights and pages of both roles"
+    if len({device.process_index for device in devices}) > 1:
+        reason = "several processes have devices of both roles"
+    if reason:
+        raise ConfigError(
+            f"pipeline = step: {reason}; start a process for each role (--processes 2), or take "
+            "pipeline = layer"
+        )
+    sizes = 2, ffn.ep, ffn.tp // attention.tp, attention.tp
+    mesh = Mesh(devices.reshape(sizes), (ROLE, "ep", "ffn_tp", "tp"))
+    return mesh, "ffn_tp" if attention.tp == 1 else "tp"
+
+
+class BothRolesPrograms(AttentionPrograms):
+    """Programs of the attention mesh for both ends of a step, and on the mesh of both roles for the
+    layers between.
+
+    Attributes:
+      union: the mesh of both roles.
+      rules: sharding rules of ffn blocks on it.
+      pages: shapes of the pages of all layers on it. The ffn role's half is never used.
+      banks, experts: see `ColocatedPrograms`.
+    """
+
+    templates: ModelTemplates
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
+        super().__init__(templates, deployment, meshes.attention)
+        self.union, tensor = both_roles_mesh(deployment, meshes)
+        everywhere = *_DIVIDED, tensor
+        own: dict[Any, str | tuple[str, str]]
+        own = {"ep": "ep", "tp": tensor, FFN_AXES: everywhere}
+        self.rules: Rules = {name: own[axes] for name, axes in FFN_RULES.items()}
+        axes, combine = Axes(*everywhere, rows=everywhere), self.contract.combine
+        self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
+        self.pages = [self._on_both(array) for array in self.all_pages]
+        self.banks = stacked_banks(self.config, templates.slots)
+        self.experts: ExpertPrograms | None = None
+        if templates.moe:
+            settings, rules = deployment.experts, self.rules
+            self.experts = ExpertPrograms(
+                templates, settings, self.union, rules, _DIVIDED, stacked=True
+            )
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Sharding of an array whose first half lies on the attention mesh as this spec says."""
+        first, *rest = spec
+        rows = [ROLE, "ep", "ffn_tp", *(["tp"] if first == PIECES[0] else [])]
+        return cached_sharding(self.union, PartitionSpec(tuple(rows), *rest))
+
+    def embedded(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, page_table, embedding) → x, on the attention mesh."""
+
+        def body(last: Array, batch: Array, table: Array, embedding: Arrays) -> Array:
+            return self.embed(self.step_context(bucket, batch, table, last), embedding)
+
+        inputs = *self.step_shapes(bucket), *self.leaves(self.templates.embedding)
+        return Program("embedded", body, self.mesh, inputs, ROWS)
+
+    def step(self, bucket: Bucket, lanes: int) -> Program:
+        """((last_tokens, batch, page_table, x) of each lane, pages, counts, tables, runs) → ((x,
+        answer) of each lane, pages…, counts…).
+
+        A lane's results are the residual stream after the last layer (`AttentionPrograms.stream`).
+        Arrays of lanes are those of the attention mesh; the other half is anything.
+        """
+        runs, templates = self.config.runs(), self.templates
+
+        def body(
+            steps: Sequence[Arrays], pages: Pages, counts: Arrays, tables: Arrays, leaves: Any
+        ) -> Arrays:
+            contexts = [
+                self.step_context(bucket, batch, table, last) for last, batch, table, _ in steps
+            ]
+            step = _Step(self, contexts, leaves, tables)
+            turn = step.begin([x for *_, x in steps], pages)
+            before: _Place | None = None
+            for run, (_, start, stop) in enumerate(runs):
+                # The first layer of a run serves messages of the run before.
+                turn, count = step.layer(turn, _Place(run, 0), before), stop - start
+
+                def one(turn: _Turn, layer: Array, run: int = run) -> tuple[_Turn, None]:
+                    return step.layer(turn, _Place(run, layer), _Place(run, layer - 1)), None
+
+                if count > 1:
+                    turn, _ = jax.lax.scan(one, turn, jnp.arange(1, count, dtype=jnp.int32))
+                before = _Place(run, count - 1)
+            turn = step.end(turn, before)
+            loads = [jax.lax.psum(load, ROLE) for load in turn.loads]
+            made = (array for each in zip(turn.x, turn.answers, strict=True) for array in each)
+            return *made, *turn.pages, *map(add_load, counts, loads)
+
+        of_lane = *self.step_shapes(bucket), self.stream_shapes(bucket)[0]
+        counts, tables = bank_arrays(self.union, self.banks, _DIVIDED)
+        stream = self.sharding(ROWS).spec, self.sharding(PIECES).spec
+        return Program(
+            f"step_{lanes}",
+            body,
+            self.union,
+            (
+                [[self._on_both(array) for array in of_lane]] * lanes,
+                self.pages,
+                counts,
+                tables,
+                [
+                    (
+                        templates.attention[kind].arrays(self.union, ATTENTION_RULES, stop - start),
+                        templates.ffn[kind.ffn].arrays(self.union, self.rules, stop - start),
+                    )
+                    for kind, start, stop in runs
+                ],
+            ),
+            (
+                *stream * lanes,
+                *[array.sharding.spec for array in self.pages],
+                *[Bank.counts_spec(_DIVIDED)] * len(counts),
+            ),
+            donates=(1, 2),
+        )
+
+    def layer(
+        self, kind: LayerKind, stream: Arrays, pages: Pages, batch: RaggedBatch, leaves: list[Any]
+    ) -> Arrays:
+        """Runs attention's part of a layer inside a program; see `attend`."""
+        return self._attend(kind, self.stream(stream), pages, batch, leaves)
+
+    def _on_both(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        first, *rest = array.shape
+        return jax.ShapeDtypeStruct(
+            (2 * first, *rest), array.dtype, sharding=self.sharding(array.sharding.spec)
+        )
+
+
+class _Place(NamedTuple):
+    """A layer: the number of its run, and its place in the run."""
+
+    run: int
+    layer: Array | int
+
+
+class _Turn(NamedTuple):
+    """What passes from turn to turn."""
+
+    x: list[Array]
+    """Residual stream of each lane."""
+    answers: list[Array]
+    """Last answer to each lane's message; anything on devices of the ffn role."""
+    waiting: Array
+    """Message of the turn before, which is to be sent."""
+    ahead: Array
+    """Answer of the turn before, which is to be sent."""
+    pages: Pages
+    loads: list[Array]
+    """Rows that experts got, int32 [layers, experts], of every run with routed experts."""
+
+
+class _Step:
+    """The turns of one step."""
+
+    def __init__(
+        self,
+        programs: BothRolesPrograms,
+        contexts: Sequence[StepContext],
+        leaves: Sequence[tuple[Arrays, Arrays]],
+        tables: Arrays,
+    ):
+        self.programs, self.contexts = programs, contexts
+        self.runs, self.lanes = programs.config.runs(), len(contexts)
+        self.attends = jax.lax.axis_index(ROLE) == 0
+        templates = programs.templates
+        self.stacks = [
+            (
+                StackedLeaves.of(templates.attention[kind], attention),
+                StackedLeaves.of(templates.ffn[kind.ffn], ffn),
+            )
+            for (kind, *_), (attention, ffn) in zip(self.runs, leaves, strict=True)
+        ]
+        with_experts = [run for run, (kind, *_) in enumerate(self.runs) if kind.ffn.router]
+        self.banks, self.tables = {run: bank for bank, run in enumerate(with_experts)}, tables
+
+    def begin(self, x: list[Array], pages: Pages) -> _Turn:
+        """Returns the state before the first turn."""
+        answers, forms = self.programs.answers, self.programs.formats.values()
+        rows, experts = x[0].shape[0] // jax.lax.axis_size("tp"), self.programs.config.experts
+        widest = max(forms, key=lambda form: form.width)
+        no_answer = jnp.zeros((rows, answers.width), answers.dtype)
+        message = jnp.zeros((rows, widest.width), widest.word)
+        layers = [stop - start for kind, start, stop in self.runs if kind.ffn.router]
+        loads = [jnp.zeros((count, experts), jnp.int32) for count in layers]
+        return _Turn(x, [no_answer] * self.lanes, message, no_answer, pages, loads)
+
+    def layer(self, turn: _Turn, at: _Place, before: _Place | None) -> _Turn:
+        """Runs one layer of all lanes.
+
+        Args:
+          before: the layer before; None: this is the first one.
+        """
+        for lane in range(self.lanes):
+            if self.lanes == 1:
+                turn = self.attend(turn, lane, at)
+                turn = self.serve(turn, at, _exchanged(turn.waiting))
+                turn = turn._replace(answers=[_exchanged(turn.ahead)])
+            else:
+                back, arrived = _exchanged(turn.ahead), _exchanged(turn.waiting)
+                if self.lanes == 2:
+                    turn = _answered(turn, lane, back)
+                turn = self.attend(turn, lane, at)
+                if self.lanes > 2:
+                    turn = _answered(turn, lane - 2, back)
+                served = at if lane else before
+                turn = turn if served is None else self.serve(turn, served, arrived)
+            turn = jax.lax.optimization_barrier(turn)
+        return turn
+
+    def end(self, turn: _Turn, last: _Place | None) -> _Turn:
+        """Serves the last message and brings the last answers."""
+        if self.lanes == 1 or last is None:
+            return turn
+        back, arrived = _exchanged(turn.ahead), _exchanged(turn.waiting)
+        turn = self.serve(_answered(turn, self.lanes - 2, back), last, arrived)
+        return _answered(turn, self.lanes - 1, _exchanged(turn.ahead))
+
+    def attend(self, turn: _Turn, lane: int, at: _Place) -> _Turn:
+        """Runs a layer of a lane on the devices of the attention role."""
+        programs, (kind, start, _) = self.programs, self.runs[at.run]
+        batch, place = self.contexts[lane].batch, jnp.asarray(at.layer, jnp.int32)
+        where, shifted = with_own_pages(programs, kind, start, place, batch)
+        width = turn.waiting.shape[1]
+
+        def run(x: Array, answer: Array, pages: Pages) -> Any:
+            leaves = _of_layer(self.stacks[at.run][0], place)
+            x, packed, *own = programs.layer(kind, (x, answer), pages, shifted, leaves)
+            return x, jnp.pad(packed, ((0, 0), (0, width - packed.shape[1]))), tuple(own)
+
+        def keep(x: Array, answer: Array, pages: Pages) -> Any:
+            return x, jnp.zeros_like(turn.waiting), pages
+
+        own = turn.x[lane], turn.answers[lane], tuple(turn.pages[where])
+        x, message, pages = jax.lax.cond(self.attends, run, keep, *own)
+        return turn._replace(
+            x=[x if number == lane else other for number, other in enumerate(turn.x)],
+            waiting=message,
+            pages=(*turn.pages[: where.start], *pages, *turn.pages[where.stop :]),
+        )
+
+    def serve(self, turn: _Turn, at: _Place, arrived: Array) -> _Turn:
+        """Runs a layer's FFN for a message on the devices of the ffn role."""
+        programs, kind, bank = self.programs, self.runs[at.run][0].ffn, self.banks.get(at.run)
+        form, (_, stack) = programs.formats[kind.kind], self.stacks[at.run]
+        place, none = (
+            jnp.asarray(at.layer, jnp.int32),
+            jnp.zeros(programs.config.experts, jnp.int32),
+        )
+
+        def run(packed: Array) -> Any:
+            block = programs.templates.ffn[kind].merge(_of_layer(stack, place))
+            packing = PackedRows(form, programs.dtype)
+            table = None if bank is None else self.tables[bank][place]
+            exchange = programs.exchanges[kind.kind]
+            rows, load = exchange(packed[:, : form.width], block, packing, table, place)
+            return programs.answers.pack(rows), none if load is None else load
+
+        def nothing(packed: Array) -> Any:
+            return jnp.zeros_like(turn.ahead), none
+
+        sent, load = jax.lax.cond(self.attends, nothing, run, arrived)
+        loads = [
+            total.at[place].add(load) if number == bank else total
+            for number, total in enumerate(turn.loads)
+        ]
+        return turn._replace(ahead=sent, loads=loads)
+
+
+def _exchanged(array: Array) -> Array:
+    """Sends an array to the paired device of the other role, and returns that device's."""
+    return jax.lax.ppermute(array, ROLE, [(0, 1), (1, 0)])
+
+
+def _answered(turn: _Turn, lane: int, answer: Array) -> _Turn:
+    lane %= len(turn.answers)
+    answers = [answer if place == lane else other for place, other in enumerate(turn.answers)]
+    return turn._replace(answers=answers)
+
+
+def _of_layer(stack: StackedLeaves, place: Array) -> list[Any]:
+    return stack.of_layer({name: leaf[place] for name, leaf in stack.sliced.items()}, place)
