@@ -98,9 +98,6 @@ def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]
         if hasattr(result, name)
     }
     rows += [[name, text, "", "", "", ""] for name, text in (numbers | more).items()]
-    for stage, seen in result.seen.items() if isinstance(result, Result) else ():
-        name = f"{stage} with waiting µs"
-        rows.append([name, f"{seen.mean * 1e6:.0f}", "", "", "", f"{seen.most * 1e6:.0f} most"])
     return rows
 
 
@@ -159,7 +156,6 @@ def _alone(options: argparse.Namespace) -> Report:
         timeline_view.write(options.timeline, spans, "as simulated")
     parts = {"lengths": lengths, "conditions": conditions, "result": result}
     tree: dict[str, Any] = {"scope": SCOPE, **msgspec.to_builtins(parts)}
-    tree["result"]["seen"] = {stage: seen._asdict() for stage, seen in result.seen.items()}
     tree["result"]["bubble"] = result.bubble
     more: dict[str, str] = {}
     if loads is not None:

@@ -47,6 +47,8 @@ def deploy_report(
         asked=asked,
         fleet=fleet,
         unit=fleet.unit.layout,
+        worker=fleet.worker.layout,
+        mode=MODES[fleet.unit.layout.mode],
         roles=_roles(made),
         latency=_latency(asked, made.prediction, of_file),
         found=made.prediction,
@@ -78,31 +80,13 @@ def deploy_report(
 
 
 def _roles(made: Deployment) -> list[dict[str, Any]]:
-    """The roles' workers, devices and prices, and their sums."""
-    fleet = made.fleet
-    worker, unit = fleet.worker.layout, fleet.unit.layout
-    meshes = f"{fleet.units} x (dp {unit.dp} tp {unit.tp})"
-    chunks = f"chunks of {fleet.worker.chunk} a group"
-    workers = {
-        "prefill": f"{fleet.workers} x (dp {worker.dp} tp {worker.tp}), {chunks}",
-        "attention": f"{meshes}, {unit.lanes} lanes of {fleet.slots}",
-        "ffn": f"{fleet.units} x (ep {unit.ep} tp {unit.ffn_tp})",
-        "decode": f"{meshes}, {MODES[unit.mode]}, {fleet.slots} a group"
-        + ("" if fleet.workers else ", prompts, too"),
-    }
-    rows: list[dict[str, Any]] = [
-        {
-            "name": role.name,
-            "workers": workers[role.name],
-            "hardware": role.hardware.name,
-            "devices": role.devices,
-            "spares": role.spare_hosts,
-            "chips": role.chips,
-            "dollars": role.dollars,
-        }
+    """The roles' devices and prices, and their sums."""
+    numbers = ("devices", "spare_hosts", "chips", "dollars")
+    rows = [
+        {"name": role.name, "hardware": role.hardware.name}
+        | {name: getattr(role, name) for name in numbers}
         for role in made.roles
     ]
-    numbers = ("devices", "spares", "chips", "dollars")
     return [*rows, {"name": "together"} | {n: sum(row[n] for row in rows) for n in numbers}]
 
 

@@ -41,14 +41,6 @@ class Busy(NamedTuple):
     combine: float
 
 
-class Seen(NamedTuple):
-    """Duration of a collective in seconds, including the wait for slower devices."""
-
-    mean: float
-    least: float
-    most: float
-
-
 class _Step:
     """A lane's step in progress; `ready` has one entry per DP group."""
 
@@ -212,8 +204,6 @@ class Colocated(_Pipeline):
     def __init__(self, **setting: Any):
         super().__init__(**(setting | {"domains": 1}))
         self._free = np.zeros(self._groups)
-        self._seen: dict[AFDStage, tuple[float, int, float, float]] = {}
-        """Seconds that devices spent in a kind of collective: sum, number, least and most."""
 
     def advance(self, now: float) -> tuple[int, float]:
         """Runs the step that waited longest: (lane, time when its last device had sampled)."""
@@ -226,8 +216,6 @@ class Colocated(_Pipeline):
         dispatched, combined = np.cumsum(lasting).reshape(-1, 2, 1).swapaxes(0, 1)
         begun = np.concatenate([first[None], np.broadcast_to(combined[:-1], attend[1:].shape)])
         attended, done = begun + attend, dispatched + ffn
-        self._wait("dispatch", attended, dispatched)
-        self._wait("combine", done, combined)
         working = (each.mean(axis=1).sum() for each in (attend, ffn))
         self._busy += (*working, sum(times.dispatch), sum(times.combine))
         for layer in range(self._layers if self._note else 0):
@@ -246,26 +234,12 @@ class Colocated(_Pipeline):
                 seconds[place, layer] = self._disturb(stage, seconds[place, layer])
         return seconds
 
-    def _wait(self, stage: AFDStage, at: np.ndarray, end: np.ndarray) -> None:
-        """Records how long devices were in the collectives; times [layers, groups]."""
-        waited = end - at
-        total, count, least, most = self._seen.get(stage, (0.0, 0, float("inf"), 0.0))
-        total, count = total + float(waited.sum()), count + waited.size
-        self._seen[stage] = (
-            total, count, min(least, float(waited.min())), max(most, float(waited.max()))
-        )  # fmt: skip
-
     def _leave(self, step: _Step, at: np.ndarray) -> float:
         """Runs head and sampling; returns the time when the last device has sampled."""
         self._free = at + step.times.leave
         self._busy[0] += step.times.leave
         self._tell("attend", step, self._layers, at, self._free)
         return float(self._free.max())
-
-    def seen(self, stage: AFDStage) -> Seen:
-        """Durations of a collective over all layers, steps and devices."""
-        total, count, least, most = self._seen[stage]
-        return Seen(total / count, least, most)
 
 
 def step_seconds(times: StepTimes, lanes: int, groups: int, domains: int = 1) -> float:

@@ -30,9 +30,9 @@ from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.errors import ConfigError
-from jaxserve.observe.spans import AFDStage, Span
+from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, Disturb, Note, Seen, undisturbed
+from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, Disturb, Note, undisturbed
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
 from jaxserve.roles.step_plan import StepPlan
@@ -69,7 +69,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
       tpot: between the tokens of a request, over requests with at least two tokens.
       attention_busy, ffn_busy, dispatch_busy, combine_busy: mean share of the time that devices of
         a role, or a direction of the link, are busy.
-      seen: colocated only: durations of the collectives, waiting included.
     """
 
     seconds: float
@@ -86,7 +85,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ffn_busy: float
     dispatch_busy: float
     combine_busy: float
-    seen: dict[AFDStage, Seen] = {}
 
     @property
     def bubble(self) -> float:
@@ -437,7 +435,6 @@ class Simulation(SimulatedEngine):
             if own := sum(step.tokens for step in steps[1:]):
                 tokens, rate = tokens + own, rate + own / (steps[-1].end - steps[0].end)
         rows = sum(step.tokens for step in self._counted)
-        colocated = self._pipeline if isinstance(self._pipeline, Colocated) else None
         return Result(
             seconds=seconds,
             steps=len(self._counted),
@@ -450,7 +447,6 @@ class Simulation(SimulatedEngine):
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=Times.of(tpot),
             **shares,
-            seen={s: colocated.seen(s) for s in ("dispatch", "combine")} if colocated else {},
         )
 
     def _kept_spans(self) -> list[Span]:

@@ -114,14 +114,6 @@ class TestColocated:
         assert pipeline.idle_lanes == []
         assert [pipeline.advance(0.0), pipeline.advance(0.0)] == [(0, 26.0), (1, 52.0)]
 
-    def test_a_collective_waits_for_the_last_and_says_how_long(self):
-        pipeline = Colocated(layers=1, lanes=1, groups=3)
-        times = StepTimes([np.array([1.0, 2.0, 6.0])], [0.5], [1.0], [0.25], 0.0)
-        pipeline.begin(0, 0, 0.0, times)
-        assert pipeline.advance(0.0) == (0, 7.75)
-        assert pipeline.seen("dispatch") == (pytest.approx(3.5), 0.5, 5.5)
-        assert pipeline.seen("combine") == (0.25, 0.25, 0.25)
-
     def test_devices_are_disturbed_stage_by_stage(self):
         """Three steps against the same stages one after the other, with the same random numbers."""
         layers, groups = 3, 4
@@ -143,7 +135,7 @@ class TestColocated:
             note=spans.append,
         )
         random, free, busy = np.random.default_rng(7), np.zeros(groups), np.zeros(2)
-        waits, expected = [], []
+        expected = []
         for number, now in enumerate((0.0, 1.0, 100.0)):
             pipeline.begin(0, number, now, times)
             at = np.maximum(free, now)
@@ -155,8 +147,6 @@ class TestColocated:
                         busy[int(stage == "ffn")] += (end - at).mean()
                     else:
                         end = np.full(groups, end.max())
-                    if stage == "dispatch":
-                        waits.append(end - at)
                     expected.append((stage, layer, number, at.min(), end.max()))
                     at = end
             expected.append(("attend", layers, number, at.min(), at.max() + 0.125))
@@ -166,6 +156,4 @@ class TestColocated:
         assert [(s.stage, s.layer, s.step) for s in spans] == [e[:3] for e in expected]
         got = [(s.start_ns * 1e-9, s.end_ns * 1e-9) for s in spans]
         assert got == [pytest.approx(e[3:], abs=2e-9) for e in expected]
-        least, most = np.min(waits), np.max(waits)
-        assert pipeline.seen("dispatch") == pytest.approx((np.mean(waits), least, most))
         assert pipeline.busy == pytest.approx((*busy, 3 * 2.1, 3 * 1.5))

@@ -100,7 +100,6 @@ def test_colocated():
     made = deployment(mode="colocated", lanes=1)
     result, _ = simulate(made, given(leave=2e-3))
     assert result.tpot.p50 == pytest.approx(0.102)
-    assert result.seen["dispatch"].mean == pytest.approx(1e-3)
     assert result.tokens_per_device == pytest.approx(result.tokens_per_second / 4)
     with pytest.raises(ConfigError, match="2 domains in a colocated deployment"):
         simulate(made, domains=2)
