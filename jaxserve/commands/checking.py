@@ -143,7 +143,7 @@ def describe_slice(deployment: Deployment) -> str:
     kind = device_kind(deployment.attention.hardware)
     if not kind.startswith("TPU") or not deployment.topology.has("ffn"):
         return ""
-    command = [sys.executable, "-m", "jaxserve.planner.slice_layout"]
+    command = [sys.executable, "-m", "jaxserve.launch.slice_layout"]
     tree = msgspec.json.encode(deployment)
     return subprocess.check_output(command, input=tree, timeout=60.0).decode()
 

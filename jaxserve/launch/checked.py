@@ -17,9 +17,9 @@ from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.launch.slice_layout import slice_layouts
 from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.slice_layout import slice_layouts
 from jaxserve.roles.capacity import GB
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.storage.bucket import is_url

@@ -10,7 +10,7 @@ parts of a slice share the links between them. Knows nothing of models.
 import difflib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -214,21 +214,20 @@ def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
     Raises:
       ConfigError: it is not YAML, a key is unknown or missing, or a value is wrong.
     """
-    try:
-        return msgspec.convert(yaml.safe_load(path.read_bytes()), kind)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return _read(path, lambda data: msgspec.convert(yaml.safe_load(data), kind))
 
 
 def read_json[Kind](path: Path, kind: type[Kind]) -> Kind:
     """Reads a JSON file; raises as `read_struct`."""
+    return _read(path, functools.partial(msgspec.json.decode, type=kind))
+
+
+def _read[Kind](path: Path, decode: Callable[[bytes], Kind]) -> Kind:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
+    except (UnicodeDecodeError, yaml.YAMLError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

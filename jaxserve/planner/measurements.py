@@ -18,9 +18,10 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.config.formats import FormatName
 from jaxserve.config.shipped import CONFIGS
@@ -48,6 +49,10 @@ SIZES = ("dp", "tp", "ep", "ffn_tp")
 """Fields of a layout that a measurement shares."""
 
 
+Size = Annotated[int, Meta(ge=1, lt=10**9)]
+Number = Annotated[int, Meta(ge=0, lt=10**12)]
+
+
 class Measurement(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -58,13 +63,13 @@ class Measurement(
     op: MeasuredStage
     model: str
     """A known model, or a model folder."""
-    batch: int
+    batch: Size
     """Sequences per DP group."""
-    context: int
+    context: Size
     """Mean tokens of a sequence."""
     format: FormatName
     """Number format of weights and cache."""
-    seconds: float
+    seconds: Annotated[float, Meta(gt=0, lt=1e9)]
     """Mean over ordinary steps."""
     cache: FormatName | None = None
     """Number format of the cache, if it differs."""
@@ -72,10 +77,10 @@ class Measurement(
     combine: Literal["auto", "int8"] = "auto"
     compute: str = "auto"
     """Format of matrix products (`Formats.compute`)."""
-    dp: int = 1
-    tp: int = 1
-    ep: int = 1
-    ffn_tp: int = 1
+    dp: Size = 1
+    tp: Size = 1
+    ep: Size = 1
+    ffn_tp: Size = 1
     """DP groups × tp devices, ep × ffn_tp devices: ffn, dispatch and combine depend on all."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`."""
@@ -83,15 +88,15 @@ class Measurement(
     """Format of embedding and head; `auto`: as `rows`."""
     layers: int | None = None
     """Index of the group of equal layers in the model; None: the largest group."""
-    tokens: int = 0
+    tokens: Number = 0
     """Tokens of a DP group; 0: one for each sequence."""
-    pairs: int = 0
+    pairs: Number = 0
     """Pairs of a token with a token that it attends to, of a DP group; 0: as the others imply."""
-    padded: int = 0
+    padded: Number = 0
     """Tokens of a DP group with padding; 0: `tokens`."""
-    reach: int = 0
+    reach: Number = 0
     """Tokens that the bucket's pages of a sequence hold; 0: `context`."""
-    sampled: int = 0
+    sampled: Number = 0
     """Rows of a DP group that head and sampler see; 0: one a sequence."""
     source: Literal["measured", "estimate"] = "measured"
     """`estimate`: computed from compiled programs (`plan estimate`), and ignored where the same
@@ -117,15 +122,7 @@ def read_measurements(path: Path) -> list[Measurement]:
       ConfigError: the file is missing or malformed, or a number is out of range.
     """
     told: list[Measurement] | _Preflight = read_json(path, list[Measurement] | _Preflight)  # type: ignore[arg-type]
-    found = told if isinstance(told, list) else told.measurements
-    for index, one in enumerate(found):
-        for name in ("seconds", "batch", "context", *SIZES):
-            if not 0 < getattr(one, name) < 1e9:
-                raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is not above 0")
-        for name in ("tokens", "pairs", "padded", "reach", "sampled"):
-            if not 0 <= getattr(one, name) < 1e12:
-                raise ConfigError(f"{path}: [{index}].{name} = {getattr(one, name)} is below 0")
-    return found
+    return told if isinstance(told, list) else told.measurements
 
 
 def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:

@@ -5,7 +5,7 @@ Called by `plan.py simulate`, `calibrate` and `verify`. It turns the keys of
 """
 
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast
 
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
@@ -81,7 +81,7 @@ def scenario(
       context: mean tokens of a sequence, for predictions that are not given lengths.
 
     Raises:
-      ConfigError: it has a number format that the planner does not know, or as `held_floats`.
+      ConfigError: as `held_floats`.
     """
     afd = deployment.topology.has("ffn")
     gather = afd and deployment.link.route == "broadcast"
@@ -91,12 +91,12 @@ def scenario(
         on_cpus = hardware.platform == "cpu"
         held = held_floats(role, weights, deployment.dtype, stored.floats, on_cpus=on_cpus)
         formats = Formats(
-            weights=_format("weights", _weights(weights, stored_as, held)),
+            weights=cast(FormatName, _weights(weights, stored_as, held)),
             group=stored.int4.group,
             zero_points=stored.int4.zero_points,
-            cache=_format("cache.format", deployment.cache_format),
+            cache=deployment.cache_format,
             rope=deployment.cache.rope,
-            dispatch=_format("link.dispatch", deployment.dispatch_format),
+            dispatch=deployment.dispatch_format,
             expert_rows=deployment.ffn.expert_rows,
             rows=deployment.dtype,
             held=held,
@@ -165,10 +165,3 @@ def _weights(wanted: str, stored: str, held: Floats) -> str:
     if wanted != "auto":
         return wanted
     return {"plain": held, "fp8_block": "fp8"}.get(stored, stored)
-
-
-def _format(key: str, name: str) -> FormatName:
-    formats: dict[str, FormatName] = {name: name for name in get_args(FormatName)}
-    if name not in formats:
-        raise ConfigError(f"{key}: the planner knows {', '.join(formats)}, not {name}")
-    return formats[name]

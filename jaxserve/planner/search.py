@@ -40,15 +40,6 @@ def tokens_a_step(acceptance: Sequence[float], drafts: int) -> float:
     return 1 + sum(itertools.accumulate(acceptance[:drafts], operator.mul))
 
 
-class Pass(NamedTuple):
-    """One run of the layers, or of the multi-token-prediction module, within a step."""
-
-    batch: int
-    """Sequences per DP group."""
-    rows: int
-    """Tokens per sequence."""
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A layout with a batch size, and the predictions for it."""
 
@@ -200,17 +191,17 @@ class Searcher:
         calculator, model = self.calculator, self.calculator.model
         a = self.attention[layout.attention]
         step, most, stages = 0.0, 0.0, {}
-        whole = Pass(batch, 1 + layout.drafts)
+        rows = 1 + layout.drafts
         for a_group in model.attention:
             for f_group in model.ffn:
                 share = a_group.layers * f_group.layers / model.layers
-                times = self._layer(layout, a_group, f_group, whole)
+                times = self._layer(layout, a_group, f_group, batch, rows)
                 step += share * self._lanes_seconds(layout, times)
                 if share > most:
                     most, stages = share, times
-        step += layout.lanes * calculator.head(a, batch * whole.rows, layout.tp)
+        step += layout.lanes * calculator.head(a, batch * rows, layout.tp)
         if calculator.measured is not NOTHING:  # a step's first attend is a stage of its own
-            asked = calculator, model.attention[0], a, layout.tp, *whole
+            asked = calculator, model.attention[0], a, layout.tp, batch, rows
             first, others = attend(*asked, "enter"), attend(*asked)
             step += layout.lanes * (first.seconds - others.seconds)
         step += self._drafts_seconds(layout, batch)
@@ -233,10 +224,10 @@ class Searcher:
         calculator, a = self.calculator, self.attention[layout.attention]
         seconds = 0.0
         for draft in range(layout.drafts):
-            one = Pass(batch, 1 if draft else 1 + layout.drafts)
-            times = self._layer(layout, *calculator.model.modules[0], one)
+            rows = 1 if draft else 1 + layout.drafts
+            times = self._layer(layout, *calculator.model.modules[0], batch, rows)
             seconds += self._lanes_seconds(layout, times)
-            of_lane = calculator.entrance(a, one.batch * one.rows)
+            of_lane = calculator.entrance(a, batch * rows)
             of_lane += calculator.head(a, batch, layout.tp)
             seconds += layout.lanes * of_lane
         return seconds
@@ -263,17 +254,17 @@ class Searcher:
 
     def balance(self, layout: Layout, batch: int) -> Balance:
         """Returns how long both roles of a layout take for a lane's step."""
-        model, tokens = self.calculator.model, Pass(batch, 1 + layout.drafts)
+        model, rows = self.calculator.model, 1 + layout.drafts
         on_attention = self.calculator.head(
-            self.attention[layout.attention], batch * tokens.rows, layout.tp
+            self.attention[layout.attention], batch * rows, layout.tp
         )
         for group in model.attention:
-            stages = self._layer(layout, group, model.ffn[0], tokens)
+            stages = self._layer(layout, group, model.ffn[0], batch, rows)
             on_attention += group.layers * stages["attend"].seconds
 
         def ffn(made: Layout) -> float:
             layers = (
-                (one.layers, self._layer(made, model.attention[0], one, tokens))
+                (one.layers, self._layer(made, model.attention[0], one, batch, rows))
                 for one in model.ffn
             )
             return sum(count * stages["ffn"].seconds for count, stages in layers)
@@ -283,17 +274,23 @@ class Searcher:
         )
 
     def _layer(
-        self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, tokens: Pass
+        self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, batch: int, rows: int
     ) -> dict[str, StageTime]:
-        """The stages of one layer and lane, which do not depend on how many lanes there are."""
+        """The stages of one layer and lane, which do not depend on how many lanes there are.
+
+        Args:
+          batch: sequences of a DP group, with `rows` tokens each.
+        """
         one = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
-        first = self._attend(attention, layout.attention, layout.tp, tokens)
-        moved = self._exchanged(one, ffn, tokens.batch * tokens.rows)
+        first = self._attend(attention, layout.attention, layout.tp, batch, rows)
+        moved = self._exchanged(one, ffn, batch * rows)
         return dict(zip(STAGES, (first, *moved), strict=True))
 
-    def _attend_of(self, group: AttentionLayers, name: str, tp: int, tokens: Pass) -> StageTime:
+    def _attend_of(
+        self, group: AttentionLayers, name: str, tp: int, batch: int, rows: int
+    ) -> StageTime:
         """A layer's attention of a DP group, whatever the other devices do."""
-        return attend(self.calculator, group, self.attention[name], tp, *tokens)
+        return attend(self.calculator, group, self.attention[name], tp, batch, rows)
 
     def _exchanged_of(
         self, layout: Layout, ffn: FFNLayers, rows: int

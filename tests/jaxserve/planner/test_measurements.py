@@ -77,10 +77,10 @@ def test_a_calibrated_prediction_is_the_measurement(tmp_path):
 def test_what_is_wrong_is_named(tmp_path):
     path = tmp_path / "bench.json"
     for point, message in (
-        ({"seconds": 0.0}, r"\[0\].seconds = 0.0 is not above 0"),
+        ({"seconds": 0.0}, r"Expected `float` > 0.0 - at `\$\[0\].seconds`"),
         ({"op": "gemm"}, r"Invalid enum value 'gemm'"),
         ({"speed": 3}, "unknown field `speed`"),
-        ({"batch": -1}, r"\[0\].batch = -1"),
+        ({"batch": -1}, r"Expected `int` >= 1 - at `\$\[0\].batch`"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_measurements(write(path, {**ATTEND, **point}))

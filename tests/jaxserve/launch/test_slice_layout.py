@@ -3,7 +3,7 @@
 from jaxserve.commands.checking import describe_slice
 from jaxserve.config.load import load_deployment
 from jaxserve.launch.checked import on_slice
-from jaxserve.planner.slice_layout import Hops, Torus, count
+from jaxserve.launch.slice_layout import Hops, Torus, count
 from tests import golden
 
 GRID = Torus((2, 4), (False, False))
