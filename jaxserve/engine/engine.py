@@ -26,6 +26,7 @@ from jaxserve.engine.runtime import Driver
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.stepper import (
     PREFILL_PARAMS,
+    Command,
     Followers,
     HandOffs,
     OnHeld,
@@ -95,7 +96,7 @@ class Engine:
         self._followers, self.link = followers, link
         self._info, self._watch, self.experts = info or {}, watch, experts
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], Iterable[TokenOutput]]] = deque()
+        self._commands: deque[Command] = deque()
         self._open: dict[str, OnOutput] = {}
         self._grammars: dict[str, Grammar] = {}
         self._queued = 0
@@ -294,9 +295,8 @@ class Engine:
         """
         freed: Future[int] = Future()
 
-        def reset() -> list[TokenOutput]:
+        def reset() -> None:
             freed.set_result(sum(one.reset_prefix_caches() for one in self.schedulers))
-            return []
 
         self._raise_unless_ready()
         self._post(reset)
@@ -375,7 +375,7 @@ class Engine:
             except Exception:
                 logger.exception("a failure callback failed")
 
-    def _post(self, command: Callable[[], Iterable[TokenOutput]]) -> None:
+    def _post(self, command: Command) -> None:
         """Has something done on the engine's thread; from any thread."""
         with self._wake:
             self._commands.append(command)
@@ -446,7 +446,7 @@ class Engine:
         while self._commands:
             with self._wake:
                 command = self._commands.popleft()
-            self._deliver(command())
+            self._deliver(command() or ())
         self._deliver(self._loop.tick())
         while (outputs := self._stepper.completed()) is not None:
             self._deliver(outputs)

@@ -9,6 +9,7 @@ the loop. A prefill worker has a server, a decode worker a client for each of it
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -173,7 +174,7 @@ class LinkedHandOffs(HandOffs):
     def export(self, fetch: Fetch, reply: "Future[Piece]") -> None:
         """Has a range of held pages read (`pages_server.Holder`)."""
 
-        def ask() -> list[TokenOutput]:
+        def ask() -> None:
             try:
                 assert self._loop.holds is not None
                 hold = self._loop.holds.of_hand_off(fetch.hand_off)
@@ -188,30 +189,23 @@ class LinkedHandOffs(HandOffs):
             except (PagesError, ValueError) as error:
                 mismatch = getattr(error, "mismatch", True)
                 reply.set_exception(PagesError(str(error), mismatch=mismatch))
-            return []
 
         self._post(ask)
 
     def renew(self, hand_offs: Sequence[str]) -> None:
         """Begins leases anew (`pages_server.Holder`)."""
 
-        def renew() -> list[TokenOutput]:
+        def renew() -> None:
             if (holds := self._loop.holds) is not None:
                 for hand_off in hand_offs:
                     holds.renew(hand_off)
-            return []
 
         self._post(renew)
 
     def release_hand_off(self, hand_off: str) -> None:
         """Ends a lease (`pages_server.Holder`)."""
-
-        def release() -> list[TokenOutput]:
-            assert self._loop.holds is not None
-            self._loop.holds.release(hand_off)
-            return []
-
-        self._post(release)
+        assert self._loop.holds is not None
+        self._post(partial(self._loop.holds.release, hand_off))
 
     # ----------------------------------------------------- the loop's actions, engine's thread
     def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
@@ -221,7 +215,7 @@ class LinkedHandOffs(HandOffs):
                 ids = [*run.page_ids]
                 form = piece.cache_format
                 return [WritePages(domain, run.group, ids, run.offset, piece.tokens, form)]
-            case ExportPages(run, _, _, Export(fetch, _)) if self._spread(0):
+            case ExportPages(run, _, Export(fetch, _)) if self._spread(0):
                 return [ReadPages(0, run.group, [*run.page_ids], run.offset, fetch.size)]
         return []
 
@@ -241,7 +235,7 @@ class LinkedHandOffs(HandOffs):
                 access.write(run, piece.tokens, piece.cache_format, piece.arrays)
                 piece.done()
                 self._loop.imported(domain, ticket, tokens)
-            case ExportPages(run, _, tokens, Export(fetch, reply)):
+            case ExportPages(run, tokens, Export(fetch, reply)):
                 assert self.prefill is not None
                 try:
                     reply.set_result(self.prefill.access.read(run, tokens, fetch.size))
@@ -259,11 +253,7 @@ class LinkedHandOffs(HandOffs):
         loop, ticket = self._loop, order.ticket
 
         def arrived(first: int, tokens: int, piece: object) -> None:
-            def tell() -> list[TokenOutput]:
-                loop.arrived(domain, ticket, first, tokens, piece)
-                return []
-
-            self._post(tell)
+            self._post(partial(loop.arrived, domain, ticket, first, tokens, piece))
 
         def failed(text: str, mismatch: bool) -> None:
             self._post(lambda: loop.fetch_failed(domain, ticket, text, mismatch=mismatch))

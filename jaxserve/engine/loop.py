@@ -80,7 +80,6 @@ class ExportPages(NamedTuple):
     """Read held pages, and answer the job that asked for them."""
 
     run: PageRun
-    start: int
     tokens: int
     reply: Any
     """The job that was given to `export`."""
@@ -220,7 +219,7 @@ class Loop:
         if self.holds is None:
             raise KeyError(hand_off)
         run = self.holds.run(hand_off, start, stop)
-        self._page_actions.append(ExportPages(run, start, stop - start, reply))
+        self._page_actions.append(ExportPages(run, stop - start, reply))
 
     def arrived(self, domain: int, ticket: int, first: int, tokens: int, piece: Any) -> None:
         """Queues the writing of the next piece of a fetch, which has arrived whole. Raises as

@@ -36,8 +36,9 @@ from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.worker import lane_of_all
 
-Post = Callable[[Callable[[], Iterable[TokenOutput]]], None]
-"""Runs a callable on the engine's thread, which delivers the outputs that it returns."""
+Command = Callable[[], Iterable[TokenOutput] | None]
+"""Something to be done on the engine's thread, which delivers the outputs that it returns."""
+Post = Callable[[Command], None]
 
 OnHeld = Callable[[PagesSource | JaxserveError], None]
 """Called once with the place where a prompt's pages are held, or with the error."""

@@ -134,18 +134,18 @@ class Leader:
         self._listener.start(listening)
         self._watcher.start()
 
-    def wait_registered(self, timeout: float | None = None) -> None:
+    def wait_registered(self) -> None:
         """Waits until every follower has joined and receives the broadcast, and tells all of them.
 
-        The deadline, by default `cluster.start_seconds`, counts from the last process that came.
+        The deadline, `cluster.start_seconds`, counts from the last process that came.
 
         Raises:
           EngineFailedError: some did not come, or one that had joined is gone. Names them.
         """
-        self._wait(lambda follower: follower.state.subscribed, "register", timeout, extend=True)
+        self._wait(lambda follower: follower.state.subscribed, "register")
         self._tell_each(control.Joined())
 
-    def begin_warm_up(self, weights: str = "", timeout: float | None = None) -> None:
+    def begin_warm_up(self, weights: str = "") -> None:
         """Waits until every follower has loaded and compiled, and lets all of them warm up.
 
         A transfer waits for its other end for a limited time, and compiling may take longer. So the
@@ -155,15 +155,12 @@ class Leader:
         Args:
           weights: Digest of the weights that this process has loaded. Compared here and not when
             processes join, because hashing a large folder takes as long as loading it.
-          timeout: Seconds; None: `cluster.start_seconds`.
 
         Raises:
           ConfigError: A follower has loaded other weights.
           EngineFailedError: As `wait_registered`.
         """
-        self._wait(
-            lambda follower: follower.state.weights is not None, "compile", timeout, extend=True
-        )
+        self._wait(lambda follower: follower.state.weights is not None, "compile")
         for process, follower in self._followers.items():
             if (theirs := follower.state.weights) != weights:
                 raise ConfigError(
@@ -171,9 +168,9 @@ class Leader:
                 )
         self._tell_each(control.WarmUp())
 
-    def wait_ready(self, timeout: float | None = None) -> None:
+    def wait_ready(self) -> None:
         """Waits until every follower is warm; deadline and errors as `begin_warm_up`."""
-        self._wait(lambda follower: follower.state.ready, "get ready", timeout, extend=True)
+        self._wait(lambda follower: follower.state.ready, "get ready")
 
     def broadcast(self, boundary: control.Boundary) -> None:
         """Sends a boundary to every follower; returns at once.
@@ -275,14 +272,13 @@ class Leader:
         self,
         done: Callable[[FollowerSession], bool],
         what: str,
-        timeout: float | None,
-        *,
-        extend: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """Waits until `done` is true of every follower; raises as `wait_registered`.
 
-        With `extend` the time begins anew at each progress: a follower that is not done has
-        advanced, or another one is done.
+        Args:
+          timeout: seconds; None: `cluster.start_seconds`, which begin anew at each progress: a
+            follower that is not done has advanced, or another one is done.
         """
         limit = self.cluster.start_seconds if timeout is None else timeout
         clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))
@@ -297,7 +293,7 @@ class Leader:
                     return
                 now = clock.tick()
                 current = {n: each.state.progress if each else None for n, each in missing.items()}
-                if extend and current != progress:
+                if timeout is None and current != progress:
                     began, progress = now, current
                 if now - told >= TELL_SECONDS:
                     told, names = now, self._names(missing)
@@ -307,7 +303,7 @@ class Leader:
                 self._changed.wait(min(_LOOK_SECONDS, limit - (now - began)))
             names = self._names(missing)
             refused = "".join(f"; {text}" for text in self._refused[-3:])
-            since = " of the last progress" if extend else ""
+            since = " of the last progress" if timeout is None else ""
             raise EngineFailedError(f"{names}: did not {what} within {limit:g} s{since}{refused}")
 
     def _names(self, missing: dict[int, FollowerSession | None]) -> str:

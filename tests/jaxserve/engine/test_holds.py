@@ -177,7 +177,7 @@ def test_pages_of_a_range():
     assert loop.holds.run("lease 0", 0, 12) == PageRun(0, pages)
     assert loop.holds.run("lease 0", 5, 8) == PageRun(0, pages[1:2], 1)
     loop.export("lease 0", 4, 12, "whom")
-    assert loop.next([0]) == ExportPages(PageRun(0, pages[1:]), 4, 8, "whom")
+    assert loop.next([0]) == ExportPages(PageRun(0, pages[1:]), 8, "whom")
     with pytest.raises(ValueError, match="tokens 4 to 13 wanted, 12 are held"):
         loop.export("lease 0", 4, 13, None)
     with pytest.raises(KeyError):

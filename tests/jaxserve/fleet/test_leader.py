@@ -74,11 +74,11 @@ def test_process_id_is_taken_once():
 
 def test_missing_followers_are_named():
     with Ends() as ends:
-        leader = ends.leader(processes=4)
+        leader = ends.leader(4, msgspec.structs.replace(SHORT, start_seconds=0.1))
         ends.joined(leader, 2)
         expected = "process 1, process 3: did not register within 0.1 s"
         with pytest.raises(EngineFailedError, match=expected):
-            leader.wait_registered(timeout=0.1)
+            leader.wait_registered()
 
 
 def test_the_meeting_waits_while_processes_come(monkeypatch, caplog):
@@ -114,14 +114,15 @@ def test_a_follower_that_cannot_reach_the_broadcast_names_the_port():
 
 def test_nobody_warms_up_before_all_have_compiled():
     with Ends() as ends:
-        leader = ends.leader(processes=3)
+        leader = ends.leader(3, msgspec.structs.replace(SHORT, start_seconds=0.5))
         followers = [ends.follower(leader, process_id) for process_id in (1, 2)]
         waits = [threading.Thread(target=follower.wait_warm_up) for follower in followers]
         for follower in followers:
             follower.register()
         waits[0].start()
         with pytest.raises(EngineFailedError, match=r"^process 2 .*: did not compile within 0.5 s"):
-            leader.begin_warm_up(timeout=0.5)
+            leader.begin_warm_up()
+        leader.cluster = SHORT
         assert waits[0].is_alive()
         waits[1].start()
         leader.begin_warm_up()
