@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnOutput = Callable[[TokenOutput], None]
+NOBODY = None, None
+"""Receiver and grammar of a request that is not open."""
 
 IDLE_SECONDS = 0.5
 """Seconds that the idle loop sleeps before it checks again; a submit wakes it."""
@@ -97,8 +99,7 @@ class Engine:
         self._info, self._watch, self.experts = info or {}, watch, experts
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
-        self._open: dict[str, OnOutput] = {}
-        self._grammars: dict[str, Grammar] = {}
+        self._open: dict[str, tuple[OnOutput, Grammar | None]] = {}
         self._queued = 0
         self.status = "starting"
         """ "starting", "ready", "draining", "failed" or "closed"."""
@@ -388,15 +389,13 @@ class Engine:
             self._raise_unless_ready()
             if request_id in self._open:
                 raise InvalidRequestError("request_id", f"{request_id!r} is running already")
-            if any(grammar is other for other in self._grammars.values()):
+            if grammar is not None and any(grammar is other for _, other in self._open.values()):
                 raise InvalidRequestError("grammar", "is another running request's")
             waiting = self._loop.waiting + self._queued  # the latter for a domain, too
             if waiting >= self.deployment.scheduler.max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already")
             self.hand_offs.keep(request)
-            self._open[request_id] = on_output
-            if grammar is not None:
-                self._grammars[request_id] = grammar
+            self._open[request_id] = on_output, grammar
             self._queued += 1
             self._commands.append(lambda: self._add(request))
             self._wake.notify()
@@ -461,12 +460,11 @@ class Engine:
 
     def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         for output in outputs:
-            callback = self._open.get(output.request_id)
+            callback, _ = self._open.get(output.request_id, NOBODY)
             self.hand_offs.forget(output.request_id)
             if output.finish_reason is not None:
-                with self._wake:
-                    callback = self._open.pop(output.request_id, None)
-                    self._grammars.pop(output.request_id, None)
+                with self._wake:  # a request ends once, on whichever thread notices first
+                    callback, _ = self._open.pop(output.request_id, NOBODY)
                     if not self._open:
                         self._wake.notify_all()
             if callback is None or output.says_nothing:
