@@ -156,7 +156,8 @@ class PageTier:
         """Starts to read the first of these pages from the folder into host memory."""
         found = self.find(names[: self._store.most // self._sizes[False]])
         lacking = [page for page in found if page.rows is None and page.name in disk]
-        self._returns.submit(self._prefetch, lacking, disk)
+        if lacking:
+            self._returns.submit(self._prefetch, lacking, disk)
 
     def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
         """Starts to bring found pages to the device, for a fetch that has begun."""

@@ -161,13 +161,14 @@ def test_a_restarted_engine_finds_the_pages(
 
 
 def test_pages_are_read_while_their_requests_wait(
-    colocated_runtime, tiny_model, tmp_path, reference, monkeypatch
+    colocated_runtime, tiny_model, tmp_path, reference, monkeypatch, caplog
 ):
     """During some of the reads files vanish, or the request is cancelled. Each prompt comes twice,
     once with an answer's first tokens. The engine's thread waits for the reads."""
-    prompts, cache = PROMPTS[:9], {"storage": str(tmp_path)}
+    cache, every = {"storage": str(tmp_path)}, zip(PROMPTS, reference.tokens, strict=True)
+    nine = [(prompt, tokens) for prompt, tokens in every if len(prompt) > 23]
     with serving(colocated_runtime, tiny_model, **cache) as engine:
-        generate(engine, prompts)
+        generate(engine, [prompt for prompt, _ in nine])
         written(engine)
     with serving(colocated_runtime, tiny_model, **cache) as engine:
         came, tier = [], engine.schedulers[0].fetches._tier
@@ -176,7 +177,7 @@ def test_pages_are_read_while_their_requests_wait(
         def watched(work, *arguments):
             if work != tier._prefetch:
                 return submit(work, *arguments)
-            for page in arguments[0][2:] if len(came) % 3 == 1 else ():
+            for page in arguments[0][1:] if len(came) % 3 == 1 else ():
                 (tier.disk._folder / tier.disk._file(page.name)).unlink(missing_ok=True)
             done = submit(work, *arguments)
             if len(came) % 3 == 2:
@@ -185,17 +186,16 @@ def test_pages_are_read_while_their_requests_wait(
             came.append([page for page in arguments[0] if page.rows is not None])
 
         monkeypatch.setattr(tier._returns, "submit", watched)
-        collector, answers = Collector(), reference.tokens[:9] * 2
-        for number, prompt in enumerate(prompts + prompts):
-            prompt = prompt + answers[number][: number % 2 * 16]
+        collector = Collector()
+        for number, (prompt, tokens) in enumerate(nine * 2):
+            prompt = prompt + tokens[: number % 2 * 16]
             collector.submit(engine, prompt, layouts.GREEDY, request_id=f"{number}")
         for name, output in collector.wait().items():
-            tokens = answers[int(name)][int(name) % 2 * 16 :][: len(output.token_ids)]
+            tokens = nine[int(name) % 9][1][int(name) % 2 * 16 :][: len(output.token_ids)]
             assert output.token_ids[: len(tokens)] == tokens, name
             assert output.finish_reason in ("length", "cancelled")
-        written(engine)
         assert sum(map(len, came)) > 10
-        assert all(page.rows is not None for page in tier._store._pages.values())
+    assert "KV pages did not come" not in caplog.text  # nobody counted on those that vanished
 
 
 @pytest.mark.parametrize(
