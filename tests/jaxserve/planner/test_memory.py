@@ -11,7 +11,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.deployment_file import PlanFile, deployment_text
-from jaxserve.planner.layout_keys import usable
+from jaxserve.planner.layout_keys import sized_keys, usable
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import Memory, largest
 from jaxserve.planner.search import Searcher
@@ -87,3 +87,13 @@ def test_nothing_fits():
     role, needed, there = memory.shortage(small)
     assert (role, there) == ("ffn", pytest.approx(0.9 * 85.5e9))
     assert needed > 300e9
+
+
+@pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3.2"])
+def test_attention_reads_the_rows_that_the_cache_holds(name):
+    """Of four KV heads over eight devices each has a whole one; an indexer has keys of its own."""
+    search, one = making.searcher(name), layout("afd", dp=1, tp=8, ep=8)
+    made, (attention, _) = search.calculator, search.memory.held(one, 7)
+    keys = sized_keys(made, one, H800, 7)
+    tokens = made.model.layers * keys["cache.pages"] * keys["cache.page_size"]
+    assert attention.cache == tokens * made.cache_row(made.model.attention[0], 8)
