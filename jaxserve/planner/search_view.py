@@ -1,16 +1,28 @@
-"""`plan search`: the cheapest layouts that meet a target, and their front of cost against TPOT."""
+"""`plan search`: the cheapest layouts that meet a target, and their front of cost against TPOT.
+
+`plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs, and who should
+use AFD. A case is two searches: of AFD on the mix, and of colocation on either kind.
+"""
 
 import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import statistics
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.deployment_file import deployment_text, plan_file
 from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
+    TABLE,
     check_positions,
     price_lines,
     read_formats,
@@ -135,3 +147,151 @@ def run(options: argparse.Namespace) -> int:
     title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
     show(options, Report(title, parts, tree))
     return 0
+
+
+# ------------------------------------------------------------------------------------ the map
+
+
+class Case(NamedTuple):
+    """A point of the map."""
+
+    model: str
+    mix: str
+    context: int
+    tpot: float
+    """Target of the time between tokens, seconds."""
+    best: Mapping[PlannedMode, Plan]
+    """The cheapest plan of each mode that meets the TPOT."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Cost of AFD over the cheaper of EP and TP; None: one of both does not meet the TPOT."""
+        afd, colocated = self.best.get("afd"), self._colocated
+        return afd.dollars / min(colocated)[0] if afd and colocated else None
+
+    @property
+    def _colocated(self) -> list[tuple[float, PlannedMode]]:
+        """Costs of EP and of TP."""
+        afd, plans = self.best.get("afd"), self.best.items()
+        return [(plan.dollars, mode) for mode, plan in plans if plan is not afd]
+
+    @property
+    def likely(self) -> tuple[float, float] | None:
+        """The ratio at p10 and p90 of the speed that published systems of these modes reached."""
+        if self.ratio is None:
+            return None
+        speed = measured_speed().modes
+        afd, other = speed["afd"], speed[min(self._colocated)[1]]
+        return self.ratio * other.p10 / afd.p90, self.ratio * other.p90 / afd.p10
+
+    @property
+    def winner(self) -> PlannedMode | None:
+        """The cheapest mode; None: nothing meets the TPOT."""
+        return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
+
+
+class MapPart(NamedTuple):
+    """A model on a mix, which one process works out.
+
+    Attributes:
+      mix: `h800`, or `h20+h800`: attention on the one, FFN on the other.
+    """
+
+    options: argparse.Namespace
+    model: str
+    mix: str
+
+    def cases(self) -> list[Case]:
+        """Returns the cheapest plan of each mode for each context and TPOT.
+
+        Raises:
+          ConfigError: an option is wrong.
+        """
+        options = argparse.Namespace(**{**vars(self.options), "model": self.model})
+        names = self.mix.partition("+")
+        options.price = [(name, usd) for name, usd in options.price if name in names]
+        attention, ffn = read_hardware(options, [names[0]], [names[2] or names[0]])
+        both = {**attention, **ffn}
+        if not all(one.stores("fp8") for one in both.values()) and options.compute == "fp8":
+            options.compute = "auto"
+        formats, found = read_formats(options, both), []
+        for context in options.contexts:
+            apart = read_searcher(options, attention, ffn, context, formats)
+            together = Searcher(apart.calculator, both, both, apart.acceptance, apart.skew)
+            for tpot in options.tpots:
+                best: dict[PlannedMode, Plan] = {}
+                plans = apart.search(read_target(options, tpot, ["afd"])).plans
+                plans += together.search(read_target(options, tpot, ["ep", "tp"])).plans
+                for plan in plans:
+                    best.setdefault(plan.layout.mode, plan)
+                best = {mode: together.with_memory(plan) for mode, plan in best.items()}
+                found.append(Case(self.model, self.mix, context, tpot, best))
+        return found
+
+
+def advised(found: Sequence[Case]) -> list[dict[str, Any]]:
+    """Returns for each model and TPOT in how many cases AFD is the cheapest, of those that AFD and
+    colocation both meet, and the case in which it costs least over colocation."""
+    rows = []
+    for model, tpot in dict.fromkeys((case.model, case.tpot) for case in found):
+        own = [case for case in found if (case.model, case.tpot) == (model, tpot)]
+        both = sorted((case.ratio, number) for number, case in enumerate(own) if case.ratio)
+        won, least = sum(ratio < 1 for ratio, _ in both), own[both[0][1]] if both else None
+        rows.append({"model": model, "tpot": tpot, "won": won, "both": len(both), "least": least})
+    return rows
+
+
+def map_parts(found: Sequence[Case]) -> list[Part]:
+    """Returns the report of the cases: advice, the cases, and how often which mode is cheapest."""
+    ratios = sorted(case.ratio for case in found if case.ratio)
+    told = {
+        "ratios": ratios,
+        "median": statistics.median(ratios) if ratios else None,
+        "won": {name: [case.winner for case in found].count(mode) for mode, name in MODES.items()},
+        "lost": [case.winner for case in found].count(None),
+    }
+    return declared("map", scope=DECODE_ONLY, cases=found, advised=advised(found), **told)
+
+
+def run_map(options: argparse.Namespace) -> None:
+    """Evaluates and shows.
+
+    Raises:
+      ConfigError: an option is wrong.
+    """
+    for name, values in TABLE["commands"]["map"]["full" if options.full else "some"].items():
+        setattr(options, name, getattr(options, name) or values)
+    for model in options.models:
+        check_positions(model, options.configs, contexts=max(options.contexts))
+    sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
+    names = itertools.product(options.models, map(str.lower, options.hardware))
+    parts = [MapPart(sent, model, mix) for model, mix in names]
+    found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
+    tree = {"scope": DECODE_ONLY, "cases": [_case_tree(case) for case in found]}
+    show(options, Report("Where AFD, EP and TP are the cheapest", map_parts(found), tree))
+
+
+def _evaluate(parts: Sequence[MapPart], jobs: int) -> list[Case]:
+    found: list[Case] = []
+    with contextlib.ExitStack() as stack:
+        results: Iterator[list[Case]] = map(MapPart.cases, parts)
+        if (jobs := min(jobs, len(parts))) > 1:
+            pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+            results = stack.enter_context(pool).map(MapPart.cases, parts)
+        for part, own in zip(parts, results, strict=True):
+            print(f"{part.model} on {part.mix}", file=sys.stderr)
+            found += own
+    return found
+
+
+def _case_tree(case: Case) -> dict[str, object]:
+    return {
+        "model": case.model,
+        "hardware": case.mix,
+        "context": case.context,
+        "tpot_seconds": case.tpot,
+        "winner": case.winner,
+        "afd_over_colocated": case.ratio,
+        "likely": case.likely,
+        "best": {mode: plan_tree(plan) for mode, plan in case.best.items()},
+    }

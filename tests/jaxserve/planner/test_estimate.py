@@ -7,8 +7,8 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
-from jaxserve.planner import estimate, estimate_command
-from jaxserve.planner.estimate_command import COMMITTED
+from jaxserve.planner import estimate
+from jaxserve.planner.estimate import COMMITTED
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import (
     Measurement,
@@ -94,7 +94,7 @@ def shared_seconds(tokens, overrides=()):
     """Seconds beyond their bytes, of a deployment like the shipped one."""
     deployment = load_deployment(CONFIGS / "step3-alltoall.yaml", overrides)
     config = model_config(model_folder(deployment.model, CONFIGS))
-    return estimate_command._shared_seconds(config, deployment, Bucket(tokens, 64))
+    return estimate._shared_seconds(config, deployment, Bucket(tokens, 64))
 
 
 def test_kernels_of_the_shared_expert():

@@ -4,13 +4,9 @@ import msgspec
 import pytest
 
 from jaxserve.plan import main, parser
-from jaxserve.planner.afd_map import (
-    Case,
-    MapPart,
-    map_parts,
-)
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import PUBLISHED
+from jaxserve.planner.search_view import Case, MapPart, map_parts
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
