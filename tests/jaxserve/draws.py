@@ -132,6 +132,8 @@ def draw(seed: int) -> Draw:
     else:
         plan = _plan(rng, models[(seed - CHEAP) // 2 % len(models)])
     hand_offs = bool(seed % 2)
+    if not hand_offs and _can_be_whole(plan["decode"]) and rng.random() < 0.6:
+        plan["decode"]["pipeline"] = "step"
     systems = [rng.choice((8, 16, 17, 32, 33, 40, 64, 70)) for _ in range(rng.randint(1, 3))]
     requests = _requests(rng, len(systems), rng.randint(9, 12))
     if plan.get("format", "float32") != "float32":
@@ -195,6 +197,14 @@ def _engine(rng: random.Random, format: str) -> dict[str, Any]:
     if domains * attention + ffn <= DEVICES:
         overrides["domains"] = domains
     return overrides
+
+
+def _can_be_whole(decode: dict[str, Any]) -> bool:
+    """Whether the steps of both roles could be one program."""
+    shape = [decode.get(key, 1) for key in ("attention.dp", "attention.tp", "ffn.ep", "ffn.tp")]
+    pairs = shape[0] * shape[1] == shape[2] * shape[3] and shape[1] in (1, shape[3])
+    alone = decode.get("domains", 1) == 1 and decode.get("speculative.method") != "mtp"
+    return decode["mode"] == "afd" and pairs and alone
 
 
 def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
