@@ -159,7 +159,7 @@ def _plan(rng: random.Random, model: str) -> dict[str, Any]:
     speculative = _drafts(rng, ("ngram", "mtp") if "module" in has else ("ngram",))
     decode, prefill = _engine(rng, format) | speculative, _engine(rng, format)
     prefill.pop("domains", None)
-    if speculative.get("speculative.method") == "mtp":
+    if speculative.get("speculative.method") == "mtp" or "states" in has:
         # A prediction module's entries are pages, too, so that both engines have it.
         prefill |= speculative
     for engine in decode, prefill:
