@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ from tests.jaxserve.hand_offs import attach, limits
 from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_deepseek_v4 import WITH_MODULE
-from tests.reference.tiny_qwen3_next import QWEN3_5, QWEN3_NEXT
+from tests.reference.tiny_qwen3_next import QWEN3_5, QWEN3_NEXT, TinyNext
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -46,10 +47,10 @@ SECONDS = 120.0
 MOST_RUNTIMES = 6
 """Compiled programs of a runtime take thousands of the mappings that a process may have."""
 
+NEXT: tuple[TinyNext, ...] = (QWEN3_NEXT, QWEN3_5)
 WRITERS = {name: entry.write for name, entry in CATALOGUE.items()} | {
     "step3": write_tiny_step3,
-    "qwen3_next": QWEN3_NEXT.write,
-    "qwen3_5": QWEN3_5.write,
+    **{one.name: replace(one, sizes=replace(one.sizes, module=True)).write for one in NEXT},
     "deepseek_v4": WITH_MODULE.write,
 }
 
