@@ -254,6 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.requests: dict[str, Request] = {}  # every request ever added; the id is its seed
         self.streams: dict[str, list[int]] = {}
+        self.expected: dict[str, tuple[list[int], str, int | None]] = {}
         self.ends: dict[str, TokenOutput] = {}
         self.held: dict[str, tuple[int, list[int]]] = {}  # by request: DP group and page ids
         self.invalid: set[str] = set()  # requests whose logits were no numbers, once each
@@ -352,6 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         self.scheduler.add(request)
         self.requests[request.request_id] = request
+        self.expected[request.request_id] = expected_output(request, self.limits.max_length)
         self.streams[request.request_id] = []
         self.allowed_rounds += 4 * (length + max_tokens)
 
@@ -484,7 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if output.says_nothing and request_id in self.invalid:
             return
         self.streams[request_id] += output.token_ids
-        tokens, reason, stop = expected_output(self.requests[request_id], self.limits.max_length)
+        tokens, reason, stop = self.expected[request_id]
         assert self.streams[request_id] == tokens[: len(self.streams[request_id])]
         assert output.token_ids or output.finish_reason, "no news"
         if output.finish_reason:
@@ -664,10 +666,12 @@ class TestDrafts(DraftsMachine.TestCase):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 class TestDraftsAtLength(DraftsMachine.TestCase):
     settings = settings(max_examples=1000, stateful_step_count=60)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
     settings = settings(max_examples=1000, stateful_step_count=60)
