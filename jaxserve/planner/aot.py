@@ -113,6 +113,7 @@ class RoleMemory(NamedTuple):
     devices: int
     weights: int
     cache: int
+    """KV pages and pages of rings."""
     padding: int
     """Layout padding of weights and cache, as the compiler reports it."""
     messages: int
@@ -372,7 +373,8 @@ def memory(
         for one in own:
             padding[one.name] = max(padding.get(one.name, 0), one.padding * one.layers)
         held = RoleMemory(
-            *(part.role, part.devices, part.weights, part.cache, sum(padding.values())),
+            *(part.role, part.devices, part.weights, part.cache + part.rings),
+            padding=sum(padding.values()),
             messages=deployment.lanes * (outputs + counts),
             temporaries=max((one.temporaries for one in own), default=0),
             code=sum(one.code for one in own),

@@ -14,6 +14,8 @@ import pytest
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.planner.hardware import load_hardware, tpu_slice
+from jaxserve.serve import main as serve
+from tests import golden
 
 pytestmark = [
     pytest.mark.tpu_aot,
@@ -100,6 +102,30 @@ def test_a_decode_bucket():
     assert (attention["role"], attention["devices"]) == ("attention", 4)
     assert attention["weights"] / 1e9 == pytest.approx(3.08, rel=0.01)
     assert ffn["weights"] * 4 / 1e9 == pytest.approx(58.0, rel=0.01)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("hardware", ["v6e", "v7x"])
+def test_a_decode_step_of_deepseek_v4(tmp_path, capsys, hardware):
+    """V4-Flash has layers of five kinds. Its memory is that of `--check`, but for additions of the
+    compiler, which are few. On v7x XLA copies the pool of compressed rows four times in each of
+    21 layers: it gathers rows from tiles of 16 and writes them into tiles of 8."""
+    path, weights = tmp_path / "v4.yaml", {"v6e": "int8", "v7x": "fp8"}[hardware]
+    pool = 4096 * 32 * 512 * 2
+    entries = golden.text("planner/deepseek_v4.txt")
+    path.write_text(entries.format(CONFIGS / "models", hardware, weights))
+    where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", "64x64")
+    code, found, errors = compile_for(*where, timeout=3500)
+    assert code == 0, errors
+    copied = [program["copied"] for program in found["programs"] if program["copied"]]
+    assert copied == ([4 * pool] * 2 if hardware == "v7x" else [])
+    assert serve(["--config", str(path), "--check"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    said = {row[0]: float(row[-2]) for row in rows if row[1:2] == ["16"] and row[-1] == "?"}
+    assert {part["role"]: part["total"] / 1e9 for part in found["memory"]} == pytest.approx(
+        said, rel=0.05
+    )
 
 
 def test_a_slice_that_is_too_small():
