@@ -205,7 +205,7 @@ class CompressedAttention(nnx.Module):
                     before, sums = attend(rows, None, *where)
                 mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
             share = jax.nn.sigmoid(lse - self.sinks[...])[:, :, None]
-        mixed = (mixed * share).astype(x.dtype)
+        mixed = (mixed.astype(jnp.float32) * share).astype(x.dtype)
         return self._out(mixed, turn), (own, *others)
 
     def _out(self, mixed: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens d_model"]:
