@@ -74,24 +74,6 @@ def test_what_is_used_stays_and_the_longest_unused_goes_first():
     cache.check_integrity([])
 
 
-def test_a_reset_forgets_what_is_used_too():
-    cache, pool = make()
-    used = put(cache, pool, [1, 2, 3, 4])
-    unused = put(cache, pool, [7, 8])
-    cache.release(unused)
-    assert cache.reset() == 1
-    assert cache.match(keys([1, 2, 3, 4]), 4) == cache.match(keys([7, 8]), 2) == []
-    assert pool.free_pages == 8 - 2
-    again = put(cache, pool, [1, 2])
-    (page_id,) = pool.allocate(1)
-    assert cache.extend(used, keys([1, 2, 3, 4, 5, 6]), page_id)
-    assert page_ids(cache.match(keys([1, 2, 3, 4, 5, 6]), 6)) == page_ids(again) == [2]
-    cache.check_integrity([used, again])
-    cache.release(used)
-    cache.evict(3)
-    assert pool.free_pages == 8 - 1
-
-
 def test_what_is_condemned_matches_nothing_and_goes_when_nobody_uses_it():
     cache, pool = make()
     path, other = put(cache, pool, [1, 2, 3, 4]), put(cache, pool, [7, 8])
@@ -107,22 +89,6 @@ def test_what_is_condemned_matches_nothing_and_goes_when_nobody_uses_it():
     cache.check_integrity([other, again])
     cache.evict(8)
     assert pool.free_pages == 8 - 2
-    pool.check_integrity([cache.page_ids()])
-
-
-def test_the_same_page_twice():
-    """Who is slower keeps a page of their own, or puts it in the place of one that nobody uses."""
-    cache, pool = make()
-    path = put(cache, pool, [1, 2, 3, 4])
-    (mine,) = pool.allocate(1)
-    other = []
-    assert not cache.extend(other, keys([1, 2]), mine)
-    assert other == []
-    cache.release(path)
-    assert cache.extend(other, keys([1, 2]), mine)
-    assert page_ids(cache.match(keys([1, 2, 3, 4]), 4)) == [mine, 1]
-    assert pool.free_pages == 8 - 2
-    cache.check_integrity([other])
     pool.check_integrity([cache.page_ids()])
 
 
