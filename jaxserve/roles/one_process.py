@@ -87,11 +87,13 @@ class BothRolesPipeline(StepPipeline):
         return KVArrays(self._programs, True, self._own_pages, self._set_pages)
 
     def _own_pages(self) -> list[jax.Array]:
+        # A program that a half is donated to takes the whole arrays along.
+        self._apart = [self._halves.apart(array) for array in self._pages]
         return [self._halves.taken(array, PAGES_SPEC) for array in self._pages]
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        both = zip(pages, self._pages, strict=True)
-        self._pages = [self._halves.replaced(array, before) for array, before in both]
+        kinds = zip(pages, self._apart, self._programs.pages, strict=True)
+        self._pages = [self._halves.joined(*each) for each in kinds]
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
         bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
@@ -144,10 +146,16 @@ class _Halves:
         assemble, zeros_there = self._known[kind]
         return assemble([*shards, *zeros_there])
 
-    def replaced(self, array: jax.Array, both: jax.Array) -> jax.Array:
-        """Returns an array of both roles with this one as its first half."""
+    def apart(self, array: jax.Array) -> Sequence[jax.Array]:
+        """Returns the ffn role's shards of an array of both roles."""
+        return self._shards(array)[self._programs.mesh.size :]
+
+    def joined(
+        self, array: jax.Array, others: Sequence[jax.Array], both: jax.ShapeDtypeStruct
+    ) -> jax.Array:
+        """Returns an array of both roles that is made of this one and the ffn role's shards."""
         assemble = self._assemble(both.shape, both.dtype, both.sharding)
-        return assemble([*self._shards(array), *self._shards(both)[self._programs.mesh.size :]])
+        return assemble([*self._shards(array), *others])
 
     def taken(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Returns the attention mesh's half of an array of both roles, which lies there so."""

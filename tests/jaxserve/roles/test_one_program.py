@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unoptimised
 
 CASES = [
     (1, {"speculative.method": "ngram"}),
-    (2, {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24}),
+    (2, {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}),
     (2, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2, "ffn.redundant_slots": 1}),
     (3, {"attention.dp": 2, "ffn.ep": 2, "ffn.redundant_slots": 1, "ffn.exchange": "alltoall"}),
 ]
@@ -29,6 +29,7 @@ def test_the_tokens_are_the_colocated_ones(lanes, sizes, tiny_model, reference):
         tokens = crowded(engine) if "cache.pages" in sizes else layouts.generate(engine)
         again = layouts.generate(engine)  # with cached prefixes
         assert engine.compilations_after_ready == 0
+        assert not engine.host_pages or engine.host_pages["bytes_restored"] > 0
     layouts.check(reference, tokens, sizes)
     layouts.check(reference, again, sizes)
 
