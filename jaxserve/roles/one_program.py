@@ -92,6 +92,7 @@ class BothRolesPrograms(AttentionPrograms):
 
     Attributes:
       union: the mesh of both roles.
+      tensor: its axis that divides every expert's d_ff.
       rules: sharding rules of ffn blocks on it.
       pages: shapes of the pages of all layers on it. The ffn role's half is never used.
       banks, experts: see `ColocatedPrograms`.
@@ -101,10 +102,10 @@ class BothRolesPrograms(AttentionPrograms):
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
         super().__init__(templates, deployment, meshes.attention)
-        self.union, tensor = both_roles_mesh(deployment, meshes)
-        everywhere = *_DIVIDED, tensor
+        self.union, self.tensor = both_roles_mesh(deployment, meshes)
+        everywhere = *_DIVIDED, self.tensor
         own: dict[Any, str | tuple[str, str]]
-        own = {"ep": "ep", "tp": tensor, FFN_AXES: everywhere}
+        own = {"ep": "ep", "tp": self.tensor, FFN_AXES: everywhere}
         self.rules: Rules = {name: own[axes] for name, axes in FFN_RULES.items()}
         axes, combine = Axes(*everywhere, rows=everywhere), self.contract.combine
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
@@ -329,6 +330,8 @@ class _Step:
 
         def run(packed: Array) -> Any:
             block = programs.templates.ffn[kind].merge(_of_layer(stack, place))
+            if block.experts is not None:
+                block.experts.tensor = programs.tensor
             packing = PackedRows(form, programs.dtype)
             table = None if bank is None else self.tables[bank][place]
             exchange = programs.exchanges[kind.kind]

@@ -43,6 +43,7 @@ class RoutedExperts(nnx.Module):
       down_bias: [slots, d_model], or None.
       sizes: numbers of slots.
       local: slots of one layer on one device.
+      tensor: mesh axis that divides every expert's d_ff.
       row_format: see `grouped_swiglu`; None: the device's fastest format that loses nothing beyond
         the rounding of the wire.
     """
@@ -59,6 +60,7 @@ class RoutedExperts(nnx.Module):
         shared_ranks: int = 0,
     ):
         expert_ranks, tensor_ranks = ranks
+        self.tensor = "tp"
         self.sizes = slot_sizes(spec, expert_ranks, redundant, shared_ranks)
         self.local, slots = self.sizes.local, self.sizes.all_slots
         self.row_format, self.activation = formats.expert_rows, spec.expert_activation
@@ -117,4 +119,4 @@ class RoutedExperts(nnx.Module):
         if self.bias is None or self.down_bias is None:
             return None
         both, down = self.bias[...], self.down_bias[...]
-        return both[:, ::2], both[:, 1::2], jnp.where(jax.lax.axis_index("tp") == 0, down, 0)
+        return both[:, ::2], both[:, 1::2], jnp.where(jax.lax.axis_index(self.tensor) == 0, down, 0)

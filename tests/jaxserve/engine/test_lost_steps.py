@@ -10,7 +10,7 @@ from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS, Collector
 
-pytestmark = pytest.mark.unoptimised
+pytestmark, NIGHTLY = pytest.mark.unoptimised, pytest.mark.nightly
 
 PARAMS = [
     layouts.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
@@ -20,10 +20,9 @@ PARAMS = [
 ]
 
 
-STEP = pytest.param("step_runtime", marks=pytest.mark.nightly)
-
-
-@pytest.fixture(params=["colocated_runtime", "afd_runtime", STEP])
+@pytest.fixture(
+    params=["colocated_runtime", "afd_runtime", pytest.param("step_runtime", marks=NIGHTLY)]
+)
 def engine(request):
     made = make_engine(request.getfixturevalue(request.param), eos_token_ids=frozenset())
     made.start()
