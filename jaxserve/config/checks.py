@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.config.deployment import Deployment, scratch_pages
+from jaxserve.config.deployment import Deployment, check_slice, scratch_pages
 from jaxserve.config.formats import FORMATS, choices, scaled
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
@@ -83,6 +83,9 @@ def complete(deployment: Deployment) -> Deployment:
         raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
+    if (deployment.attention.hardware or deployment.ffn.hardware).startswith("v"):  # v5e, v6e, v7x
+        # A deployment may leave a part of the smallest slice unused.
+        check_slice(deployment, (deployment.devices, 1 << (deployment.devices - 1).bit_length()))
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})

@@ -4,6 +4,7 @@
 `docs/keys.md` (`reference.py` writes it).
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from jaxserve.config.sections import (
     Speculative,
 )
 from jaxserve.config.topology import Mode, Topology, topology_of
+from jaxserve.errors import ConfigError
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -153,3 +155,27 @@ def scratch_pages(drafts: int, modules: int) -> int:
     draft. It then writes entries behind a sequence's last token, perhaps behind its last page; page
     tables name page 0 there."""
     return int(0 < modules < drafts)
+
+
+def check_slice(deployment: Deployment, sizes: Sequence[int]) -> None:
+    """Checks the roles of one runtime on a TPU slice. libtpu compiles a collective only if its
+    number of devices divides the slice's: it refuses others, or aborts the process.
+
+    Args:
+      sizes: numbers of devices that the slice may have.
+
+    Raises:
+      ConfigError: it has none of them.
+    """
+    roles = {"attention": deployment.attention.devices}
+    if deployment.topology.has("ffn"):
+        roles["ffn"] = deployment.ffn.devices
+    if deployment.topology.crosses_runtimes or any(
+        not any(size % count for count in roles.values()) for size in sizes
+    ):
+        return
+    told = " and ".join(f"{count} devices of {role}" for role, count in roles.items())
+    raise ConfigError(
+        f"{told} on a TPU slice of {sizes[-1]}: each role's number must divide it, or libtpu "
+        "compiles no collectives; equal halves do, and link.transport = pull gives each its slice"
+    )
