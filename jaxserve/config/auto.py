@@ -52,10 +52,13 @@ def drop_auto(tree: dict[str, Any]) -> None:
             del place[name]
 
 
-def page_tokens(platform: str, cache_format: str) -> int:
+def page_tokens(platform: str, cache_format: str, unit: int = 1) -> int:
     """Tokens of a page that suit the kernels. TPUs take an 8-bit cache in multiples of 128.
     Keys and values of a page take the same number of copies at any size: 256 tokens halve the
-    copies."""
-    if platform == "tpu":
-        return 256 if FORMATS[cache_format].bits == 8 else 128
-    return 16 if platform == "cpu" else 64
+    copies.
+
+    Args:
+      unit: the model's `page_unit`.
+    """
+    size = {"tpu": 256 if FORMATS[cache_format].bits == 8 else 128, "cpu": 16}.get(platform, 64)
+    return -(-size // unit) * unit

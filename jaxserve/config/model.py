@@ -414,6 +414,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The distinct attention specs, in order of first occurrence."""
         return list(dict.fromkeys(kind.attention for kind in self.kinds()))
 
+    @property
+    def page_unit(self) -> int:
+        """Tokens that a page must hold a multiple of: the most that one compressed row stands
+        for."""
+        specs = (spec for spec in self.attentions() if isinstance(spec, Compressed))
+        return max((spec.every for spec in specs), default=1)
+
     def runs(self) -> list[tuple[LayerKind, int, int]]:
         """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer);
         without those of modules."""

@@ -276,7 +276,7 @@ def _asked(
     options: argparse.Namespace, hardware: Mapping[str, Hardware], formats: Formats
 ) -> Asked:
     sizes = {"prompts": options.prompts, "outputs": options.outputs}
-    most = check_positions(options.model, options.configs, **sizes)
+    config = check_positions(options.model, options.configs, **sizes)
     between, repair = options.failures
     demand = Demand(
         rate=options.rate,
@@ -290,8 +290,10 @@ def _asked(
     devices = max(options.max_devices, options.prefill_devices, options.decode_devices)
     return Asked(
         demand=demand,
-        positions=most,
-        page=max(page_tokens(one.platform, formats.cache) for one in hardware.values()),
+        positions=config.max_positions,
+        page=max(
+            page_tokens(one.platform, formats.cache, config.page_unit) for one in hardware.values()
+        ),
         target=msgspec.structs.replace(target, max_devices=devices),
         spares=Spares(count=options.spares, between=between, repair=repair),
         **{name: getattr(options, name) for name in alike},

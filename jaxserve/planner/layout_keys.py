@@ -75,8 +75,9 @@ def sized_keys(calculator: Calculator, layout: Layout, on: Hardware, batch: int)
       on: hardware of attention.
       batch: sequences of a DP group and lane.
     """
-    page = page_tokens(on.platform, calculator.formats.cache)
-    longest = min(calculator.model.config.max_positions, 2 * calculator.context)
+    config = calculator.model.config
+    page = page_tokens(on.platform, calculator.formats.cache, config.page_unit)
+    longest = min(config.max_positions, 2 * calculator.context)
     pages = max(-(-longest // page), layout.lanes * batch * -(-calculator.context // page))
     return sequence_keys(layout, batch, longest, page, pages)
 

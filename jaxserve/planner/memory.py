@@ -146,7 +146,9 @@ class Memory:
         free = hardware.memory * (1 - reserve) - held.weights
         if free < hardware.memory * KEPT or self._filled_by(held, hardware) > 1:
             return 0
-        page = page_tokens(hardware.platform, self._calculator.formats.cache)
+        calculator = self._calculator
+        unit = calculator.model.config.page_unit
+        page = page_tokens(hardware.platform, calculator.formats.cache, unit)
         return int(USED * free * -(-length // page) / (held.cache + held.rings))
 
     def shortage(self, layout: Layout) -> tuple[str, float, float] | None:

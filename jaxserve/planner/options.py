@@ -18,7 +18,7 @@ import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import Compressed, DeltaNet
+from jaxserve.config.model import Compressed, DeltaNet, ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
@@ -338,8 +338,8 @@ def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[Planne
     )
 
 
-def check_positions(model: str, configs: Path, **tokens: int) -> int:
-    """Returns the positions of a model.
+def check_positions(model: str, configs: Path, **tokens: int) -> ModelConfig:
+    """Returns a model that has positions for some tokens.
 
     Args:
       tokens: of a sequence, by the options that give them.
@@ -347,11 +347,11 @@ def check_positions(model: str, configs: Path, **tokens: int) -> int:
     Raises:
       ConfigError: they are more tokens together than the model has positions.
     """
-    most = model_config(model_folder(model, configs)).max_positions
-    if sum(tokens.values()) > most:
+    config = model_config(model_folder(model, configs))
+    if sum(tokens.values()) > (most := config.max_positions):
         told = " and ".join(f"--{option} {count}" for option, count in tokens.items())
         raise ConfigError(f"{told}: {model} has {most} positions")
-    return most
+    return config
 
 
 def read_deployment(options: argparse.Namespace) -> Deployment:

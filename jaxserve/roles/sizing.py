@@ -127,7 +127,8 @@ class _Sizes:
 
     def _step_sizes(self) -> None:
         """First values of the sizes that `_room` may reduce."""
-        size = page_tokens(self._machine.platform, self._now.cache_format)
+        platform, unit = self._machine.platform, self._config.page_unit
+        size = page_tokens(platform, self._now.cache_format, unit)
         self._set("cache.page_size", size, "tokens that kernels read at a time")
         self._set("scheduler.max_length", self._config.max_positions, "the model's positions")
         self._follow_buckets()

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.config.model import Compressed as Sizes
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages, window_unit
+from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation, rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.attention.api import merge, paged_attention, write_rows
@@ -164,7 +164,7 @@ class CompressedAttention(nnx.Module):
         inside = {"out_latent": sizes.out_latent, "head_columns": heads // groups}
         self.out_down = weight(rngs, formats.dtype, q_heads=groups, **inside)
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=groups * sizes.out_latent)
-        self.unit = window_unit(config) if sizes.every else 0
+        self.unit = config.page_unit if sizes.every else 0
         make = functools.partial(Compressor, config, sizes)
         self.compressor = make(width, formats, rngs) if sizes.every else None
         self.indexer = RowIndexer(config, sizes, formats, rngs) if sizes.indexer else None

@@ -101,7 +101,7 @@ def layer_entries(
     own, every = Entry(1, attention.head_dim, ring=True), attention.every
     if not every:
         return (own,)
-    if page_size % (unit := window_unit(config)):
+    if page_size % (unit := config.page_unit):
         raise ConfigError(
             f"cache.page_size = {page_size} is no multiple of {unit}, the most tokens that one "
             "compressed row of the model stands for"
@@ -116,12 +116,6 @@ def layer_entries(
 OPEN_TOKENS = 16
 """Tokens whose sums and gates stay for overlapping compressed rows: two rows of up to 4 tokens, and
 behind them up to 8 drafts, whose rows must not overwrite these."""
-
-
-def window_unit(config: ModelConfig) -> int:
-    """Tokens that the pages of compressed rows are cut at: the most that one row stands for."""
-    specs = config.attentions()
-    return max(spec.every for spec in specs if isinstance(spec, Compressed))
 
 
 def open_width(attention: Compressed) -> int:

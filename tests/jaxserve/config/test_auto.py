@@ -6,8 +6,9 @@ from jaxserve.config.auto import page_tokens
 
 
 @pytest.mark.parametrize(
-    ("platform", "tokens"), [("cpu", (16, 16, 16)), ("gpu", (64, 64, 64)), ("tpu", (128, 256, 256))]
+    ("platform", "tokens"),
+    [("cpu", (16, 16, 16, 96)), ("gpu", (64, 64, 64, 96)), ("tpu", (128, 256, 256, 192))],
 )
 def test_page_tokens(platform, tokens):
     found = [page_tokens(platform, cache) for cache in ("bfloat16", "int8", "fp8")]
-    assert found == list(tokens)
+    assert (*found, page_tokens(platform, "bfloat16", unit=96)) == tokens
