@@ -135,7 +135,7 @@ class AttentionLayers(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What the engine declares for attention in a layer, on a device."""
+    """The sizes that the engine declares for a layer's attention, on one device."""
 
     parameters: float
     """Parameters of the linear maps that a row passes."""
@@ -218,7 +218,8 @@ class CostModel(NamedTuple):
     modules: tuple[tuple[AttentionLayers, FFNLayers], ...]
     """Layers of the multi-token-prediction modules, which are not among the layers above."""
     declared: Callable[[Attention, Formats, int, Platform], Declared]
-    """What the engine declares for attention in these formats, over so many devices of `tp`."""
+    """Returns what the engine declares for attention: of a spec, in formats, divided over a number
+    of `tp` devices, on a platform."""
 
     @property
     def d_model(self) -> int:

@@ -215,7 +215,7 @@ class _Place(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What passes from turn to turn."""
+    """The arrays that one turn hands to the next."""
 
     x: list[Array]
     """Residual stream of each lane."""
