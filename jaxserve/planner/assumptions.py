@@ -1,5 +1,5 @@
-"""Number formats, and constants that correct rooflines: what a prediction takes for granted; and
-how fast systems that others measured were beside what is predicted of them.
+"""Assumptions of a prediction: number formats, constants that correct rooflines, and the measured
+speed of published systems relative to their predictions.
 
 Called by `stages.py`, and by modules that read or make them.
 """
@@ -113,7 +113,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""A part of a whole, or seconds."""
+"""A part of a whole."""
+Seconds = Annotated[float, Meta(ge=0, le=1)]
+"""A time, at most a second."""
 Peak = Annotated[float, Meta(ge=0.01, le=1)]
 """Share of what hardware could do."""
 
@@ -132,29 +134,29 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the peak memory bandwidth."""
     network: Peak = 0.8
     """Share of the peak of network and fast link."""
-    stage_seconds: Share = 50e-6
+    stage_seconds: Seconds = 50e-6
     """Launches, norms, routing, sorting: a constant of every attend and ffn stage."""
-    crossing_seconds: Share = 20e-6
+    crossing_seconds: Seconds = 20e-6
     """Latency of a message from one role to the other."""
-    pull_seconds: Share = 70e-6
+    pull_seconds: Seconds = 70e-6
     """Latency of a message over `pull`, which joins runtimes."""
     pull_gb_s: Annotated[float, Meta(ge=0, le=1000)] = TRANSPORTS["pull"].gb_per_second
     """GB/s into one process over `pull`, as the transport declares it; 0: messages between runtimes
     cross as others do."""
-    collective_seconds: Share = 10e-6
+    collective_seconds: Seconds = 10e-6
     """Latency of a collective within a role."""
-    hop_seconds: Share = 1e-6
+    hop_seconds: Seconds = 1e-6
     """More of it for every link between the two farthest devices of a torus. A guess."""
-    host_seconds: Share = 3e-6
+    host_seconds: Seconds = 3e-6
     """Host time of a layer and lane: the driver's own Python (docs/measurements/serving.md)."""
-    host_device_seconds: Share = 10e-6
+    host_device_seconds: Seconds = 10e-6
     """And for each device of the process: a call and a message with its answer take 36 and 44 µs
     with eight devices (the same table, CPU devices)."""
-    plan_seconds: Share = 140e-6
+    plan_seconds: Seconds = 140e-6
     """Time of the process that leads others, for a step's plan of 2,048 sequences."""
-    plan_below_seconds: Share = 14e-6
+    plan_below_seconds: Seconds = 14e-6
     """And for each process or host that it sends it to (measured on 2026-11-22)."""
-    request_seconds: Share = 10e-3
+    request_seconds: Seconds = 10e-3
     """HTTP, router and sessions, of a request on its way to its first token. A guess; the demo's
     fleet takes 59 ms on two busy cores."""
     imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
