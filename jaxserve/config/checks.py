@@ -83,7 +83,7 @@ def complete(deployment: Deployment) -> Deployment:
         raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
-    if (deployment.attention.hardware or deployment.ffn.hardware).startswith("v"):  # v5e, v6e, v7x
+    if _tpu(deployment):
         # A deployment may leave a part of the smallest slice unused.
         check_slice(deployment, (deployment.devices, 1 << (deployment.devices - 1).bit_length()))
     _check_fleet(deployment)
@@ -160,10 +160,15 @@ def _check_runtimes(deployment: Deployment) -> None:
     check_addresses("link.addresses", link.addresses)
 
 
+def _tpu(deployment: Deployment) -> str:
+    """Returns the TPU that the roles name as their hardware (v5e, v6e, v7x); empty: none."""
+    named = deployment.attention.hardware or deployment.ffn.hardware
+    return named if named.startswith("v") else ""
+
+
 def _check_pipeline(deployment: Deployment) -> None:
     """Raises ConfigError if `pipeline: step` cannot run the deployment."""
     attention, ffn, drafts = deployment.attention, deployment.ffn, deployment.speculative
-    hardware = attention.hardware or ffn.hardware
     for applies, reason in (
         (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
         (
@@ -174,7 +179,7 @@ def _check_pipeline(deployment: Deployment) -> None:
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
         (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
         (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
-        (hardware.startswith("v"), f"hardware = {hardware}: not on TPUs"),  # v5e, v6e, v7x
+        ((tpu := _tpu(deployment)) != "", f"hardware = {tpu}: not on TPUs"),
         (
             attention.devices != ffn.devices,
             f"attention's {attention.devices} devices and the ffn role's {ffn.devices} do not pair",

@@ -4,7 +4,7 @@
 `docs/keys.md` (`reference.py` writes it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -157,9 +157,15 @@ def scratch_pages(drafts: int, modules: int) -> int:
     return int(0 < modules < drafts)
 
 
+def divide_slice(size: int, counts: Iterable[int]) -> bool:
+    """Returns whether roles of these numbers of devices can be on a TPU slice of `size` devices.
+    libtpu compiles a collective only if its number of devices divides the slice's: it refuses
+    others, or aborts the process."""
+    return all(size % count == 0 for count in counts)
+
+
 def check_slice(deployment: Deployment, sizes: Sequence[int]) -> None:
-    """Checks the roles of one runtime on a TPU slice. libtpu compiles a collective only if its
-    number of devices divides the slice's: it refuses others, or aborts the process.
+    """Checks the roles of one runtime on a TPU slice (`divide_slice`).
 
     Args:
       sizes: numbers of devices that the slice may have.
@@ -170,9 +176,8 @@ def check_slice(deployment: Deployment, sizes: Sequence[int]) -> None:
     roles = {"attention": deployment.attention.devices}
     if deployment.topology.has("ffn"):
         roles["ffn"] = deployment.ffn.devices
-    if deployment.topology.crosses_runtimes or any(
-        not any(size % count for count in roles.values()) for size in sizes
-    ):
+    apart = deployment.topology.crosses_runtimes
+    if apart or any(divide_slice(size, roles.values()) for size in sizes):
         return
     told = " and ".join(f"{count} devices of {role}" for role, count in roles.items())
     raise ConfigError(

@@ -414,7 +414,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The distinct attention specs, in order of first occurrence."""
         return list(dict.fromkeys(kind.attention for kind in self.kinds()))
 
-    @property
+    @functools.cached_property
     def page_unit(self) -> int:
         """Tokens that a page must hold a multiple of: the most that one compressed row stands
         for."""

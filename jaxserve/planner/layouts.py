@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from jaxserve.config.deployment import divide_slice
 from jaxserve.config.topology import PlannedMode, Topology, TransportName, topology_of
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeMesh
@@ -175,9 +176,9 @@ class Layouts:
                     for f_devices in _device_counts(f, target.max_devices - a_devices):
                         rented = a.slice_of(a_devices) and f.slice_of(f_devices)
                         if a_name == f_name:  # both roles are one slice
-                            both = a_devices + f_devices
-                            divide = both % a_devices == both % f_devices == 0  # `check_slice`
-                            rented = a.slice_of(both) and (divide or not a.torus)
+                            both, counts = a_devices + f_devices, (a_devices, f_devices)
+                            compiled = a.platform != "tpu" or divide_slice(both, counts)
+                            rented = a.slice_of(both) and compiled
                         if rented:
                             yield from self._afd(a_name, f_name, a_devices, f_devices, target)
         for name in (name for name in self._attention if name in self._ffn):
