@@ -116,7 +116,7 @@ test: prepare
 # Prints first how many tests it adds. A part that fails does not end the others.
 nightly: prepare
 	@failed=0; \
-	$(BIN)/python -m pytest --collect-only -qq -m "$(NIGHTLY)" $(TESTS) | tail -1; \
+	$(BIN)/python -m pytest --collect-only -q -m "$(NIGHTLY)" $(TESTS) | tail -1; \
 	$(PYTEST) -m "$(NIGHTLY)" $(CHECKED) $(TESTS) || failed=1; \
 	echo 'Now what make test runs, with annotations checked'; \
 	$(PYTEST) $(CHECKED) $(TESTS) || failed=1; \
