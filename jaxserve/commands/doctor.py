@@ -198,7 +198,7 @@ def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
         return say(str(error).splitlines()[0], "wrong")
     needed = sum(role.devices for role in roles)
     largest = max(role.total for role in roles)
-    weight = f"{needed} device{'s' if needed > 1 else ''} of {largest / GB:.2g} GB"
+    weight = f"{needed} device{'s' if needed > 1 else ''} of {largest / GB:.3g} GB"
     if "error" in found:
         return say(f"needs {weight}; JAX does not start", "wrong")
     there, memory = found["devices"], found["memory"]

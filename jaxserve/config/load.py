@@ -8,9 +8,10 @@ error that names the nearest known one. Called by the entry points; a process th
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -155,9 +156,33 @@ def _converted(tree: Mapping[str, Any]) -> Deployment:
     try:
         deployment = msgspec.convert(tree, Deployment)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"deployment: {error}") from None
+        raise ConfigError(_explained(error, tree)) from None
     refuse_formats(deployment)
     return deployment
+
+
+def _explained(error: msgspec.ValidationError, tree: Any) -> str:
+    """Returns the error with the key's name and its value in front, and with its choices if it has
+    any."""
+    problem, _, place = str(error).partition(" - at `$.")
+    if not place:
+        return f"deployment: {problem}"
+    struct: Any = Deployment
+    for part in re.findall(r"[^.`\[\]]+", place):
+        if isinstance(tree, Mapping):
+            tree, struct = tree[part], getattr(struct, "__annotations__", {}).get(part)
+        elif part.isdecimal():
+            tree = tree[int(part)]
+    if problem.startswith("Invalid enum"):
+        problem = f"expected one of {', '.join(filter(None, _choices(struct)))}"
+    return f"{place.rstrip('`')} = {tree!r}: {problem[0].lower()}{problem[1:]}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Returns the strings that a type allows."""
+    if isinstance(annotation, str):
+        return [annotation]
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 def deployment_of(deployment: Deployment, role: str) -> Deployment:
