@@ -20,8 +20,9 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
-from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches, page_sizes
+from jaxserve.engine.page_tier import PageTier, page_sizes
 from jaxserve.engine.stepper import HandOffs, Post
+from jaxserve.engine.tiered_cache import TieredCache, TierFetches
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.attention.kv_cache import largest_window, ring_pages
