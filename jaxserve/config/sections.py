@@ -194,7 +194,7 @@ class Cache(Section, frozen=True):
     host_gb: Gigabytes = 0.0
     """Host memory in GB for pages that leave the prefix caches of this process's devices; they come
     back when a request needs them. 0: such pages are lost. For attention meshes in one process and
-    models without windows."""
+    models in which some layer has no window."""
     storage: Annotated[str, Meta(pattern="^(/.*)?$")] = ""
     """Absolute path of a folder for pages, with `host_gb`: those of ended requests and those that
     leave the device. They are found after a restart and by all workers with the folder, for the

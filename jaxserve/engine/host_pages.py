@@ -18,14 +18,15 @@ class PageName(NamedTuple):
     """Digest of the salt and of all tokens up to the page's last one."""
     root: bytes
     """Digest of the salt and the first page's tokens, common to everything that continues it."""
-    state: bool = False
-    """True if the state behind the page belongs to it, in models with recurrent states."""
+    ring: bool = False
+    """True if its ring page belongs to it: the entries of layers with a window, or the state behind
+    the page."""
 
     @property
-    def with_state(self) -> "PageName":
-        """Name of the same page together with the state behind it."""
+    def with_ring(self) -> "PageName":
+        """Name of the same page together with its ring page."""
         key = hashlib.blake2b(self.key, digest_size=24).digest()
-        return self._replace(key=key, state=True)
+        return self._replace(key=key, ring=True)
 
 
 def page_names(

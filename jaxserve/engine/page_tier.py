@@ -6,10 +6,12 @@ When a sequence is admitted, the pages here that continue its prefix on the devi
 its own pages, as those of a hand-off are (`tiered_cache.py`). Pages of a preempted sequence come
 back, too, because it leaves them to the prefix cache.
 
-A sequence with recurrent states can only start behind a page whose state was kept. When the device
-gives up a state that later sequences are likely to start from (at the end of a turn or a prompt, or
-where prompts part), its page is read together with the state, as one more page here, and so are
-the pages before it. A prefix that is found ends with such a page.
+With recurrent states, and with layers that have a window, a sequence can only start where its ring
+is kept: the state behind a page, or the last pages of the window. When the device gives up ring
+pages that later sequences are likely to start from (at the end of a turn or a prompt, or where
+prompts part), each page is read together with its ring page, as one more page here. So are the
+pages before it, without theirs. A prefix that is found ends with the ring that the token behind it
+reads.
 
 With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
 and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
@@ -37,6 +39,7 @@ from jaxserve.engine.admission import FetchOrder
 from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.host_pages import HostPage, HostPages, PageName
 from jaxserve.engine.loop import Loop
+from jaxserve.engine.pages import RingPool
 from jaxserve.engine.prefix_cache import PageNode
 from jaxserve.engine.request import TokenOutput
 from jaxserve.engine.stepper import Post
@@ -91,9 +94,9 @@ class PageTier:
         """See `COUNTERS`; any thread may read them."""
         programs, tokens = accesses[0].transfer.programs, accesses[0].transfer.pieces
         self._size, self._format = programs.page_size, programs.format
-        self._tables, self._states = programs.tables, programs.closes
-        # With states the piece of one page carries the state behind it, other pieces have none.
-        self._pieces = [each // self._size for each in tokens][self._states :]
+        self._tables = programs.tables
+        # With rings the piece of one page has its ring page, too, and other pieces have none.
+        self._pieces = [each // self._size for each in tokens][programs.closes :]
         self._sizes, self._store = page_sizes(programs), HostPages(limit)
         self._reading = 0  # bytes
         self._room = threading.Semaphore(PIECES)
@@ -111,10 +114,10 @@ class PageTier:
             if there are too many.
         """
         wanted = [(name, node) for name, node in pages if self._store.get(name) is None]
-        wanted.sort(key=lambda pair: pair[0].state)
+        wanted.sort(key=lambda pair: pair[0].ring)
         for start, end, piece in reversed([*self._parts([name for name, _ in wanted])]):
             part = wanted[start:end]
-            size = sum(self._sizes[name.state] for name, _ in part)
+            size = sum(self._sizes[name.ring] for name, _ in part)
             if self._reading and self._reading + size > READ_BYTES:
                 self.counters["lost"] += len(part)
                 continue
@@ -124,31 +127,39 @@ class PageTier:
             arrays = self._accesses[domain].read(run, len(part) * self._size, piece * self._size)
             for array in arrays:
                 array.copy_to_host_async()
-            kept = [self._store.add(name, self._sizes[name.state]) for name, _ in part]
+            kept = [self._store.add(name, self._sizes[name.ring]) for name, _ in part]
             self._copies.submit(self._land, kept, arrays, piece, time.monotonic())
         self._used(name for name, _ in pages)
         self.counters["held_bytes"] = self._store.held
 
-    def find(self, names: Items[PageName]) -> list[HostPage]:
-        """Returns the first of these pages, as far as they are here or in the folder. With states
-        the last one has its state."""
-        found: list[HostPage] = []
-        for page in map(self._look, names):
-            if page is None:
+    def find(self, names: Items[PageName], cached: int, rings: RingPool | None) -> list[HostPage]:
+        """Returns the first of these pages, as far as they are here or in the folder, and with them
+        the ring pages that the token behind them reads.
+
+        Args:
+          names: of successive pages.
+          cached: pages before these, which the sequence has on the device with their ring.
+          rings: of its DP group.
+        """
+        found = [*self._there(names)]
+        while found and rings:
+            first = max(rings.first_read((cached + len(found)) * self._size) - cached, 0)
+            last = [*self._there(page.name.with_ring for page in reversed(found[first:]))]
+            lacks = len(found) - 1 - len(last)  # the last place without a ring page
+            if lacks < first:
+                found[first:] = reversed(last)
                 break
-            found.append(page)
-        while self._states and found:
-            if last := self._look(found.pop().name.with_state):
-                found.append(last)
-                break
+            del found[lacks:]
         self._used(page.name for page in reversed(found))
         if self.disk and len(found) < len(names):
             self.disk.look()
         return found
 
-    def prefetch(self, names: Items[PageName], disk: DiskPages) -> None:
-        """Starts to read the first of these pages from the folder into host memory."""
-        found = self.find(names[: self._store.most // self._sizes[False]])
+    def prefetch(
+        self, names: Items[PageName], cached: int, rings: RingPool | None, disk: DiskPages
+    ) -> None:
+        """Starts to read the first of these pages from the folder into host memory; see `find`."""
+        found = self.find(names[: self._store.most // self._sizes[False]], cached, rings)
         lacking = [page for page in found if page.rows is None and page.name in disk]
         if lacking:
             self._returns.submit(self._prefetch, lacking, disk)
@@ -169,12 +180,15 @@ class PageTier:
             self.disk.condemn(root)
         self.counters["held_bytes"] = self._store.held
 
-    def _look(self, name: PageName) -> HostPage | None:
-        """Returns a page that is here or in the folder."""
-        page = self._store.get(name)
-        if page is None and self.disk is not None and name in self.disk:
-            page = self._store.add(name, self._sizes[name.state])
-        return page
+    def _there(self, names: Iterable[PageName]) -> Iterator[HostPage]:
+        """Yields the pages up to the first one that is neither here nor in the folder."""
+        for name in names:
+            page = self._store.get(name)
+            if page is None and self.disk is not None and name in self.disk:
+                page = self._store.add(name, self._sizes[name.ring])
+            if page is None:
+                break
+            yield page
 
     def _used(self, names: Iterable[PageName]) -> None:
         """Makes pages that are here the most recently used ones, one after the other."""
@@ -182,10 +196,10 @@ class PageTier:
             self._store.get(name)
 
     def _parts(self, names: Items[PageName]) -> Iterator[tuple[int, int, int]]:
-        """Yields the pieces in which pages cross, those with states last: the first page, the one
-        behind the last, and the size in pages, of which less than half is padding if more than a
-        page crosses."""
-        end, plain = 0, sum(not name.state for name in names)
+        """Yields the pieces in which pages cross, those with ring pages last: the first page, the
+        one behind the last, and the size in pages, of which less than half is padding if more than
+        a page crosses."""
+        end, plain = 0, sum(not name.ring for name in names)
         while (start := end) < len(names):
             left = plain - start
             sizes = self._pieces if left > 0 else [1]
@@ -286,7 +300,7 @@ class PageTier:
 
 
 def page_sizes(programs: PagePrograms) -> tuple[int, int]:
-    """Returns the bytes of a page, and of a page with the state behind it if there are states.
+    """Returns the bytes of a page, without its ring page and with it.
 
     Args:
       programs: their smallest piece is a page.
@@ -300,7 +314,7 @@ def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
     """Returns wire arrays `[layers, rows, …]` of a piece as one array `[pages, bytes]`.
 
     Args:
-      piece: pages in the arrays. With the row of a state there is one.
+      piece: pages in the arrays. With a ring page there is one.
     """
     parts = []
     for array in arrays:

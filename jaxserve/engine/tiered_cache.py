@@ -3,7 +3,7 @@ decide which pages leave the device, and which come back for a sequence."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from itertools import islice
+from itertools import islice, takewhile
 
 from jaxserve.engine.admission import Fetches
 from jaxserve.engine.dp_group import DPGroup
@@ -51,9 +51,15 @@ class TieredCache(PrefixCache):
             self._save(path[::-1], lambda name: name not in disk)
 
     def evict_rings(self, count: int) -> None:
-        """Gives back up to `count` ring pages that no sequence reads."""
-        self._save([*islice(self._kept, count)])
-        super().evict_rings(count)
+        """Gives back `count` ring pages that no sequence reads, or all, and those that follow them
+        in one window: without the first of them nothing could start behind it."""
+        leaving: list[PageNode] = []
+        for node in self._kept:
+            if len(leaving) >= count and node.parent is not leaving[-1]:
+                break
+            leaving.append(node)
+        self._save(leaving)
+        super().evict_rings(len(leaving))
 
     def evict(self, count: int) -> None:
         """Gives the `count` least recently used pages, or some more, back to the pool."""
@@ -77,14 +83,22 @@ class TieredCache(PrefixCache):
         super().condemn(path)
 
     def _save(self, nodes: Iterable[PageNode], wanted: Callable[[PageName], bool] = bool) -> None:
-        """Saves those pages that have a name. With states these are pages whose states are worth
+        """Saves those pages that have a name. With rings these are pages whose ring pages are worth
         keeping, and all before them, which need not leave the device with them."""
         if self._rings:
-            every = [each for node in nodes if self._kept.get(node) for each in node.upwards()]
-            nodes = reversed(dict.fromkeys(reversed(every)))
-        named = [(self._names[node], node) for node in nodes if node in self._names]
-        pages = [(name.with_state, node) for name, node in named if self._kept.get(node)] + named
-        self._tier.save(self._domain, self._group, [pair for pair in pages if wanted(pair[0])])
+            path: dict[PageNode, None] = {}  # every page behind the one that it continues
+            for node in nodes:
+                if self._kept.get(node):
+                    new = [*takewhile(lambda each: each not in path, node.upwards())]
+                    path.update(dict.fromkeys(reversed(new)))
+            nodes = reversed(path)
+        pages = [(self._names[node], node) for node in nodes if node in self._names]
+        # The ring pages that sequences read are some of the same window, and worth as much.
+        rings = [
+            (name.with_ring, node) for name, node in pages if self._kept.get(node, node.ring >= 0)
+        ]
+        every = [pair for pair in rings + pages if wanted(pair[0])]
+        self._tier.save(self._domain, self._group, every)
 
 
 class TierFetches(Fetches):
@@ -110,17 +124,18 @@ class TierFetches(Fetches):
         if disk is not None and sequence.source is None and sequence.rank != self._prepared:
             self._prepared = sequence.rank
             cached = max(len(group.match(sequence)) for group in self._groups)
-            self._tier.prefetch(self._names(sequence, cached), disk)
+            names = self._names(sequence, cached)
+            self._tier.prefetch(names, cached, self._groups[0].rings, disk)
 
     def begin(self, sequence: Sequence) -> None:
         """Lets an admitted sequence wait, if its source or the tier has entries that its cache
         lacks."""
-        if sequence.source is not None:
+        if sequence.source is not None or sequence.home is None:
             return super().begin(sequence)
         slots, row = self._row(sequence)
         size, cached = slots.page_size, int(slots.cached[row]) // slots.page_size
         names = self._names(sequence, cached)
-        found = self._tier.find(names)
+        found = self._tier.find(names, cached, self._groups[sequence.home.group].rings)
         self._tier.counters["queries"] += len(names)
         self._tier.counters["hits"] += len(found)
         if not found:

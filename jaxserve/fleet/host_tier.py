@@ -25,7 +25,7 @@ from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.engine.tiered_cache import TieredCache, TierFetches
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
-from jaxserve.model.attention.kv_cache import largest_window, ring_pages
+from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
@@ -45,19 +45,20 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: several processes have parts of the attention meshes, the model keeps windows,
+      ConfigError: several processes have parts of the attention meshes, every layer has a window,
         the host lacks the memory, or the folder cannot be written.
     """
     gb, processes = deployment.cache.host_gb, jax.process_count()
     free = (free_host_memory() or float("inf")) / 1e9
     model = config or read_model(deployment)[0]
-    windows = largest_window(model) > 0 and ring_pages(model, deployment) > 0
+    kinds = [layer_entries(model, attention, deployment) for attention in model.attentions()]
+    rings = ring_pages(model, deployment) > 0 and all(each.ring for kind in kinds for each in kind)
     if not deployment.topology.separates_domains:  # other processes may have the ffn mesh alone
         devices = [each for mesh in Submeshes(deployment).domains for each in mesh.devices.flat]
         processes = len({device.process_index for device in devices})
     for applies, reason in (
         (processes > 1, f"attention is in {processes} processes: only where it is in one"),
-        (windows, "not for layers with a window"),
+        (rings, "not for models that have a window in every layer"),
         (gb > free, f"{free:.1f} GB of host memory are free"),
     ):
         if applies:
@@ -96,12 +97,13 @@ def open_host_tier(engine: Engine) -> None:
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
     arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
     size, stacked = cache.page_size, arrays[0].stacked
-    programs = PagePrograms(arrays[0].programs, stacked=stacked, smallest=size)
+    programs = PagePrograms(arrays[0].programs, stacked=stacked, smallest=size, rings_last=True)
     page_bytes, most = page_sizes(programs)
     if limit < most:
         raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {most:,} bytes")
     pieces = [size * pages for pages in PAGES if pages <= 2 or pages * page_bytes <= PIECE_BYTES]
     options: dict[str, Any] = {"exports": True, "imports": [programs.format], "pieces": pieces}
+    options["rings_last"] = True
     transfers = [PageTransfer(each.programs, stacked=each.stacked, **options) for each in arrays]
     accesses = [*map(PageAccess, transfers, arrays)]
 

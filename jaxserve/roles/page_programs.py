@@ -8,7 +8,7 @@ formats. Both run on the whole attention mesh: one DP group takes part with its 
 without any.
 
 Of a state one row crosses, in the last piece of a hand-off: pieces of the smallest size have
-states, others do not.
+states, others do not. With `rings_last` this holds for all pages of rings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,10 +48,18 @@ class PagePrograms:
       stacked: whether the pages of all layers are one array (`colocated_programs.py`) or one each.
       smallest: tokens in the smallest piece.
       convert: used where pieces arrive in another format than the cache's; None: none do.
+      rings_last: whether only pieces of the smallest size, a page, have entries of layers with a
+        window.
     """
 
     def __init__(
-        self, programs: TokenPrograms, *, stacked: bool, smallest: int = 0, convert: Convert = None
+        self,
+        programs: TokenPrograms,
+        *,
+        stacked: bool,
+        smallest: int = 0,
+        convert: Convert = None,
+        rings_last: bool = False,
     ):
         config, deployment = programs.config, programs.deployment
         self.mesh = programs.mesh
@@ -67,11 +75,10 @@ class PagePrograms:
         self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.heads = [pool.entries[0].heads for pool in self.pools]
         """KV heads of each pool."""
-
-    @property
-    def closes(self) -> bool:
-        """True if the last piece of a hand-off must have the smallest size, for its states."""
-        return not all(entry.every for entry in self.entries)
+        states = not all(entry.every for entry in self.entries)
+        self.closes = states or (rings_last and self.tables > 1)
+        """True if only pieces of the smallest size have entries of rings: then the last piece of a
+        hand-off must have that size."""
 
     def head(self, pool: int, rank: int, index: int) -> int:
         """Returns the number of the `index`-th KV head of the device with this rank along tp."""
@@ -93,17 +100,23 @@ class PagePrograms:
             (number, kind, head): array
             for head in range(max(heads))
             for number, pool in enumerate(self.pools)
-            if head < heads[number] and (pool.entries[0].every or tokens == self._smallest)
+            if head < heads[number]
             for kind, array in enumerate(
                 row_arrays(pool.entries, (len(pool.layers), tokens), cache_format)
             )
+            if tokens == self._smallest or not self._last(number, kind)
         }
+
+    def _last(self, pool: int, kind: int) -> bool:
+        """Returns whether only pieces of the smallest size have the rows of a page array."""
+        return self.closes and self.pools[pool].tables[kind] > 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's entries on the wire, all heads together, without states."""
+        """Bytes of a token's entries on the wire, all heads together, without those that only
+        pieces of the smallest size have."""
         parts = self.parts(self.page_size, self.format).items()  # of a page: rows are whole there
-        paged = [array for part, array in parts if self.pools[part[0]].entries[0].every]
+        paged = [array for (pool, kind, _), array in parts if not self._last(pool, kind)]
         return sum(array.size * array.dtype.itemsize for array in paged) // self.page_size
 
     def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -167,11 +180,11 @@ class PagePrograms:
             pages = list(held)
             for number, (pool, arrays) in enumerate(zip(self.pools, self._places(), strict=True)):
                 converted = self._converted(number, parts, arrived, cache_format)
-                for kind, (places, heads) in enumerate(zip(arrays, converted, strict=False)):
+                for kind, heads in converted.items():
                     own, there = self._rows(pool, kind, page_ids)
                     for head, rows in enumerate(heads):
-                        split = jnp.split(rows, len(places))
-                        for at, part in zip(places, split, strict=True):
+                        split = jnp.split(rows, len(arrays[kind]))
+                        for at, part in zip(arrays[kind], split, strict=True):
                             pages[at] = self._put(pages[at], own, there, head, part)
             return tuple(pages)
 
@@ -274,16 +287,17 @@ class PagePrograms:
         parts: Iterable[Part],
         arrived: Sequence[Array],
         cache_format: FormatName,
-    ) -> list[list[Array]]:
-        """Returns a pool's wire arrays in the cache's format, kind of page array by kind, then by
-        head; each is `[layers, tokens, …]`."""
+    ) -> dict[int, list[Array]]:
+        """Returns a pool's wire arrays in the cache's format, by kind of page array, then by head;
+        each is `[layers, tokens, …]`."""
         kinds: dict[int, list[Array]] = {}
         for (number, kind, _), array in zip(parts, arrived, strict=True):
             if number == pool:
                 kinds.setdefault(kind, []).append(array)
         if cache_format == self.format or not kinds:
-            return [*kinds.values()]
+            return kinds
         stacks = [jnp.stack(heads) for heads in kinds.values()]
         assert self._convert is not None
         entries = self.pools[pool].entries
-        return [[*stack] for stack in self._convert(entries, stacks, cache_format, self.format)]
+        converted = self._convert(entries, stacks, cache_format, self.format)
+        return {kind: [*stack] for kind, stack in enumerate(converted)}

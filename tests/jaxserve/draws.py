@@ -164,7 +164,7 @@ def _plan(rng: random.Random, model: str) -> dict[str, Any]:
         prefill |= speculative
     for engine in decode, prefill:
         engine["cache.page_size"] = has.get("page_size", engine["cache.page_size"])
-        if "tier" in has and rng.random() < 0.5:
+        if has.get("tier", True) and rng.random() < 0.5:
             engine["cache.host_gb"] = rng.choice((0.0001, 0.001))
     plan = {"model": model, "format": format, "decode": decode, "prefill": prefill}
     return plan | {"disk": rng.random() < 0.5}

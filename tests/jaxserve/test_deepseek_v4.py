@@ -73,16 +73,21 @@ def sharing() -> list[list[int]]:
     return [start[:cut] + [draw.randrange(2, VOCAB) for _ in range(20)] for cut in cuts]
 
 
-@pytest.mark.parametrize("layout", ["colocated", "2A2F tp"])
-def test_cached_prefixes_preemption_and_cancels(folder, layout):
-    runtime = loaded(folder, **LAYOUTS.get(layout, {}), **{"cache.pages": 14})
-    with layouts.serving(runtime) as engine:
-        expected = layouts.one_by_one(engine, sharing(), GREEDY)
-        for _ in range(2):
-            assert layouts.beside_cancels(engine, sharing(), sharing()[::2], GREEDY) == expected
-        (domain,) = engine.load().domains
-        assert domain.preemptions > 0
-        assert domain.prefix_hits > 0
+@pytest.mark.parametrize("layout", ["colocated", "2A2F tp", "folder"])
+def test_cached_prefixes_preemption_and_cancels(folder, layout, tmp_path):
+    """With a folder, an engine finds there what another one has left."""
+    host = {"cache.host_gb": 0.1, "cache.storage": str(tmp_path)} if layout == "folder" else {}
+    runtime = loaded(folder, **LAYOUTS.get(layout, host), **{"cache.pages": 14})
+    for restarts in range(1 + len(host) // 2):
+        with layouts.serving(runtime) as engine:
+            expected = layouts.one_by_one(engine, sharing(), GREEDY)
+            for _ in range(2):
+                assert layouts.beside_cancels(engine, sharing(), sharing()[::2], GREEDY) == expected
+            load = engine.load()
+            assert load.preemptions > 0 or host
+            assert load.domains[0].prefix_hits > 0
+            assert bool(load.host_pages.get("hits")) == bool(host)
+            assert not restarts or load.host_pages["storage_hits"] > 0
 
 
 @pytest.mark.parametrize("second", [{}, {"cache.page_size": 64, "cache.pages": 20}])

@@ -48,10 +48,12 @@ MOST_RUNTIMES = 6
 """Compiled programs of a runtime take thousands of the mappings that a process may have."""
 
 NEXT: tuple[TinyNext, ...] = (QWEN3_NEXT, QWEN3_5)
+WINDOW = CATALOGUE["gpt_oss"]
 WRITERS = {name: entry.write for name, entry in CATALOGUE.items()} | {
     "step3": write_tiny_step3,
     **{one.name: replace(one, sizes=replace(one.sizes, module=True)).write for one in NEXT},
     "deepseek_v4": WITH_MODULE.write,
+    WINDOW.name: replace(WINDOW, sizes=replace(WINDOW.sizes, sliding_window=21)).write,
 }
 
 TIE = {"float32": 1e-4}

@@ -185,14 +185,17 @@ def test_greedy_on_two_meshes(name, tmp_path):
     ],
 )
 def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp_path):
-    few = CHUNKED | {"mode": mode, "cache.pages": 12}
+    """Pages on two meshes go to host memory, with two pages of a window where there is one."""
+    few = CHUNKED | {"mode": mode, "cache.pages": 24, "cache.host_gb": 0.1 * (mode == "afd")}
+    few |= {"cache.page_size": 4, "scheduler.page_buckets": [16]}
     expected = Expected.golden(name).tokens
     with LLM(CATALOGUE[name].write(tmp_path), overrides=few) as llm:
         for _ in range(2):
             assert [made.token_ids for made in llm.generate(PROMPTS, GREEDY)] == expected
-        (domain,) = llm._engine.load().domains
-    assert domain.preemptions > 0
-    assert domain.prefix_hits > 0
+        load = llm._engine.load()
+    assert load.preemptions > 0
+    assert load.domains[0].prefix_hits > 0
+    assert (load.host_pages.get("hits", 0) > 0) == (mode == "afd")
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.engine.test_lost_steps import Failing
 from tests.jaxserve.layouts import PROMPTS, Collector, ask, generate, idle
+from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_step3 import write_tiny_step3
 
 PAGE_BYTES = 8192
@@ -212,6 +213,12 @@ def test_what_cannot_work(colocated_runtime, tiny_model, monkeypatch, size, proc
     runtime = colocated_runtime._replace(deployment=layouts.deployment(tiny_model, overrides))
     with pytest.raises(ConfigError, match=f"cache.host_gb = {re.escape(f'{size:g}')}: {message}"):
         make_engine(runtime, eos_token_ids=frozenset())
+
+
+def test_a_window_in_every_layer(tmp_path):
+    folder = CATALOGUE["qwen3_moe_window"].write(tmp_path)
+    with pytest.raises(ConfigError, match="not for models that have a window in every layer"):
+        host_tier.check_host_tier(layouts.deployment(folder, {"cache.host_gb": 0.1}))
 
 
 def test_names_depend_on_everything_before():

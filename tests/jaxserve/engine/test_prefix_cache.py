@@ -30,26 +30,6 @@ def page_ids(path):
     return [node.page_id for node in path]
 
 
-def test_no_more_than_wanted_and_nothing_of_other_tenants():
-    cache, pool = make()
-    put(cache, pool, [1, 2, 3, 4], salt="a")
-    found = [len(cache.match(keys([1, 2, 3, 4], "a"), longest)) for longest in range(5)]
-    assert found == [0, 0, 1, 1, 2]
-    assert cache.match(keys([1, 2], "b"), 2) == cache.match(keys([1, 2]), 2) == []
-
-
-def test_keys_are_the_tokens_and_grow_with_them():
-    tokens = array("i", [1, 2, 3])
-    grown = PageKeys("a", tokens, 2)
-    (first,) = grown.first(1)
-    assert first == array("i", [1, 2]).tobytes() == grown[0]
-    tokens.extend([4, 2**31 - 1])
-    assert grown[1] == array("i", [3, 4]).tobytes()
-    assert grown.first(2) == [first, grown[1]]
-    assert grown.first(1)[0] is first, "made once"
-    assert grown.first(0) == []
-
-
 def test_what_is_used_stays_and_the_longest_unused_goes_first():
     cache, pool = make(pages=5)
     first, second = put(cache, pool, [1, 2, 3, 4]), put(cache, pool, [1, 2, 5, 6])
