@@ -62,12 +62,14 @@ COUNTERS = (
     *("queries", "hits", "saved", "lost", "bytes_saved", "bytes_restored"),
     *("save_seconds", "restore_seconds", "held_bytes", "storage_hits", "storage_errors"),
     *("storage_bytes_read", "storage_bytes_written"),
+    *("prefetched", "prefetched_bytes", "prefetch_seconds"),
 )
 """Counters of a tier: pages looked for and found; pages copied to the host, and ones that were not
 (too many at a time, or the device failed); bytes copied either way; seconds from the decision to
 host memory, summed over reads, and from admission until all pages are back on the device, summed
 over requests; bytes held now; of the folder: pages found there alone, failed reads, writes and
-lists, and bytes of files."""
+lists, and bytes of files; of the reads from it while a request waits: pages, their bytes, and
+seconds from the decision until the last page is in host memory, summed over requests."""
 
 
 class PageTier:
@@ -162,7 +164,7 @@ class PageTier:
         found = self.find(names[: self._store.most // self._sizes[False]], cached, rings)
         lacking = [page for page in found if page.rows is None and page.name in disk]
         if lacking:
-            self._returns.submit(self._prefetch, lacking, disk)
+            self._returns.submit(self._prefetch, lacking, disk, time.monotonic())
 
     def restore(self, domain: int, order: FetchOrder, pages: Items[HostPage]) -> None:
         """Starts to bring found pages to the device, for a fetch that has begun."""
@@ -228,9 +230,13 @@ class PageTier:
 
         self._post(partial(self._landed, pages, size))
 
-    def _prefetch(self, pages: Items[HostPage], disk: DiskPages) -> None:
+    def _prefetch(self, pages: Items[HostPage], disk: DiskPages, since: float) -> None:
         """Reads pages for a sequence that waits. Those that do not come are as if never found."""
         disk.read(pages)
+        sizes = [page.size for page in pages if page.rows is not None]
+        self.counters["prefetched"] += len(sizes)
+        self.counters["prefetched_bytes"] += sum(sizes)
+        self.counters["prefetch_seconds"] += time.monotonic() - since
         self._post(partial(self._landed, pages, 0))
 
     def _bring(self, domain: int, order: FetchOrder, pages: Items[HostPage], since: float) -> None:

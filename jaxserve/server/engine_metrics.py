@@ -51,6 +51,9 @@ HOST_PAGES = {
     "storage_errors": "Reads, writes and lists of the folder that failed; damaged files.",
     "storage_bytes_read": "Bytes read from the folder.",
     "storage_bytes_written": "Bytes written to the folder.",
+    "prefetched": "KV pages read from the folder while their request waited.",
+    "prefetched_bytes": "Bytes of these pages.",
+    "prefetch_seconds": "From the decision until the last of them is read, summed over requests.",
 }
 """Counters of `EngineLoad.host_pages`."""
 
