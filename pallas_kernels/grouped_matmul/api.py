@@ -45,6 +45,7 @@ from pallas_kernels.grouped_matmul.reference import GroupedCall, WeightArray
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import (
+    EIGHT_BITS,
     FOUR_BITS,
     QuantArray,
     check_quant_array,
@@ -60,8 +61,7 @@ Biases = tuple[
     Float[Array, "groups d_ff"], Float[Array, "groups d_ff"], Float[Array, "groups d_out"]
 ]
 """Biases of the products of gate, up and down, of all groups."""
-_EIGHT_BITS = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "fp8"}
-_NARROW_ROWS = _EIGHT_BITS | {"int4": "int8"}
+_NARROW_ROWS = EIGHT_BITS | {jnp.dtype(jnp.int4): "int8"}
 """Formats of rows in blocks, by the dtype of weights that multiply them."""
 _COST = "multiplies 8 rows at a time, one block after the other"
 
@@ -277,7 +277,7 @@ def _in_format(narrow: QuantArray | None, *weights: WeightArray) -> QuantArray |
     if narrow is None:
         return None
     narrow = dataclasses.replace(narrow, values=from_bits(narrow.values))
-    formats = {_EIGHT_BITS.get(array.dtype.name) for array in (narrow, *weights)}
+    formats = {EIGHT_BITS.get(array.dtype) for array in (narrow, *weights)}
     return narrow if len(formats) == 1 and None not in formats else None
 
 
@@ -387,7 +387,7 @@ def _check_row_format(row_format: str | None, **weights: WeightArray) -> None:
             )
         if row_format == "float":
             continue
-        if _NARROW_ROWS.get(array.dtype.name) != row_format:
+        if _NARROW_ROWS.get(array.dtype) != row_format:
             raise ValueError(f"row_format is {row_format!r}, {name} is {array.dtype}")
         block_in, is_int4 = array.block[1], array.dtype == jnp.int4
         part = is_int4 and block_in and ROW_BLOCK % block_in == 0

@@ -55,8 +55,7 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
 from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import when_known
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
-from pallas_kernels.quantize import FOUR_BITS, QuantArray, quantize_rows, quantize_weight
-from pallas_kernels.quantize.api import Format
+from pallas_kernels.quantize import FOUR_BITS, Format, QuantArray, quantize_rows, quantize_weight
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields

@@ -2,7 +2,6 @@
 MXFP4 weights with one per group."""
 
 from pallas_kernels.quantize.api import (
-    Format,
     WeightFormat,
     dequantize_rows,
     dequantize_weight,
@@ -22,6 +21,7 @@ from pallas_kernels.quantize.quant_array import (
     EIGHT_BITS,
     FOUR_BITS,
     GROUPS,
+    Format,
     QuantArray,
     StackEntry,
     check_quant_array,

@@ -10,9 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.quantize import reference
-from pallas_kernels.quantize.quant_array import QuantArray, check_quant_array
+from pallas_kernels.quantize.quant_array import Format, QuantArray, check_quant_array
 
-Format = Literal["fp8", "int8"]
 WeightFormat = Literal["fp8", "fp8_block", "int8", "int4", "mxfp4"]
 
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {

@@ -1,17 +1,23 @@
 """A quantised array: values, scales, and the block of values that shares a scale.
 
 Made by `quantize_weight` or read from a checkpoint; accepted by every op that multiplies by
-weights. Knows nothing of the formats' names.
+weights.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-EIGHT_BITS = (jnp.float8_e4m3fn, jnp.uint8, jnp.int8)
-"""The 8-bit dtypes of values; uint8 holds the bits of float8_e4m3fn."""
+Format = Literal["fp8", "int8"]
+"""Formats of rows: on the wire, in the KV cache, and as operands of products in 8 bits."""
+EIGHT_BITS: dict[Any, Format] = {
+    jnp.dtype(jnp.float8_e4m3fn): "fp8",
+    jnp.dtype(jnp.uint8): "fp8",
+    jnp.dtype(jnp.int8): "int8",
+}
+"""Dtypes of values in 8 bits and their formats; uint8 holds the bits of float8_e4m3fn."""
 
 FOUR_BITS = (jnp.int4, jnp.float4_e2m1fn)
 """The 4-bit dtypes of values, two of which take a byte."""

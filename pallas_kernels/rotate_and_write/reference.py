@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.attention.api import write_rows
 from pallas_kernels.norm_quantize.reference import rms_norm
-from pallas_kernels.quantize import Format, quantize_rows
+from pallas_kernels.quantize import EIGHT_BITS, quantize_rows
 
 
 def rotate(
@@ -48,8 +48,7 @@ def kept(
     """Returns rows as these pages keep them, and their scales in 8 bits; FP8 may be its bits."""
     if pages.dtype.itemsize > 1:
         return rows.astype(pages.dtype), None
-    format: Format = "int8" if pages.dtype == jnp.int8 else "fp8"
-    values, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]), format)
+    values, scales = quantize_rows(rows.reshape(-1, rows.shape[-1]), EIGHT_BITS[pages.dtype])
     return values.reshape(rows.shape), scales.reshape(rows.shape[:2])
 
 

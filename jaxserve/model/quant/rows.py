@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.config.formats import FORMATS, FormatName, scaled
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
-from pallas_kernels.quantize import QuantArray
-from pallas_kernels.quantize.api import Format, dequantize_rows, quantize_rows
+from pallas_kernels.quantize import Format, QuantArray, dequantize_rows, quantize_rows
 
 
 class EncodedRows(NamedTuple):
@@ -35,11 +34,10 @@ def storage(row_format: FormatName) -> jnp.dtype:
 
 
 def cached_dtype(cache_format: FormatName) -> jnp.dtype:
-    """Dtype of the cache's values. FP8 values are stored as their bits, which are cheaper to move
-    (`quantize/bits.py`)."""
+    """Returns the dtype of the cache's values. FP8 (e4m3) values are stored as their bits, which
+    are cheaper to move (`quantize/bits.py`)."""
     dtype = storage(cache_format)
-    float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
-    return jnp.dtype(jnp.uint8) if float8 else dtype
+    return jnp.dtype(jnp.uint8) if dtype == jnp.float8_e4m3fn else dtype
 
 
 def has_scales(row_format: FormatName) -> TypeGuard[Format]:

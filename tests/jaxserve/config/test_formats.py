@@ -26,14 +26,15 @@ def test_what_each_use_offers():
 
 
 def test_a_format_of_the_cache_is_one_entry(monkeypatch):
-    """A toy format with 8 bits and a scale a token: pages, page size, wire and plans follow."""
+    """A toy format with 8 bits and a scale a token: pages, page size, wire and plans follow. Its
+    pages are no uint8, which has the bits of e4m3: rows would be stored in that format."""
     toy = NumberFormat(8, "float8_e5m2", "bfloat16", {"cache": "token", "dispatch": "row"})
     monkeypatch.setitem(FORMATS, "toy", toy)
     deployment = load_deployment("demo")
     cache = msgspec.structs.replace(deployment.cache, format="toy")
     deployment = msgspec.structs.replace(deployment, cache=cache)
     arrays = page_arrays(deployment, layer_entries(GROUPED, GROUPED.attentions()[0], deployment))
-    assert [array.dtype for array in arrays] == [jnp.uint8, jnp.uint8, jnp.float32, jnp.float32]
+    assert [array.dtype for array in arrays] == [jnp.float8_e5m2] * 2 + [jnp.float32] * 2
     assert page_tokens("tpu", "toy") == page_tokens("tpu", "int8") == 256
     assert row_bytes(256, 0, "toy", "float32") == row_bytes(256, 0, "int8", "float32")
     rows = [calculator(cache=name) for name in ("toy", "int8")]
