@@ -101,6 +101,7 @@ class Fetches:
         self._fetches[ticket] = _Fetch(order, sequence, start, start)
         self._new.append(order)
         sequence.ticket = ticket
+        # A row gets no step until this is cleared: it would read entries that are yet to come.
         slots.fetching[row] = True
 
     def take_new(self) -> list[FetchOrder]:
@@ -295,6 +296,8 @@ class AdmissionQueue:
             sequence = self.waiting[0]
             pages = self._pages(sequence)
             best = _cheapest(loads, sequence, pages)
+            # Nothing behind the first is admitted in its place: a stream of small requests would
+            # take each page that comes free, and a large one would wait for ever.
             if best is None:
                 self.fetches.prepare(sequence)
                 return

@@ -219,8 +219,12 @@ class LaneSlots:
             order = np.argsort(rows)
             rows, counts = rows[order], counts[order]
         own = None if drafts is None else drafts[rows]
+        # Drafts may turn out wrong, so lengths count what is certain; `slack` has the rest until
+        # the step is complete, and pages are given for both.
         certain = counts if own is None else counts - own
         kv_lengths = self.cached[rows] + certain
+        # Only behind its last token is a sequence sampled: a prompt's other tokens are known. A
+        # last token in flight is on the device alone, which feeds it.
         samples = kv_lengths == self.length[rows]
         token_ids = np.where(self.pending[rows] > 0, FROM_DEVICE, self.last_token[rows])
         if own is not None:
@@ -444,5 +448,7 @@ class LaneSlots:
 
     def known_cached(self, step: StepInFlight) -> np.ndarray:
         """Returns the cached tokens of each row of a complete step that the host knows."""
+        # A sampled token has no entry before the next step feeds it. Entries of that step may be
+        # written already, but for tokens that the host does not know.
         known = self.length[step.rows] - self.pending[step.rows]
         return np.where(step.samples, known - 1, np.minimum(step.kv_lengths, known))

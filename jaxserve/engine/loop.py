@@ -356,6 +356,7 @@ class Loop:
         if lane in self._begun:
             steps.append(self._begun.pop(lane))
         self._in_flight = deque(step for step in self._in_flight if step.lane != lane)
+        # The newest first: each was issued from the lengths that the one before it leaves.
         for step in reversed(steps):
             self.schedulers[lane % len(self.schedulers)].lost(step.plan)
 

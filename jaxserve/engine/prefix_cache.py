@@ -127,6 +127,8 @@ class PrefixCache:
             if node is None:
                 break
             path.append(node)
+            # `kept` counts the pages in a row up to this one whose ring pages are held. They have
+            # to cover what the next token reads. Behind a gap a longer prefix may qualify again.
             kept = kept + 1 if node.ring >= 0 else 0
             first = self._rings.first_read(len(path) * self._page_size) if self._rings else 0
             if not self._rings or kept >= len(path) - first:
@@ -178,6 +180,7 @@ class PrefixCache:
 
     def condemn(self, path: Sequence[PageNode]) -> None:
         """Makes a held path, and all that continues it, match no more."""
+        # Any page of the path may be the damaged one, so its first goes, with all that follows.
         top = path[0]
         assert top.parent is not None
         if top.parent in self._forgotten:
@@ -239,6 +242,7 @@ class PrefixCache:
         """
         unused = self.idle
         self.evict(unused)
+        # The roots that are left have pages in use; `_detach` drops them with the last of these.
         self._forgotten.update(self._roots.values())
         self._roots.clear()
         return unused

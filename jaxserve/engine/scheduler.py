@@ -411,6 +411,8 @@ class Scheduler:
         """Frees the slot of a sequence that gets no further step and has none in flight."""
         if sequence.home is None or sequence.status == "running":
             return
+        # Results find their sequence by its row. Another sequence in this row would be credited
+        # with the tokens of a step in flight.
         slots = self.lanes[sequence.home.lane]
         if not slots.in_flight[sequence.place.row]:
             self.groups[sequence.home.group].release(sequence)

@@ -218,6 +218,8 @@ class StepComposer:
         while group.free_pages <= owed:
             if group.leaving:  # pages are on their way: another preemption would free none sooner
                 return False
+            # The loop ends: the pages of a preempted sequence are free at once, or a step of it is
+            # in flight, and then the group is `leaving`.
             last_due = max(group.residents(), key=rank)
             self._preempt(last_due)
             if last_due is sequence:

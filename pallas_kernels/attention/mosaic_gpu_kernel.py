@@ -167,7 +167,9 @@ class _Warpgroup(Pages):
         """Copies, or attends for every unit of the range, or does both."""
         if not self.plan.has_copier:
             cursor = self.walk.first_cursor()
-            # If several share a slot, the last one is filled in the first step.
+            # Warpgroups that share slots leave one empty: a step refills the slot of the step
+            # before, which the other warpgroup has had a whole step to leave. A warpgroup with its
+            # own range refills each slot as soon as it has read it, so all are filled here.
             for _ in range(self.walk.stages - (not self.plan.own_ranges)):
                 cursor = self.walk.copy(cursor, self.leads)
             self._attend(cursor)
@@ -181,6 +183,9 @@ class _Warpgroup(Pages):
         walk = self.walk
 
         def copy(step: Any, cursor: Cursor) -> Cursor:
+            # A wait matches one release. Before the ring has gone round once nothing was released,
+            # and a wait would last for ever; afterwards, without it, the copy would overwrite keys
+            # that wgmma is reading.
             pl.when(step >= walk.begin + walk.stages)(lambda: self._wait_until_released(step))
             return walk.copy(cursor, jnp.bool_(True))
 
@@ -211,6 +216,9 @@ class _Warpgroup(Pages):
             work.first_block[item] - work.start[index],
             self._load_query_scales(index),
         )
+        # Two warpgroups that share rows share their queries: without this meeting the copy of the
+        # next ones would overwrite those that the slower one still multiplies. Within a warpgroup
+        # Pallas itself has the warps meet before every copy and store.
         self._meet()  # All have read the queries of the unit before.
         q_loaded = smem.q_loaded.at[self.buffer]
 
@@ -259,6 +267,9 @@ class _Warpgroup(Pages):
         weights = jnp.exp2(scores - along(largest, scores, 0))
         shrink = jnp.exp2(state.largest - largest)
         total = state.total * shrink + weights.sum(axis=1)
+        # Values that were converted are multiplied from their buffer, so the slot is free already.
+        # Others lie in the slot until wgmma has read them: released any earlier, it would be copied
+        # into under the product. Own ranges release nothing: they start the next copy themselves.
         if self.converts and not own_ranges:
             plgpu.barrier_arrive(smem.released.at[slot])
         mixed = state.mixed * along(shrink, state.mixed, 0)
@@ -269,6 +280,7 @@ class _Warpgroup(Pages):
 
     def _copy_beside(self, step: Any, cursor: Cursor) -> None:
         """Starts the next copy, into the slot of the previous step."""
+        # In the first step the slot is the one that `run` left empty, which nobody releases.
         after_one = self.leads & (step > self.walk.begin)
         pl.when(after_one)(lambda: self._wait_until_released(step - 1))
         self.walk.start(cursor, self.leads, tuple(self.walk.parts))
@@ -280,8 +292,11 @@ class _Warpgroup(Pages):
         smem, one_buffer = self.smem, self.plan.one_buffer
         if self.converts:
             self._convert_keys(slot, cursor)
+        # Latents are keys and values at once: cleared only later, they would change while wgmma
+        # reads them as keys. Values that are still to be converted are cleared after that.
         if self.shared or not self.converts:
             self._clear_unseen(unit, slot, first)
+        # Each warpgroup converted a share of the keys; its products need all of them.
         if self.converts:
             self._meet_others()
 
@@ -292,6 +307,7 @@ class _Warpgroup(Pages):
             later = cursor
             if isinstance(cursor, Cursor) and not self.looks_up_late:
                 later = self.walk.after(cursor)
+            # One buffer holds the keys that wgmma reads now, so values wait until it is done.
             if self.converts and not self.shared and not one_buffer:
                 self._convert_values(slot, cursor)
             return acc[...], later
@@ -302,6 +318,7 @@ class _Warpgroup(Pages):
             self._convert_values(slot, cursor)
         if self.converts and not self.shared:
             self._clear_unseen(unit, slot, first)
+            # `_mix` multiplies the shares that the other warpgroup converted, too.
             self._meet_others()
         return scores, later
 
@@ -327,6 +344,7 @@ class _Warpgroup(Pages):
             return acc[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.plan.positions), jnp.float32))
+        # The sums have been read, so wgmma is done with the keys; their scales are still needed.
         key_scales = load(smem.k_scales_smem.at[slot], plgpu.Layout.WGMMA.reduce(0))
         scores = scores * along(key_scales, scores, 1) * along(unit.query_scales, scores, 0)
         plgpu.commit_smem()  # All threads have read the scales.
@@ -359,6 +377,8 @@ class _Warpgroup(Pages):
     def _of_other(self, vector: Any) -> Any:
         """Exchanges a vector [64] with the other warpgroup, and returns the vector received."""
         exchange = self.smem.exchange
+        # One vector each is enough. Between two exchanges the warpgroups meet once more, in `_mix`
+        # or at the next unit's queries, so that none overwrites what the other is about to read.
         exchange[self.me] = vector
         self._meet()
         return load(exchange.at[1 - self.me], plgpu.Layout.WGMMA.reduce(1))
@@ -368,9 +388,11 @@ class _Warpgroup(Pages):
         values = self._values(slot).at[:, self.columns]
         p: Any = weights
         if self.plan.split_values or not self.plan.p_in_registers:
+            # Two that share rows have met over the maxima since the last product read it.
             p = self.smem.p_smem.at[pl.ds(self.buffer * ROWS, ROWS)]
             p[:, self.positions] = weights
             plgpu.commit_smem()
+        # Each has the weights of half of the positions, and mixes all of them for its columns.
         if self.plan.split_values:
             self._meet()
         if self.plan.p_in_registers:

@@ -94,6 +94,7 @@ class Pages:
         self._convert("k", slot, self._keys(slot), cursor)
 
     def _convert_values(self, slot: Any, cursor: Cursor | None) -> None:
+        # Own ranges refill keys and values of a slot at different times, so each has a barrier.
         if self.plan.own_ranges:
             self._wait_until_loaded(slot, "v")
         self._convert("v", slot, self._values(slot), cursor)
@@ -125,6 +126,8 @@ class Pages:
             converted = part.astype(target.dtype) * along(by_row, part, 0)
             store(target.at[:, columns(index)], converted)
             part = later
+        # wgmma reads shared memory through the asynchronous proxy and would miss these stores
+        # without this fence. The copy below may only begin now that the slot has been loaded.
         plgpu.commit_smem()
         if self.plan.own_ranges and isinstance(cursor, Cursor):
             self.walk.start(cursor, self.leads, (name, name + "_scales"))
@@ -149,7 +152,7 @@ class Pages:
         def _() -> None:
             self._meet_others()  # Shares of other warpgroups are converted.
             pl.when(self.leads)(clear)
-            self._meet_others()
+            self._meet_others()  # No other multiplies a position that is not cleared yet.
 
 
 def zero(slot: Any) -> Any:

@@ -141,6 +141,9 @@ def scratch_types(cache: Cache, plan: Sizes, queries_dtype: Any) -> dict[str, An
         "q_loaded": plgpu.Barrier(num_barriers=buffers, num_arrivals=plan.terms),
         "met": plgpu.Barrier(num_barriers=walkers, num_arrivals=plan.warpgroups // walkers),
     }
+    # Every copy of a step arrives once. `Walk.start` therefore also copies for columns behind a
+    # sequence's last page, from any page: one arrival too few, and the wait would never end. The
+    # mask hides their positions.
     arrivals = len(arrays) * copies(page_size)
     if plan.own_ranges:
         kinds = [name for name in ("k", "v") if name in arrays]

@@ -17,7 +17,8 @@ BUFFERS = 4
 """Number of block buffers: one being scored, one being mixed, and those in flight."""
 
 AHEAD = BUFFERS - 2
-"""Number of blocks fetched ahead."""
+"""Number of blocks fetched ahead. While block s is scored and block s - 1 mixed, block s + 2
+arrives in the buffer of s - 2, which was mixed a round before. One more would overwrite s - 1."""
 
 
 class Sizes(NamedTuple):
@@ -189,6 +190,8 @@ class Fetcher:
     def await_block(self, slot: Any) -> None:
         """Waits for the copies of a whole block: one wait a buffer, since semaphores count
         bytes."""
+        # All arrays of a block share one semaphore. Each wait takes its bytes off it, and all waits
+        # together take the whole block's: a copy left out would end the next block's wait early.
         for pool in self.pools:
             for buffer in (pool.buffer, pool.scale_buffer):
                 if buffer is not None:
@@ -199,7 +202,7 @@ class Fetcher:
         """Waits for the copies of the first `pages` pages of a block."""
 
         def page(index: Any, carry: None) -> None:
-            for copy in self.page_copies(0, slot, index):
+            for copy in self.page_copies(0, slot, index):  # only the size counts: any page does
                 copy.wait()
 
         lax.fori_loop(0, pages, page, None)
@@ -209,6 +212,8 @@ class Fetcher:
         each_token(self.items, item, lambda token: self.query_copy(item, token).start())
 
     def query_copy(self, item: Any, token: Any) -> Any:
+        # Every item has a block, so the blocks fetched ahead belong to items at most `AHEAD` ahead,
+        # and their queries never arrive over those of the item at hand.
         slot = item & (BUFFERS - 1)
         return pltpu.make_async_copy(
             self.queries.outside.at[self.items.first[item] + token],

@@ -97,6 +97,8 @@ class Kernel:
             producer = self.fetcher.fetch(producer)
         pl.when(self.padding[0] > 0)(self.write_padding)
         lax.fori_loop(0, self.total[0], self.attend, (jnp.int32(0), producer))
+        # `write` waits for the item before last, so two are left. The kernel must not end with
+        # copies under way, nor leave counts on a semaphore that the next call finds.
         for before in (2, 1):
             pl.when(self.total[0] >= before)(
                 functools.partial(self.await_written, self.total[0] - before)
@@ -135,6 +137,8 @@ class Kernel:
             steady = (number > clear_from) & (number < clear_to)
             steady &= there & (producer.left >= plan.pages_per_block)
 
+            # One set of scores a tile and head: `score` overwrites what `weigh` reads, here and in
+            # the order of `mix` and `score` below.
             def both(tile: Any, tokens: int) -> None:
                 # The matrix units multiply in the order of the program: what `score` gives them
                 # hides the exponentials of `weigh`, on which the products of `mix` wait.
@@ -338,11 +342,16 @@ class Kernel:
 
             lax.fori_loop(0, self.padding[0], token, None)
 
+        # All copies read one row of the first results' buffer, and are waited for before `finish`
+        # fills it.
         each(lambda copy: copy.start())
         each(lambda copy: copy.wait())
 
     def write(self, item: Any) -> None:
         """Divides by the totals, and starts the copies of an item's results."""
+        # Two buffers take turns. Until the results of the item before last have left theirs,
+        # `finish` would overwrite rows that are still being copied. A semaphore each: it counts
+        # bytes, and could not tell one item's from the other's.
         pl.when(item >= 2)(lambda: self.await_written(item - 2))
         self.each_tile(item, functools.partial(self.finish, item))
 

@@ -99,7 +99,9 @@ def _kernel(
         return lax.div(row[first[item]], ROWS)
 
     def shares(item: Any, found: Any) -> Any:
-        # Whether an item changes a tile of one that may still be on its way.
+        # Whether an item changes a tile of one that may still be on its way: read ahead, the tile
+        # would lack the other item's rows, and writing it back would undo them. Items further back
+        # have been waited for when their buffer was filled again.
         def same(before: Any, found: Any) -> Any:
             return found | (tile(before) == tile(item))
 
@@ -161,6 +163,7 @@ def _kernel(
     def begin(item: Any, carry: None) -> None:
         read(item)
 
+    # Every write but the last of each buffer has been waited for.
     def finish(item: Any, carry: None) -> None:
         write(item).wait()
 

@@ -83,6 +83,8 @@ def _body(
 
     @pl.when(place < states.shape[0])
     def _token() -> None:
+        # Both passes read the old state from shared memory, because the second one overwrites it in
+        # memory row by row. No other block has this head of this page: rows share no page.
         state = states.at[place, head]
         plgpu.copy_gmem_to_smem(state, state_smem, loaded)
         plgpu.copy_gmem_to_smem(query.at[row, own], query_smem, loaded)

@@ -49,6 +49,8 @@ def delta_step(step: Step, target: Target) -> tuple[Array, Array]:
     def of_row(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda row, *_: (row, *[0] * len(shape)))
 
+    # Pallas fetches a row's state before that of the row before is written back. So no two tokens
+    # of a call may share a page (`api.py`): the second would start from the old state.
     state = pl.BlockSpec((1, heads, key_dim, value_dim), lambda row, page, _: (page[row], 0, 0, 0))
     changed, read = pl.pallas_call(
         _kernel,

@@ -112,6 +112,7 @@ def store_rows(context: Context, consumer: jax.Array, tile: Tile, column: jax.Ar
         jax.lax.fori_loop(whole_begin, whole_end, lambda block, _: copy_blocks(block, 1), None)
 
     def copy_edge(block: jax.Array, begin: jax.Array, end: jax.Array) -> None:
+        # Head and tail take turns with one buffer, which TMA may still be reading for the other.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         edge[...] = load(source.at[pl.ds(block * BLOCK_ROWS, BLOCK_ROWS)], ROWS_LAYOUT)
         plgpu.commit_smem()
@@ -149,6 +150,8 @@ def store_quantised(
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     store(buffers.wide.at[:, columns].transpose((1, 0)), result)
     plgpu.commit_smem()
+    # Each consumer has stored its columns of every row. The rows that it quantises now have columns
+    # of all consumers.
     meet(buffers)
 
     def for_each_block(body: Any) -> None:
@@ -164,6 +167,7 @@ def store_quantised(
 
 def meet(buffers: Narrowing) -> None:
     """Waits for all consumers."""
+    # The warpgroup that loads takes no part: it runs ahead, and would stop loading here.
     met: Any = buffers.met
     plgpu.barrier_arrive(met)
     plgpu.barrier_wait(met)
@@ -192,6 +196,7 @@ def store_quantised_rows(
       result: FP32 [consumer_rows, tiles.out].
     """
     buffers: Any = context.scratch.narrowing
+    # No meeting: a row lies in one warpgroup, which alone fills and copies its part of the buffers.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _keep(buffers, pl.ds(first_block * BLOCK_ROWS, result.shape[0]), result)
     plgpu.commit_smem()

@@ -78,6 +78,8 @@ def _sum_up(
     def add_step(index: jax.Array, state: tuple[Sums, Carry]) -> tuple[Sums, Carry]:
         totals, (step, cursor) = state
         loaded = begin(index)
+        # Before the wait for this step's operands: the copies of a later one are under way while
+        # this warpgroup waits and multiplies.
         cursor = refill(context, warpgroup, step, cursor)
         stage = context.stage_of(step)
         wait_until_loaded(context, stage)
@@ -95,6 +97,7 @@ def _sum_up(
         added = tuple(
             tuple(add(number, part) for part in range(parts)) for number in range(len(totals))
         )
+        # Every part has read its sums, so no wgmma reads the stage any more.
         release(context, stage)
         return added, (step + 1, cursor)
 

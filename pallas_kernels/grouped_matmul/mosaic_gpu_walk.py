@@ -44,6 +44,9 @@ def for_each_tile(context: Context, start: Any, body: Callable[..., Any]) -> Any
     def run(round_: jax.Array, carry: Any) -> Any:
         return body(carry, *_tile_at(context, round_ * processors + processor))
 
+    # A block of a cluster that took one step less would leave the other one waiting for its half of
+    # an operand, or for its release of a stage. So `processor` counts clusters, and halves without
+    # rows are walked, too.
     rounds = jax.lax.div(total - processor + processors - 1, processors)
     return jax.lax.fori_loop(0, rounds, run, start)
 
@@ -143,6 +146,8 @@ def load_step(
     inner = pl.ds(index * tiles.inner, tiles.inner)
     columns = pl.ds(out_tile * tiles.out, tiles.out)
 
+    # A shared operand counts once in `full`: this block announces all of its bytes, of which the
+    # copies of both blocks bring one half each.
     def copy(source: Ref, target: Ref, name: str) -> None:
         axes = CLUSTER_AXIS if tiles.shared == name else None
         plgpu.copy_gmem_to_smem(source, target.at[stage], full, collective_axes=axes)
@@ -168,6 +173,8 @@ def wait_until_loaded(context: Context, stage: Any) -> None:
 
 def release(context: Context, stage: Any) -> None:
     """Gives the buffers of a stage back to the warpgroups that load, in both blocks."""
+    # Callers have waited for the products: until then wgmma reads the buffers, and the next copy,
+    # in a cluster also one of the other block, would overwrite its operands.
     if context.scratch.scales is not None:
         plgpu.commit_smem()  # every thread has loaded its scales, and TMA may know
     plgpu.barrier_arrive(context.scratch.empty.at[stage])
@@ -188,6 +195,8 @@ def load_and_compute(
     cursor = first_step(context)
     for stage in range(stages - LATE):
         cursor = load_next(context, cursor, stage, mine=mine)
+    # The first `LATE` refills find free buffers. All warpgroups release these as if they had used
+    # them, since `refill` waits before every load and counts one release a wait.
     for stage in range(stages - LATE, stages):
         release(context, stage)
     end, _ = for_each_tile(
@@ -197,6 +206,8 @@ def load_and_compute(
     )
 
     @pl.when(mine)
+    # The last `LATE` releases. A block that ended before them would leave the other block of its
+    # cluster to arrive at a barrier in shared memory that no longer exists.
     def _drain() -> None:  # no arrival is left unseen
         for late in range(LATE):
             wait_until_free(context, context.stage_of(end + (stages - LATE + late)))
@@ -205,6 +216,8 @@ def load_and_compute(
 def refill(context: Context, warpgroup: jax.Array, step: jax.Array, cursor: Cursor) -> Cursor:
     """Loads the next step into the buffers of the step `LATE` steps ago."""
     mine = warpgroup == 0
+    # Waiting for the step just multiplied would stop this warpgroup until the slowest is done with
+    # it. `LATE` steps back, the others have usually released the buffers already.
     stage = context.stage_of(step + (context.tiles.stages - LATE))
     pl.when(mine)(lambda: wait_until_free(context, stage))
     return load_next(context, cursor, stage, mine=mine)

@@ -45,6 +45,8 @@ def load(context: Context) -> None:
 
         return jax.lax.fori_loop(0, context.steps_of(tile), run, step)
 
+    # A stage's first use waits as well: `compute` releases all of them before it begins, so that
+    # waits and releases always pair.
     for_each_tile(context, jnp.int32(0), load_tile)
     for stage in range(context.tiles.stages):  # no arrival is left unseen
         wait_until_free(context, stage)
@@ -90,6 +92,7 @@ def _compute_tile(
     result = result.astype(context.output.dtype)
     result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, tiles.rows, tiles.store_rows):
+        # The buffer holds the part before, which TMA may still be reading; it need not be written.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = result[:, first : first + tiles.store_rows]
         output.at[consumer].transpose((1, 0))[...] = part
@@ -116,11 +119,14 @@ def _products(
             wait_until_loaded(context, stage)
             for number, sums in enumerate(accumulators):
                 _multiply(context, consumer, sums, number, stage)
+            # All but the products just issued are done. So the stage before is free, this one is
+            # not: given back now, it would be loaded over while wgmma reads it.
             plgpu.wgmma_wait(late * len(accumulators))
             pl.when(index >= late)(lambda: release(context, context.stage_of(step - late)))
             return step + 1
 
         end = jax.lax.fori_loop(0, steps, multiply, step)
+        # Reading the sums waits for all products, and with them for the last stage's operands.
         products = tuple(sums[...].astype(jnp.float32) for sums in accumulators)
         if late:
             pl.when(steps > 0)(lambda: release(context, context.stage_of(end - 1)))

@@ -365,7 +365,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
         arriving = fetch.Buffers(*others)
         fetch.start_next(inputs.tables, rows, arriving, visits, call.column_tiles)
 
-    # Weights are double-buffered: load the very first tile, then always the next one ahead.
+    # Weights are double-buffered: load the very first tile, then always the next one ahead. Its
+    # buffer is that of the tile before this one, whose visits are all over: a group's follow each
+    # other, and the grid runs in order.
     pl.when((n == 0) & (v == 0) & (groups > 0))(lambda: start(position))
     pl.when(new_weights & (position + 1 < call.column_tiles * groups))(lambda: start(position + 1))
 
@@ -388,6 +390,9 @@ def _kernel(call: _Call, *refs: Any) -> None:
         owned = (number >= first) & (number < end)
 
         def multiply(piece: Any, columns: Any) -> None:
+            # Once a piece, by the first step that needs it. The stream has only groups with rows,
+            # so such a step exists: a copy that nothing waits for would end a later wait early, and
+            # a second wait would never end.
             pl.when(new_weights & (place == aligned))(
                 lambda: wait(copies(position, piece, columns))
             )

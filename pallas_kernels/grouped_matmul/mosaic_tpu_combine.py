@@ -170,7 +170,8 @@ def _kernel(
         here = pl.ds(place, tile)
         firsts = range(0, out.shape[1], CHUNK_COLUMNS)
         for chunk, first in enumerate(firsts):
-            # Copies are started between the sums: scalars of one beside vectors of the other.
+            # Copies are started between the sums: scalars of one beside vectors of the other. They
+            # fill the slot that the block before this one was added up from.
             for number in range(copies)[chunk :: len(firsts)]:
                 fetch(1 - slot, following * block + place, place, index + 1 < blocks, number)
             columns = slice(first, min(first + CHUNK_COLUMNS, out.shape[1]))
@@ -186,5 +187,7 @@ def _kernel(
 
     tiles = block // tile
     pl.when(index == 0)(lambda: lax.fori_loop(0, tiles, fetch_first, None))
+    # `counts` has exactly the copies that `fetch` starts for this block: with one more the wait
+    # would last for ever, with one less rows would be added up before they are here.
     wait_for_rows(buffer.at[slot, 0], counts[index], arrived.at[slot])
     lax.fori_loop(0, tiles, add, None)

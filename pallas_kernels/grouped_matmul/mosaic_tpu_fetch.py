@@ -149,6 +149,8 @@ def start_next(
         place = visits.tile[visit] * tile_rows
         _start(of, rows, to, slot, place, visits.start[visit], visits.end[visit])
 
+    # The other slot is free: the visit before this one has unpacked its rows into `packed`. Behind
+    # the very last visit nothing is fetched, since nothing would wait for it.
     pl.when((n == 0) & (v == 0))(lambda: fetch(v, slot))
     is_last = v + 1 == count
     following = jnp.where(is_last, 0, v + 1)

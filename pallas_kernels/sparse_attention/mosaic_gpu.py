@@ -153,6 +153,8 @@ def _body(
             return acc[...]
 
         found = pl.run_scoped(multiply, plgpu.ACC((BLOCK, heads), jnp.float32))
+        # The sums have been read, so wgmma reads the keys no more. The last steps' releases are
+        # waited for by no step: their slots are not filled again.
         plgpu.barrier_arrive(released.at[slot])
         weighed = jnp.maximum(found, 0.0) * lax.broadcast_in_dim(share_of_head, found.shape, [1])
         store(scores.at[token, pl.ds(block * BLOCK, BLOCK)], weighed.sum(axis=1))

@@ -196,6 +196,9 @@ class Scorer:
             slot = step & (BUFFERS - 1)
             there = producer.item < self.fetcher.total[0]
             ready = jnp.minimum(pages - number * plan.pages_per_block, plan.pages_per_block)
+            # Scores of the block before last leave from the buffer that this block fills. A wait
+            # has to take off as many copies as that block started, whose item may have had another
+            # number of tokens: so the carry has the numbers.
             self.await_written(step & 1, before_last)
             # The common case has no branches inside.
             steady = there & (producer.left >= plan.pages_per_block)
