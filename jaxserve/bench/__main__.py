@@ -8,14 +8,12 @@ from typing import NamedTuple
 from jaxserve.bench import (
     compare,
     conversations,
-    domains,
     drafts,
     experts,
     front,
     hand_off,
     host,
     load,
-    machine,
     mixes,
     overlap,
     quality,
@@ -55,10 +53,6 @@ BENCHES = {
         "hand-off of KV pages",
         {"hand-off": hand_off.measure},
     ),
-    "domains": Bench(
-        "independent attention workers on one ffn worker",
-        {"domains": domains.measure},
-    ),
     "engine": Bench(
         "shared prefixes, conversations beyond the pool, and the cost of sampling options",
         {
@@ -85,7 +79,7 @@ BENCHES = {
     "drafts": Bench("the gain of drafts on the demo model", {"drafts": drafts.measure}),
     "experts": Bench("the gain of moving experts", {"experts": experts.measure}),
 }
-COMMANDS = {"compare": compare, "machine": machine, "stages": stages, "serve": serving}
+COMMANDS = {"compare": compare, "stages": stages, "serve": serving}
 """Benchmarks with options of their own."""
 
 

@@ -88,8 +88,6 @@ def test_every_bench_runs_quickly(words, tmp_path):
 
 
 @pytest.mark.nightly
-def test_commands_without_a_report_run(tmp_path, capsys):
-    assert command.main(["machine", "--write", str(tmp_path / "core.yaml")]) == 0
+def test_stages_run(tmp_path):
     few = "--batches 4 --contexts 16 --steps 1 --rounds 1"
     assert command.main(["stages", "--timeline", str(tmp_path / "stages"), *few.split()]) == 0
-    assert "teraflops:" in capsys.readouterr().out
