@@ -22,6 +22,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
+from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
@@ -219,7 +220,8 @@ def compile_deployment(
         programs.append((program, role, key.bucket, layers, rows))
     done = []
     with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        pools, least = (deployment.cache.pages, config.vocab), _largest_weight(templates, meshes)
+        pools = deployment.cache.pages, ring_pages(config, deployment), config.vocab
+        least = _largest_weight(templates, meshes)
         find = functools.partial(copies, least=least, apart=functools.partial(_logits, config))
         futures = [pool.submit(_compile, *each, pools, find) for each in programs]
         for future in concurrent.futures.as_completed(futures):
@@ -302,7 +304,7 @@ def _compile(
     bucket: Bucket,
     layers: int,
     rows: Rows,
-    pools: tuple[int, int],
+    pools: tuple[int, ...],
     find: Callable[[str], list[Copy]],
 ) -> CompiledProgram:
     start = time.perf_counter()
@@ -321,7 +323,7 @@ def _compile(
     )
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
     embeds = program.name.startswith(("enter", "predict"))
-    traffic = small_ops.traffic(text, pools if embeds else pools[:1])
+    traffic = small_ops.traffic(text, pools if embeds else pools[:-1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
         program.name,

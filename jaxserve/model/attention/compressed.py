@@ -248,29 +248,38 @@ class CompressedAttention(nnx.Module):
             return open_rows[jnp.clip(page, 0, len(open_rows) - 1), 0, rows % kept_rows]
 
         ends = (position >= 0) & (position % every == every - 1)
-        (token,) = jnp.nonzero(ends, size=tokens, fill_value=tokens)
-        token = jnp.pad(token, (0, ENDS), constant_values=tokens)
-        count = -(-jnp.sum(ends) // ENDS)
+        # A sequence's ends are `every` tokens apart.
+        parts = -(-min(tokens, tokens // every + len(ring)) // ENDS)
+        (token,) = jnp.nonzero(ends, size=parts * ENDS, fill_value=tokens)
+        at = jnp.minimum(token, tokens - 1).reshape(parts, ENDS)
+        last = jnp.where(token < tokens, position[at.reshape(-1)], -1).reshape(parts, ENDS)
+        slots = slot[at]
 
-        def make(part: Array, rows: tuple[Array, ...]) -> tuple[Array, ...]:
-            some = jax.lax.dynamic_slice_in_dim(token, part * ENDS, ENDS)
-            there, at = some < tokens, jnp.minimum(some, tokens - 1)
-            last, slots = jnp.where(there, position[at], -1), slot[at]
+        def make(part: Array, made: tuple[Array, ...]) -> tuple[Array, ...]:
             back = span - 1 - jnp.arange(span)
-            wanted = last[:, None] - back
-            inside = wanted >= batch.chunk_start[at][:, None]
+            wanted = last[part][:, None] - back
+            inside = wanted >= batch.chunk_start[at[part]][:, None]
             found = jnp.where(
-                inside[..., None], own[jnp.maximum(at[:, None] - back, 0)], cached(slots, wanted)
+                inside[..., None],
+                own[jnp.maximum(at[part][:, None] - back, 0)],
+                cached(slots[part], wanted),
             )
             cuts = [2 * maker.columns for maker in makers][:-1]
-            parts = jnp.split(found, cuts, axis=-1)
-            where = batch.page_table, slots, last // every  # -1 stays -1
+            of_makers = zip(makers, jnp.split(found, cuts, axis=-1), made, strict=True)
             return tuple(
-                written(held, maker.row(part, wanted >= 0, last), *where)
-                for maker, part, held in zip(makers, parts, rows, strict=True)
+                rows.at[part].set(maker.row(some, wanted >= 0, last[part]))
+                for maker, some, rows in of_makers
             )
 
-        compressed = jax.lax.fori_loop(0, count, make, compressed)
+        # The loop does not carry pages: on v7x XLA would give them another tiling for the gather of
+        # chosen rows than the scatter has, and copy the pool on both sides of each.
+        made = tuple(jnp.zeros((parts, ENDS, maker.width), x.dtype) for maker in makers)
+        made = jax.lax.fori_loop(0, -(-jnp.sum(ends) // ENDS), make, made)
+        where = batch.page_table, slots.reshape(-1), last.reshape(-1) // every  # -1 stays -1
+        compressed = tuple(
+            written(held, rows.reshape(-1, rows.shape[2]), *where)
+            for held, rows in zip(compressed, made, strict=True)
+        )
         # Of tokens with one place only the last is written.
         later = position + per_unit  # tokens that a roll brings to the end have lower positions
         same = (jnp.roll(slot, -per_unit) == slot) & (jnp.roll(position, -per_unit) == later)

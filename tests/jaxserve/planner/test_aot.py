@@ -109,17 +109,14 @@ def test_a_decode_bucket():
 @pytest.mark.parametrize("hardware", ["v6e", "v7x"])
 def test_a_decode_step_of_deepseek_v4(tmp_path, capsys, hardware):
     """V4-Flash has layers of five kinds. Its memory is that of `--check`, but for additions of the
-    compiler, which are few. On v7x XLA copies the pool of compressed rows four times in each of
-    21 layers: it gathers rows from tiles of 16 and writes them into tiles of 8."""
+    compiler, which are few. No pool is copied."""
     path, weights = tmp_path / "v4.yaml", {"v6e": "int8", "v7x": "fp8"}[hardware]
-    pool = 4096 * 32 * 512 * 2
     entries = golden.text("planner/deepseek_v4.txt")
     path.write_text(entries.format(CONFIGS / "models", hardware, weights))
     where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", "64x64")
     code, found, errors = compile_for(*where, timeout=3500)
     assert code == 0, errors
-    copied = [program["copied"] for program in found["programs"] if program["copied"]]
-    assert copied == ([4 * pool] * 2 if hardware == "v7x" else [])
+    assert [program["name"] for program in found["programs"] if program["copied"]] == []
     assert serve(["--config", str(path), "--check"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     said = {row[0]: float(row[-2]) for row in rows if row[1:2] == ["16"] and row[-1] == "?"}
