@@ -24,7 +24,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
-from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import busiest_by_chance
@@ -185,6 +184,7 @@ def compile_deployment(
     """Compiles all programs of both roles and returns the result of each.
 
     Args:
+      config: the model, with the topology's platform.
       buckets: buckets to compile; empty: all of the deployment.
       workers: concurrent compilations.
       report: called with every result, in order of completion.
@@ -199,7 +199,6 @@ def compile_deployment(
             asked, *names = (f"{each.tokens}x{each.pages}" for each in (bucket, *known))
             raise ConfigError(f"--bucket {asked}: the deployment has {', '.join(names)}")
     meshes = Submeshes(deployment, there.devices)
-    config = placed(config, meshes.ffn)
     templates = ModelTemplates(config, deployment, meshes)
     steps = list(buckets) or known
     if deployment.topology.has("colocated"):

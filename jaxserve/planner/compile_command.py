@@ -9,6 +9,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FORMATS, scaled
+from jaxserve.config.model import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.planner import aot
 from jaxserve.planner.aot import CompiledProgram, RoleMemory
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     config = model_config(model_folder(deployment.model, options.configs), served=True)
     config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
+    config = msgspec.structs.replace(config, platform=platform_of(there.device_kind))
     hardware = load_hardware(there.device_kind, folder=options.configs)
     start = time.perf_counter()
     programs = aot.compile_deployment(
