@@ -96,6 +96,10 @@ class Parts:
         return next(n for n, cycle in expected.items() if GAIN * cycle <= min(expected.values()))
 
 
+FORGETS = 0.98
+"""What is left of a lane's `waited` after a layer."""
+LEAST = 1 / 8
+"""Least price of a lane that others have waited for, as a share of the price of the others."""
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
 
@@ -113,6 +117,9 @@ class _Lane:
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
         self.layer = self._last = -1
         self.answered = self.due = self.came = 0.0
+        self.waited = 0.0
+        """Seconds of messages that waited for this lane lately, at layers in step with the others.
+        A straggler is late at every layer, by less than its price each time."""
         self._means = [0.0] * 4
 
     def arrives(self, layer: int, now: float) -> None:
@@ -159,8 +166,9 @@ class Cohorts(Turns):
     """Runs cohorts layer by layer, with a price on waiting.
 
     A cohort's layer runs when the messages of all its lanes in step are there, or when waiting
-    costs more than going on: messages present × further wait > messages missing × price. Lanes that
-    were left behind wait for their cohort's next iteration.
+    costs more than going on: messages present × further wait > messages missing × price. What the
+    others have waited for a lane at earlier layers lowers its price, since a straggler is late at
+    every layer. Lanes that were left behind wait for their cohort's next iteration.
 
     Args:
       most: most messages of a batch.
@@ -292,10 +300,24 @@ class Cohorts(Turns):
                 lasted = min(now - cohort.began, 2 * self.iteration)
                 self.iteration += 0.3 * (lasted - self.iteration)
             cohort.began = now
+        self._note_waits(cohort, layer)
         self.left_behind += len(cohort.in_step - lanes)
         cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
         return self._at(cohort, layer)
+
+    def _note_waits(self, cohort: _Cohort, layer: int) -> None:
+        """Charges lanes in step for the time in which the idle pool and their cohort waited for
+        them at a layer. Those that are left behind begin anew."""
+        for lane in cohort.missing:
+            lane.waited = 0.0
+        waiting, before, waited = cohort.waiting[layer], self._ended, 0.0
+        for present, (lane, message) in enumerate(waiting.items()):
+            if message.arrived > before:
+                waited += (message.arrived - before) * present / (len(waiting) - present)
+                before = message.arrived
+            if lane in cohort.in_step:
+                lane.waited = FORGETS * lane.waited + waited
 
     def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
         """Takes the message that waited longest, with those of its cohort that wait beside it. They
@@ -331,16 +353,23 @@ class Cohorts(Turns):
         if all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
         # A lane that is overdue is assumed to take as long again.
-        waits = sorted([abs(lane.due - now) for lane in cohort.missing])
-        present, cost, left = len(cohort.waiting[cohort.position]), self._price * self.iteration, 0
+        price = self._price * self.iteration
+        waits = sorted(
+            (abs(lane.due - now), max(price - lane.waited, LEAST * price))
+            for lane in cohort.missing
+        )
+        present, cost, left = len(cohort.waiting[cohort.position]), 0.0, 0
         # Leave the last ones behind if waiting for them costs more than they are worth.
-        while waits and (present + len(waits) - left - 1) * waits[-1] > (left + 1) * cost:
-            left += 1
-            kept = waits[-left - 1] if left < len(waits) else 0.0
-            if (present + len(waits) - left) * (waits[-1] - kept) > left * cost:
+        while left < len(waits):
+            longest, more = waits[-1][0], waits[-left - 1][1]
+            if (present + len(waits) - left - 1) * longest <= cost + more:
+                break
+            left, cost = left + 1, cost + more
+            kept = waits[-left - 1][0] if left < len(waits) else 0.0
+            if (present + len(waits) - left) * (longest - kept) > cost:
                 del waits[-left:]
-                left = 0
+                left, cost = 0, 0.0
         if not waits:
             return now
-        cohort.look = now + min(max(waits[-1], self.iteration / 2048), self.iteration / 128)
+        cohort.look = now + min(max(waits[-1][0], self.iteration / 2048), self.iteration / 128)
         return cohort.look

@@ -15,18 +15,6 @@ def taken(policy, now=0.0, **options):
     return "".join(one.domain for one in policy.take(now, **({"idle": True} | options)).batch)
 
 
-def test_a_busy_domain_lets_the_others_in_after_each_message():
-    policy, left, ran = Turns(), {"a": 6, "b": 2, "c": 1}, ""
-    for name in left:
-        policy.put(message(name), 0.0)
-    while name := taken(policy, idle=False):
-        ran += name
-        left[name] -= 1
-        if left[name]:
-            policy.put(message(name), 0.0)
-    assert ran == "abcabaaaa"
-
-
 def test_the_domain_served_longest_ago_is_next_and_newcomers_before_it():
     policy = Turns()
     for name in "abcb":

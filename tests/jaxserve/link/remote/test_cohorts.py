@@ -2,6 +2,7 @@
 
 import heapq
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +51,20 @@ def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_wort
     assert taken(policy, now + 0.001) == "abc"
     assert taken(policy, now + 0.99 * 1.3 * policy.iteration) == ""
     assert taken(policy, now + 1.01 * 1.3 * policy.iteration) == "d"
+
+
+@pytest.mark.parametrize(("late", "left_behind"), [("ddd", 1), ("dcbad", 0)])
+def test_a_lane_that_is_late_at_every_layer_is_left_behind_before_long(late, left_behind):
+    """Each time three messages wait 2 ms, together 6 of the 17 ms that leaving it behind costs."""
+    policy = Cohorts(most=8)
+    now = in_step(policy)
+    for layer, last in enumerate(late, 13):
+        policy.served(policy.take(now, idle=True).batch, now)
+        for name in "abcd".replace(last, ""):
+            policy.put(message(name, layer), now + 0.001)
+        policy.take(now := now + 0.003, idle=True)
+        policy.put(message(last, layer), now)
+    assert policy.left_behind == left_behind
 
 
 def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
