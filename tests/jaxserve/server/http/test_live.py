@@ -404,8 +404,10 @@ def test_drafts_and_workers_by_role(rig, visit):
         ["ffn", "e:1", "ready", "–", "–", "–", "7 passes"],
     ]
     assert page.locator("#kv > .small").all_inner_texts() == ["a:1", "20 %", "c:1", "40 %"]
-    rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, passes=9, rows=100)])
-    expect(page.locator("#fleet td").last).to_have_text(re.compile("^15 rows a pass, "))
+    counts = {"passes": 9, "rows": 100, "messages": 3, "left_behind": 2, "misjudged": 0.25}
+    rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, **counts)])
+    text = r"^15 rows of 1.5 messages a pass, 2 left behind, arrivals ± 250.0 ms, \d"
+    expect(page.locator("#fleet td").last).to_have_text(re.compile(text))
 
 
 @pytest.mark.nightly
