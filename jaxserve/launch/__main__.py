@@ -75,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
         + "; local: starts it on this host (--target local --help)",
     )
     add_deployment_arguments(made)
-    made.add_argument("--target", required=True, choices=TARGETS, help="where it is to run")
+    targets = sorted([*TARGETS, "local"])
+    made.add_argument("--target", required=True, choices=targets, help="where it is to run")
     made.add_argument(
         "--image", default=f"jaxserve:{jaxserve.__version__}", help="of containers (%(default)s)"
     )

@@ -135,9 +135,14 @@ class Preflight:
     def run(self) -> int:
         """Runs everything and prints the table; returns the exit code."""
         self._do(Step("processes", self._begin))
-        for step in self._steps():
-            if not self._options.only or step.name in self._options.only:
-                self._do(step)
+        steps, only = [*self._steps()], self._options.only
+        chosen = [step for step in steps if not only or step.name in only]
+        if not chosen and self._meeting.count == 1:  # others may have a check that this one lacks
+            names = ", ".join(step.name for step in steps)
+            print(f"jaxserve preflight: --only {','.join(only)}: the checks are {names}")
+            return 2
+        for step in chosen:
+            self._do(step)
         return self._end()
 
     def _begin(self) -> tuple[str, dict[str, Any]]:
