@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxserve.bench import (
     compare,
     conversations,
+    domains,
     drafts,
     experts,
     front,
@@ -52,6 +53,10 @@ BENCHES = {
     "fleet": Bench(
         "hand-off of KV pages",
         {"hand-off": hand_off.measure},
+    ),
+    "domains": Bench(
+        "independent attention workers on one ffn worker",
+        {"domains": domains.measure},
     ),
     "engine": Bench(
         "shared prefixes, conversations beyond the pool, and the cost of sampling options",
