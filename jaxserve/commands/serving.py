@@ -57,8 +57,8 @@ class Serving(Life):
             faces = network_faces(deployment, options.insecure_bind, options.log_format)
             super().__init__(deployment, faces, admin_face(deployment))
         else:
-            changes = process.processes == 1 and (part.role == "prefill" or part.stands_in)
-            on_become = self._become if changes else None
+            may = part.role == "prefill" or part.stands_in or part.fleet.fleet.rebalance_roles
+            on_become = self._become if may and process.processes == 1 else None
             port = worker_port(deployment, part, process.token, on_become)
             super().__init__(deployment, ProbedPort(port, deployment, options.insecure_bind))
         self._process = process
@@ -97,12 +97,12 @@ class Serving(Life):
                 os.execv(sys.executable, self._successor)
 
     def _become(self, domain: bool, why: str) -> None:
-        """Ends as on a signal, and goes on as a domain, or as what it was started as."""
+        """Ends as on a signal, and goes on in the other role."""
         assert self._part is not None
-        if domain == self._part.stands_in:
+        if domain == (self._part.role == "domain"):
             return
         own = [word for word in sys.orig_argv[1:] if word != STAND_IN]
-        self._successor = [sys.executable, *own, *[STAND_IN] * domain]
+        self._successor = [sys.executable, *own, *[STAND_IN] * (not self._part.stands_in)]
         if domain:  # nobody is there who could take what is held here
             server = msgspec.structs.replace(self._deployment.server, drain_seconds=HURRY_SECONDS)
             self._deployment = msgspec.structs.replace(self._deployment, server=server)

@@ -36,7 +36,7 @@ class WorkerPart(NamedTuple):
     fleet: Deployment
     """The deployment of the whole fleet."""
     stands_in: bool = False
-    """Whether it is a prefill worker that plays a domain."""
+    """Whether it was started in the other role."""
 
 
 def part_of(
@@ -55,10 +55,10 @@ def part_of(
         addresses, key = fleet.prefill, "fleet.prefill"
     elif role == "decode" or (role == "attention" and apart and (listen or fleet.domains)):
         addresses, key = fleet.domains, "fleet.domains"
+    elif process.stand_in:
+        raise ConfigError(f"{STAND_IN}: of a worker behind a router, not of --role {role}")
     else:
         return deployment, process, None
-    if process.stand_in and role != "prefill":
-        raise ConfigError(f"{STAND_IN}: of a prefill worker, not of --role {role}")
     if role == "decode" and apart:
         raise ConfigError(
             f"--role decode: over link.transport = {deployment.link.transport} a domain is an "
@@ -75,7 +75,8 @@ def part_of(
             )
         address = addresses[process.worker]
     if process.stand_in:
-        role = "attention" if apart else "decode"
+        domain = "attention" if apart else "decode"
+        role = domain if role == "prefill" else "prefill"
     part = WorkerPart(
         "prefill" if role == "prefill" else "domain", address, deployment, process.stand_in
     )
@@ -173,6 +174,6 @@ def worker_facts(
         info=info,
         weights=weights.digest,
         version=jaxserve.__version__,
-        can_stand_in=can_become and role == "prefill",
+        can_stand_in=can_become,
         stands_in=part.stands_in,
     )

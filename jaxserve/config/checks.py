@@ -236,11 +236,12 @@ def _check_fleet(deployment: Deployment) -> None:
             "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet.tpot_seconds = 0: there is "
             "no target that could be missed"
         )
-    if fleet.least_domains and not prefill.workers:
-        raise ConfigError(
-            f"fleet.least_domains = {fleet.least_domains}, but prefill.workers = 0: nobody could "
-            "stand in for a domain"
-        )
+    for key in ("least_domains", "rebalance_roles"):
+        if (value := getattr(fleet, key)) and not prefill.workers:
+            raise ConfigError(
+                f"fleet.{key} = {str(value).lower()}, but prefill.workers = 0: nobody could become "
+                "a domain"
+            )
     for key in ("listen", "address"):
         check_addresses(f"pages.{key}", [getattr(pages, key) or "unused:1"])
     check_addresses("weights.peers", deployment.weights.peers)

@@ -121,6 +121,9 @@ class Fleet(Section, frozen=True):
     left, unless no domain is and domains may compute prompts themselves. 0: none does."""
     stand_in_seconds: Seconds = 10.0
     """Seconds for which domains have to be missing: longer than the restart of a domain takes."""
+    rebalance_roles: bool = False
+    """Whether `POST /roles/domains` on a router's admin port, which `plan verify --act` sends, may
+    turn prefill workers of one process into domains, and domains into prefill workers."""
     late: Literal["queue", "refuse"] = "queue"
     """Action for a request whose targets cannot be met, by estimate: it waits its turn, or is
     refused with the estimate."""

@@ -149,6 +149,11 @@ def load_deployment(
                 f"fleet.least_domains = {deployment.fleet.least_domains}: a domain needs {needed} "
                 f"devices, a prefill worker that were to stand in for one has {prefill.devices}"
             )
+        if deployment.fleet.rebalance_roles and prefill.devices != needed:
+            raise ConfigError(
+                f"fleet.rebalance_roles = true: a domain has {needed} devices, a prefill worker "
+                f"{prefill.devices}, and each must be able to become the other"
+            )
     return deployment
 
 

@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         STAND_IN,
         action="store_true",
-        help="of a prefill worker: play a domain while one is lost (fleet.least_domains); routers "
-        "have it started again with this option, and without it",
+        help="play the other role of a prefill worker and a domain (fleet.least_domains, "
+        "fleet.rebalance_roles); routers have it started again with this option, and without it",
     )
     group.add_argument(
         "--distributed",

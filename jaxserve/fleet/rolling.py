@@ -17,6 +17,7 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.fleet_load import worker_status
 from jaxserve.fleet.registry import Place, Registry
 from jaxserve.fleet.routed import Worker
+from jaxserve.fleet.stand_ins import StandIns
 from jaxserve.fleet.worker_connections import WorkerConnections
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.link.session.channel import split_address
@@ -73,6 +74,7 @@ class Rolling:
 
     Args:
       workers: returns the connected workers by address; called under no lock.
+      stand_ins: has workers change their role.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class Rolling:
         registry: Registry,
         connections: WorkerConnections,
         workers: Callable[[], Mapping[str, Worker]],
+        stand_ins: StandIns,
     ):
         self._registry, self._connections, self._workers = registry, connections, workers
-        self._numbers = itertools.count(1)
+        self._stand_ins, self._numbers = stand_ins, itertools.count(1)
         self._rebalances: dict[tuple[str, int], Future[WorkerProposal]] = {}
 
     def workers(self) -> list[WorkerStatus]:
@@ -131,6 +134,12 @@ class Rolling:
         self._registry.remove(address)
         self._connections.forget(address, "it was removed from the fleet")
         return self._status(place, None, {address: "removed"})
+
+    def want(self, domains: int) -> list[WorkerStatus]:
+        """Has this many workers be domains, whatever they were started as; errors as of
+        `StandIns.want`."""
+        self._stand_ins.want(domains, len(self._registry.places()))
+        return self.workers()
 
     def rebalance(self, *, dry_run: bool) -> FleetProposal:
         """Has every domain rebalance its experts, or only propose it, and returns their answers.

@@ -109,7 +109,7 @@ class RouterEngine:
             stuck=deployment.cluster.step_seconds + deployment.cluster.heartbeat_seconds,
         )
         self._stand_ins = StandIns(deployment, time.monotonic)
-        self.rolling = Rolling(self._registry, self.connections, self._workers)
+        self.rolling = Rolling(self._registry, self.connections, self._workers, self._stand_ins)
         """Changes of the fleet, for operators."""
 
     def start(self) -> None:
@@ -282,7 +282,7 @@ class RouterEngine:
             workers = self._coordinator.placement.workers
             orders = self._stand_ins.decide(self._registry.places(), workers)
         for worker, domain, why in orders:
-            role = "a domain" if domain else "a prefill worker again"
+            role = "a domain" if domain else "a prefill worker"
             logger.warning("worker %s is to become %s: %s", worker, role, why)
             self.connections.send(worker, frames.Become(domain, why))
         self._deliver(ended)
@@ -302,6 +302,8 @@ class RouterEngine:
                     worker = coordinator.placement.workers[place.address]
                     before = worker.why
                     actions = coordinator.state(place.address, frame)
+                    if frame.becomes:
+                        self._stand_ins.changes(worker)
                     self._say(place, before, worker.why)
                 case frames.Held(request_id=attempt, source=source) if source is not None:
                     actions = coordinator.held(attempt, source)

@@ -1,17 +1,20 @@
-"""Turns prefill workers into domains while some are lost: kill P to preserve D (xDeepServe §6.2).
+"""Has workers change their role, so that a fleet keeps the domains that it should have.
 
-Without domains nothing is generated; without prefill workers prompts are only computed more slowly.
-If fewer than `fleet.least_domains` domains are connected for `fleet.stand_in_seconds`, a prefill
-worker is told to start its process again as a domain. Once there are enough domains without it, it
-is told to go back. It does so only when all routers connected to it agree (`worker_port.py`),
-because routers may see different workers. Called by `router.py`, which sends the orders; the
-worker's side is `commands/serving.py`. Pure, with the router's clock.
+Without domains nothing is generated; without prefill workers prompts are only computed more slowly
+(kill P to preserve D, xDeepServe §6.2). If fewer domains than `fleet.least_domains`, or than an
+operator asked for (`StandIns.want`), are connected for `fleet.stand_in_seconds`, a prefill worker
+is told to start its process again as a domain. Once there are more domains than that, those that
+stand in are told to go back. Workers that were started as domains become prefill workers only
+where a number was asked for. A domain goes only when all routers connected to it agree
+(`worker_port.py`), because routers may see different workers. Called by `router.py`, which sends
+the orders; the worker's side is `commands/serving.py`. Pure, with the router's clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.errors import ConfigError
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
 
@@ -24,7 +27,7 @@ class Order(NamedTuple):
 
     worker: str
     domain: bool
-    """True: as a domain; False: as the prefill worker that it was started as."""
+    """True: as a domain; False: as a prefill worker."""
     why: str
 
 
@@ -39,7 +42,8 @@ class StandIns:
     """
 
     def __init__(self, deployment: Deployment, clock: Callable[[], float]):
-        self._least = deployment.fleet.least_domains
+        self._least, self._wanted = deployment.fleet.least_domains, 0
+        self._rebalances = deployment.fleet.rebalance_roles
         self._patience = deployment.fleet.stand_in_seconds
         self._start_seconds = deployment.cluster.start_seconds
         pages = deployment.pages
@@ -49,6 +53,22 @@ class StandIns:
         self._fewer_since: float | None = None
         self._told: dict[str, tuple[bool, float]] = {}  # worker → what, and when
 
+    def want(self, domains: int, workers: int) -> None:
+        """Sets how many of the fleet's workers are to be domains, at least `fleet.least_domains`.
+
+        Raises:
+          ConfigError: roles must not change (`fleet.rebalance_roles`), or one would have no worker.
+        """
+        if not self._rebalances:
+            raise ConfigError("fleet.rebalance_roles = false: workers keep their roles")
+        if not 0 < domains < workers:
+            raise ConfigError(f"{domains} domains of {workers} workers: each role keeps one worker")
+        self._wanted, self._complete = domains, True
+
+    def changes(self, worker: Worker) -> None:
+        """Notes that a worker is about to change its role, whichever router has told it."""
+        self._told.setdefault(worker.name, (worker.facts.role == "prefill", self._clock()))
+
     def decide(self, places: Sequence[Place], workers: Mapping[str, Worker]) -> list[Order]:
         """Returns the orders that are due now.
 
@@ -56,23 +76,25 @@ class StandIns:
           places: places of all workers of the fleet, in order.
           workers: the connected ones, by address.
         """
-        if not self._least:
+        goal = max(self._least, self._wanted)
+        if not goal:
             return []
+        whose = "fleet.least_domains" if goal == self._least else "POST /roles/domains"
         now = self._clock()
         there = [workers[place.address] for place in places if place.address in workers]
         domains = [w for w in there if w.facts.role == "domain"]
-        stand_ins = [w for w in domains if w.facts.stands_in]
-        for worker in stand_ins:
-            if self._told.get(worker.name, (False, 0.0))[0]:
+        for worker in there:
+            if self._told.get(worker.name, (None,))[0] == (worker.facts.role == "domain"):
                 del self._told[worker.name]
-        if len(domains) - len(stand_ins) >= self._least:
+        if (surplus := len(domains) - goal) >= 0:
             self._complete, self._fewer_since = True, None
-            surplus = len(domains) - self._least
-            why = f"{self._least} domains are there without it (fleet.least_domains)"
-            return self._orders([w.name for w in stand_ins[:surplus]], False, why)
+            able = [w for w in domains if w.facts.stands_in]
+            able += [w for w in domains if w not in able and self._wanted and w.facts.can_stand_in]
+            why = f"{goal} domains are there without it ({whose})"
+            return self._orders([w.name for w in able[:surplus]], False, why)
         prefills = [w for w in there if w.facts.role == "prefill"]
         coming = self._coming(now, {w.name for w in prefills if not w.drain})
-        lacking = self._least - len(domains) - len(coming)
+        lacking = -surplus - len(coming)
         if lacking <= 0 or not self._complete:
             self._fewer_since = None
             return []
@@ -86,10 +108,7 @@ class StandIns:
         able.sort(key=lambda worker: not worker.reserved)  # the last one of the others goes first
         kept = 0 if self._recomputes and not domains and not coming else 1
         most = max(0, min(lacking, len(free) - kept))
-        why = (
-            f"{len(domains)} domains were there for {seconds:.1f} s, of {self._least} "
-            "(fleet.least_domains)"
-        )
+        why = f"{len(domains)} domains were there for {seconds:.1f} s, of {goal} ({whose})"
         return self._orders([w.name for w in able[::-1][:most]], True, why)
 
     def _coming(self, now: float, unchanged: set[str]) -> set[str]:

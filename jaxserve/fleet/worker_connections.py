@@ -345,6 +345,6 @@ class WorkerConnections:
         with closed_on_error(channel):
             join, decode = frames.Join(self._hello), self._kind.decode
             facts = greet(channel, join, frames.Welcome, decode, seconds).facts
-            if facts.role != place.role and not (facts.stands_in and place.role == "prefill"):
+            if facts.role != place.role and not facts.stands_in:
                 raise ConfigError(f"it is a {facts.role}, not a {place.role}")
             return self._kind(place, channel, facts, self)

@@ -53,7 +53,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       weights: digest of the checkpoint's weights; a request never goes from one to another.
       version: version of the software, for people.
       can_stand_in: whether it can start again in another role; see `Become`.
-      stands_in: whether it is a domain that was started as a prefill worker.
+      stands_in: whether it was started in the other role.
     """
 
     role: WorkerRole
@@ -209,6 +209,7 @@ class State(Frame):
       others: requests that came from other routers.
       drain: whether the worker drains, and what happens to its requests.
       orphans: requests with keys whose router is gone.
+      becomes: whether it drains because it is to start again in the other role.
     """
 
     status: str
@@ -218,6 +219,7 @@ class State(Frame):
     others: int = 0
     drain: DrainMode = ""
     orphans: Sequence[str] = ()
+    becomes: bool = False
 
 
 class Pipeline(Frame):

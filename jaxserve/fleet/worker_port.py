@@ -101,6 +101,7 @@ class WorkerPort:
         self.draining = False
         """True once the worker ends."""
         self.drain: frames.DrainMode = ""
+        self.becoming = False
         """Drain that an operator asked for; see `frames.Drain`."""
         self.kept = KeptRequests(resume_seconds, self._cancel)
         self._stopping = threading.Event()
@@ -140,6 +141,7 @@ class WorkerPort:
         latest = time.monotonic() - AGREED_SECONDS
         spared = self._opened < latest and all(r.spared > latest for r in self._connected())
         if self.on_become is not None and (domain or spared):
+            self.becoming = True
             self.drains("move")
             self.on_become(domain, why)
 
@@ -171,8 +173,8 @@ class WorkerPort:
         drain = self.drain or ("finish" if self.draining else "")
         status = "draining" if drain and engine.status == "ready" else engine.status
         age = time.monotonic() - engine.last_turn
-        orphans = self.kept.orphans
-        return frames.State(status, age, engine.load(), failure, others, drain, orphans)
+        known = self.kept.orphans, self.becoming
+        return frames.State(status, age, engine.load(), failure, others, drain, *known)
 
     def joined(self, router: "RouterConnection") -> None:
         """Notes a connection, and tells its router the state."""

@@ -1,12 +1,13 @@
 """How much attention an ffn role can serve: analytic rules for the ratio of the two roles.
 
 `Balance` is for the size of one attention worker, `advice` for the number of attention workers that
-share an ffn role. Both take the seconds of a lane's step on each role: predicted ones from
-`search.py`, measured ones from `verify.py`.
+share an ffn role, `next_workers` for the step towards it that a running fleet may take. They take
+the seconds of a lane's step on each role: predicted ones from `search.py`, measured ones from
+`verify.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.planner.layouts import Layout
@@ -117,3 +118,51 @@ def advice(
     most = alone / shared
     wanted = min({max(1, math.floor(most)), math.ceil(most)}, key=cost)
     return Advice(workers, wanted, max(0.0, 1 - cost(wanted) / cost(workers)))
+
+
+class Requests(NamedTuple):
+    """Requests and workers of a role in a running fleet.
+
+    Attributes:
+      workers: connected ones.
+      held: requests that they have, those that wait included.
+      slots: requests that a worker can run at a time.
+    """
+
+    workers: int
+    held: int
+    slots: int
+
+    def fits(self, more: int) -> bool:
+        """Whether `more` workers, or fewer where that is negative, could run all that is there."""
+        workers = self.workers + more
+        return workers > 0 and self.held <= workers * self.slots
+
+    def load(self, more: int) -> float:
+        """Load of a worker with `more` workers, over its load now."""
+        each, later = (
+            min(self.slots, self.held / workers)
+            for workers in (self.workers, max(1, self.workers + more))
+        )
+        return later / each if each else 1.0
+
+
+def next_workers(
+    now: Advice, advised: Callable[[int, float], Advice], domains: Requests, prefills: Requests
+) -> int:
+    """Returns how many domains a fleet should have next: one more, one fewer, or as many.
+
+    A worker changes its role only if the others of its role have slots for all requests there, and
+    if the load that follows does not ask for it back. Else a fleet would swing: with more workers
+    each has fewer sequences, for which the same ffn role should serve fewer workers.
+
+    Args:
+      now: the settled advice for the present domains.
+      advised: advice for a number of domains, each with a part of the present load.
+    """
+    step = (now.advised > now.workers) - (now.advised < now.workers)
+    after = now.workers + step
+    if not step or not (prefills if step > 0 else domains).fits(-1):
+        return now.workers
+    back = advised(after, domains.load(step)).advised - after
+    return now.workers if back * step < 0 else after

@@ -198,23 +198,40 @@ def load_of(one: Measurement) -> tuple[int, ...]:
     return one.batch, context, one.tokens or one.batch, one.padded, one.reach
 
 
-def balance(made: Scenario, one: Observed) -> Balance:
-    """Returns how long both roles of a deployment took at a load. What twice as many DP groups
-    would take of the FFN is as predicted, relative to the measured time."""
+def balance(
+    made: Scenario, one: Observed, share: float = 1.0
+) -> tuple[Balance, tuple[float, float]]:
+    """Returns how long both roles of a deployment take for a lane's step with a share of a load,
+    and its messages to the ffn role and back. What was measured changes with the load as the
+    prediction does, as it does where there are twice as many DP groups.
+    """
     kinds, stages = made.attention.model.order, one.stages
-    attend = sum(stages[key].seconds for key in (("enter", 0), ("leave", 0)) if key in stages)
-    attend += sum(stages["attend", a].seconds for a, _ in kinds[1:] if ("attend", a) in stages)
-    ffn = sum(stages["ffn", f].seconds for _, f in kinds if ("ffn", f) in stages)
-    doubled = made._replace(layout=msgspec.structs.replace(made.layout, dp=2 * made.layout.dp))
-    sums = {
-        name: 2 * getattr(one.load, name) for name in ("sequences", "tokens", "context", "pairs")
-    }
-    twice = msgspec.structs.replace(one.load, **sums)
-    before, after = (
-        sum(of.rooflines().step(_rows(of, load)).ffn)
-        for of, load in ((made, one.load), (doubled, twice))
+
+    def measured(*keys: tuple[MeasuredStage, int]) -> float:
+        return sum(stages[key].seconds for key in keys if key in stages)
+
+    def predicted(dp: int, factor: float) -> StepTimes:
+        names = "sequences", "tokens", "context", "pairs"
+        sums = {name: max(1, round(factor * getattr(one.load, name))) for name in names}
+        of = made._replace(layout=msgspec.structs.replace(made.layout, dp=dp * made.layout.dp))
+        return of.rooflines().step(_rows(of, msgspec.structs.replace(one.load, **sums)))
+
+    before, after, doubled = predicted(1, 1.0), predicted(1, share), predicted(2, 2 * share)
+
+    def changed(name: str, then: StepTimes, *keys: tuple[MeasuredStage, int]) -> float:
+        then_seconds, now = (float(np.sum(getattr(each, name))) for each in (then, before))
+        return measured(*keys) * (then_seconds / now if now else 1.0)
+
+    attends: list[tuple[MeasuredStage, int]] = [("enter", 0), ("leave", 0)]
+    attends += [("attend", a) for a, _ in kinds[1:]]
+    ffns: list[tuple[MeasuredStage, int]] = [("ffn", f) for _, f in kinds]
+    found = Balance(
+        changed("attend", after, *attends),
+        changed("ffn", after, *ffns),
+        changed("ffn", doubled, *ffns),
     )
-    return Balance(attend, ffn, ffn * after / before)
+    there, back = (len(kinds) * changed(name, after, (name, 0)) for name in ("dispatch", "combine"))
+    return found, (there, back)
 
 
 def title(made: Scenario, one: Compared) -> str:

@@ -2,6 +2,8 @@
 
 With `--every` it is a process beside the fleet, which asks a server or a router for measured steps
 again and again and serves what it finds at `/metrics`; `launch/prometheus-rules.yaml` has an alarm.
+With `--act` it also has the routers' workers change their role (`fleet.rebalance_roles`), one at a
+time, after as many checks as an advice takes.
 """
 
 import argparse
@@ -9,7 +11,6 @@ import contextlib
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
+from jaxserve.planner.acting import Roles
 from jaxserve.planner.balance import Advice, Balance, advice
 from jaxserve.planner.comparison import Compared, balance, compare, deployed, summary, title
 from jaxserve.planner.measurements import (
     Measurement,
+    Observed,
     observe,
     read_measurements,
     read_spans,
@@ -30,8 +33,6 @@ from jaxserve.planner.measurements import (
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.view import Report, declared, show
 
-RECENT = 15
-"""Checks whose median is the advice of a running fleet."""
 LEAST_SECONDS = 1.0
 """Shortest time from one check to the next."""
 
@@ -40,13 +41,34 @@ class Checked(NamedTuple):
     """A deployment's trace beside its plan.
 
     Attributes:
-      roles: seconds of a lane's step on both roles, with the most sequences that were seen.
-      advice: None: the trace is without the stages of the ffn role, which has a runtime of its own.
+      made: the deployment, for any number of attention workers.
+      most: the measured steps with most sequences, on which the advice rests.
     """
 
     found: list[Compared]
-    roles: Balance
-    advice: Advice | None
+    made: Scenario
+    most: Observed
+
+    @property
+    def roles(self) -> Balance:
+        """Seconds of a lane's step on both roles."""
+        return balance(self.made, self.most)[0]
+
+    def advice(self, workers: int, share: float = 1.0) -> Advice:
+        """Returns how many attention workers there should be, where the trace has the ffn role's
+        stages.
+
+        Args:
+          workers: attention workers that there are.
+          share: of the measured load, that each of them has.
+        """
+        times, moving = balance(self.made, self.most, share)
+        layout, roles = self.made.layout, self.made.roles
+        prices = (
+            layout.attention_devices * roles.attention.price,
+            layout.ffn_devices * roles.ffn.price,
+        )
+        return advice(workers, self.made.deployment.lanes, times, moving, prices)
 
     @property
     def stages(self) -> dict[str, Compared]:
@@ -71,20 +93,7 @@ def check(made: Scenario, spans: Sequence[Span], known: Sequence[Measurement]) -
       ConfigError: the trace is of another deployment.
     """
     seen = observe(spans, made.attention.model.order)
-    roles, layout, deployment = balance(made, seen[-1]), made.layout, made.deployment
-    advised = None
-    if roles.ffn:
-        stages, layers = seen[-1].stages, len(made.attention.model.order)
-        there, back = (
-            layers * stages[name, 0].seconds if (name, 0) in stages else 0.0
-            for name in ("dispatch", "combine")
-        )
-        prices = (
-            layout.attention_devices * made.roles.attention.price,
-            layout.ffn_devices * made.roles.ffn.price,
-        )
-        advised = advice(deployment.domains, deployment.lanes, roles, (there, back), prices)
-    return Checked(compare(made, seen, known), roles, advised)
+    return Checked(compare(made, seen, known), made, seen[-1])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--timeline is missing: a folder that serve --timeline wrote, or --url of a server"
         )
-    for name, needs in (("every", "url"), ("listen", "every")):
+    for name, needs in (("every", "url"), ("listen", "every"), ("act", "every")):
         if getattr(options, name) and not getattr(options, needs):
             raise ConfigError(f"--{name} needs --{needs}")
     made = deployed(options)
@@ -107,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         return _watch(options, made, known)
     spans = watched_spans(options.url) if options.url else read_spans(options.timeline)
     checked = check(made, spans, known)
-    show(options, _report(made, checked))
+    show(options, _report(checked))
     parted = [one for one in checked.found if one.parted] if options.url else []
     for one in parted:
         took, planned = one.measured * 1e6, one.predicted * 1e6
@@ -116,19 +125,19 @@ def run(options: argparse.Namespace) -> int:
     return 1 if parted else 0
 
 
-def _report(made: Scenario, checked: Checked) -> Report:
-    found, layout, builtins = checked.found, made.layout, msgspec.to_builtins
+def _report(checked: Checked) -> Report:
+    found, made, builtins = checked.found, checked.made, msgspec.to_builtins
     tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
     rows = [
         one._asdict() | {"title": title(made, one), "error": one.error, "within": one.within}
         for one in found
     ]
     told = summary(found)
-    if checked.advice is not None:
+    if checked.roles.ffn:
         if made.deployment.domains == 1:
             prices = made.roles.attention.price, made.roles.ffn.price
-            told.append(checked.roles.text(layout, prices))
-        told.append(checked.advice.text)
+            told.append(checked.roles.text(made.layout, prices))
+        told.append(checked.advice(made.deployment.domains).text)
     return Report("Predicted against measured", declared("verify", found=rows, summary=told), tree)
 
 
@@ -160,8 +169,8 @@ class Gauges:
         )
         self._failed = Counter(f"{prefix}checks_failed", "Without an answer.", registry=into)
 
-    def set(self, checked: Checked | None) -> None:
-        """Takes a comparison; None: the fleet did not answer."""
+    def set(self, checked: Checked | None, advised: Advice | None = None) -> None:
+        """Takes a comparison with its advice; None: the fleet did not answer."""
         for gauge in self._gauges.values():
             gauge.clear()
         if checked is None:
@@ -171,7 +180,7 @@ class Gauges:
             found = {"measured_seconds": one.measured, "predicted_seconds": one.predicted}
             for name, value in (found | {"error": one.error}).items():
                 self._gauges[name].labels(stage).set(value)
-        if (advised := checked.advice) is not None:
+        if advised is not None:
             for which, count in (("there", advised.workers), ("advised", advised.advised)):
                 self._gauges["attention_workers"].labels(which).set(count)
         self._at.set_to_current_time()
@@ -185,7 +194,7 @@ def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurem
     """
     if options.every < LEAST_SECONDS:
         raise ConfigError(f"--every {options.every:g}s: at least {LEAST_SECONDS:g}s")
-    gauges, parted, recent = Gauges(), False, deque[Advice](maxlen=RECENT)
+    gauges, parted, roles = Gauges(), False, Roles(options.act, made.deployment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.listen:
         host, port = options.listen
@@ -198,18 +207,15 @@ def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurem
             begun = time.monotonic()
             try:
                 checked = check(made, watched_spans(options.url), known)
+                advised = roles.settled(checked.advice) if checked.roles.ffn else None
             except ConfigError as error:
                 gauges.set(None)
                 print(f"error: {error}", file=sys.stderr, flush=True)
             else:
-                if checked.advice is not None:
-                    recent.append(checked.advice)
-                    checked = checked._replace(advice=Advice.settled(recent))
-                gauges.set(checked)
+                gauges.set(checked, advised)
                 stages = checked.stages
                 parted = any(one.parted for one in stages.values())
                 told = [f"{n} {one.error:+.0%}{' ALARM' * one.parted}" for n, one in stages.items()]
-                advised = f"; {checked.advice.text}" if checked.advice else ""
-                print(", ".join(told) + advised, flush=True)
+                print(", ".join(told) + (f"; {advised.text}" if advised else ""), flush=True)
             time.sleep(max(0.0, begun + options.every - time.monotonic()))
     return 1 if parted else 0

@@ -127,6 +127,13 @@ class RemoveWorker(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Removes a worker that is not drained, too; its requests go on elsewhere."""
 
 
+class WantDomains(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /roles/domains."""
+
+    domains: Annotated[int, msgspec.Meta(ge=1)]
+    """Workers that are to be domains. The others compute prompts."""
+
+
 class RoleControl(Protocol):
     """Changes the fleet (`fleet.rolling`)."""
 
@@ -134,6 +141,7 @@ class RoleControl(Protocol):
     def drain(self, address: str, mode: DrainMode) -> WorkerStatus: ...
     def add(self, address: str, role: WorkerRole, long: bool) -> WorkerStatus: ...
     def remove(self, address: str, force: bool) -> WorkerStatus: ...
+    def want(self, domains: int) -> list[WorkerStatus]: ...
 
 
 async def roles(service: Service, exchange: HttpExchange) -> None:
@@ -165,11 +173,20 @@ async def remove_worker(service: Service, exchange: HttpExchange) -> None:
     await _answer(exchange, lambda: _control(service).remove(order.worker, order.force))
 
 
-async def _answer(exchange: HttpExchange, change: Callable[[], WorkerStatus]) -> None:
+async def want_domains(service: Service, exchange: HttpExchange) -> None:
+    """Have workers of a fleet change their role (`fleet.rebalance_roles`)."""
+    order = await exchange.read(WantDomains)
+    control = _control(service)
+    await _answer(exchange, lambda: Roles(workers=control.want(order.domains)), "domains")
+
+
+async def _answer(
+    exchange: HttpExchange, change: Callable[[], WorkerStatus | Roles], param: str = "worker"
+) -> None:
     try:
         status = change()
     except ConfigError as error:
-        raise HttpError(409, str(error), param="worker", code="no_such_change") from None
+        raise HttpError(409, str(error), param=param, code="no_such_change") from None
     await exchange.reply(status)
 
 

@@ -206,6 +206,9 @@ ADMIN_ENDPOINTS = (
             ("/roles/remove", operations.remove_worker, operations.RemoveWorker),
         )
     ),
+    _change(
+        "/roles/domains", operations.want_domains, operations.WantDomains, operations.Roles, KEYED
+    ),
     _change("/profile", operations.profile, operations.Profile, operations.Profiled, KEYED),
     _change("/log_level", operations.log_level, operations.LogLevel, responses.Status),
     _change("/drain", operations.drain, None, responses.Status, (415, *INFORMATION)),

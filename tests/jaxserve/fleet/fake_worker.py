@@ -245,12 +245,13 @@ class FakeWorker:
         model: str = MODEL,
         restore: Callable[[GrammarOf, int], Any] = lambda grammar, vocab: None,
         resume_seconds: float = 30.0,
+        **facts: Any,
     ):
         self.engine = engine or FakeWorkerEngine()
         info = dict(self.engine.model_info())
-        facts = worker_facts(role, slots=slots, info=info)
+        told = worker_facts(role, slots=slots, info=info, **facts)
         hello = hello_of(role, model)
-        self.port = WorkerPort(address, TOKEN, hello, lambda engine: facts, restore, resume_seconds)
+        self.port = WorkerPort(address, TOKEN, hello, lambda engine: told, restore, resume_seconds)
         self.port.start()
         self.port.open(self.engine)
         self.address, self.model = self.port.address, model

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.request import SamplingParams
+from jaxserve.planner import acting
 from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
@@ -149,8 +150,8 @@ def kill_in_a_stream(client, drawn, kill):
         assert stream.result(SECONDS) == drawn
 
 
-def roles(client):
-    return [worker["role"] for worker in client.load()["workers"]]
+def roles(client, status=""):
+    return [w["role"] for w in client.load()["workers"] if status in ("", w["status"])]
 
 
 def check_shared_prefixes(client, admin, expected):
@@ -244,7 +245,7 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, texts, tmp_p
         assert run.output.count("process 3: domain") == 1, "it is not back yet"
         assert roles(client) == ["prefill", "domain", "domain"]
 
-        run.wait_for(r"is to become a prefill worker again: 1 domains are there", SECONDS)
+        run.wait_for(r"is to become a prefill worker: 1 domains are there", SECONDS)
         run.wait_for(r"(?s)(^\[2\] ready .*?){3}", SECONDS)
         until(lambda: all(w["status"] == "ready" for w in client.load()["workers"]), SECONDS)
         assert layouts.differences(greedy, generate(client)) == []
@@ -270,8 +271,9 @@ def test_workers_of_two_processes_each(tiny_model, texts, tmp_path):
 
 @pytest.mark.nightly
 def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts, tmp_path):
-    """A router, a prefill worker, two attention workers and an ffn worker, a runtime each; one of
-    the domains is killed in the middle of a stream."""
+    """A router, a prefill worker, two attention workers and an ffn worker, a runtime each. In the
+    middle of a stream one of the domains becomes a prefill worker, and later is one again; then
+    one is killed."""
     greedy, drawn, _ = texts
     overrides = {
         "mode": "afd",
@@ -285,6 +287,9 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
         "prefill.attention": {"runtime": "main"},
         "prefill.ffn": {"runtime": "main"},
         "prefill.cache": {"page_size": 16, "pages": 80},
+        "fleet.rebalance_roles": True,
+        "fleet.stand_in_seconds": 1,
+        "server.admin_port": (admin := free_port()),
     }
     with fleet(tiny_model, tmp_path, (1, 2, 3), overrides) as (run, client):
         pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
@@ -294,10 +299,22 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
         assert [worker["role"] for worker in load["workers"]] == ["prefill", "domain", "domain"]
         assert load["workers"][0]["pages_tokens"] > 500
 
+        for domains, becomes in ((1, "a prefill worker"), (2, "a domain")):
+
+            def want(workers, domains=domains, becomes=becomes):
+                acting._call(f"http://127.0.0.1:{admin}", domains)
+                run.wait_for(f"is to become {becomes}: 1 domains .*POST /roles", SECONDS)
+
+            kill_in_a_stream(client, drawn, want)
+            there = ["prefill"] * (3 - domains) + ["domain"] * domains
+            until(lambda there=there: roles(client, "ready") == there, SECONDS)
+            assert layouts.differences(greedy, generate(client)) == []
+        before = client.load()["replays"]
+
         def kill(workers):
             victim = next(n for n in (1, 2) if workers[n]["routed"])
             os.kill(int(pids[f"{victim + 1}"]), signal.SIGKILL)
 
         kill_in_a_stream(client, drawn, kill)
         assert layouts.differences(greedy, generate(client)) == []
-        assert client.load()["replays"] >= 1
+        assert client.load()["replays"] > before

@@ -1,5 +1,6 @@
-"""Which prefill worker stands in for a lost domain, and when it goes back: a fleet on a table."""
+"""Which worker changes its role, and when it goes back: a fleet on a table, and behind routers."""
 
+import time
 from typing import Any
 
 import msgspec
@@ -10,11 +11,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import stand_ins, worker_port
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.routed import Worker
+from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.stand_ins import StandIns
 from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.fake_worker import FakeWorker, worker_facts
-from tests.jaxserve.fleet.test_router import rig
+from tests.jaxserve.fleet.test_router import Rig, rig
 from tests.jaxserve.waiting import until
 
 VALUES: dict[str, Any] = {
@@ -43,8 +45,8 @@ class Fleet:
 
     def join(self, *names: str, stands_in: bool = False, **options: Any) -> None:
         for name in names:
-            role = "domain" if stands_in or name.startswith("d") else "prefill"
-            options = {"can_stand_in": role == "prefill"} | options
+            role = "domain" if stands_in != name.startswith("d") else "prefill"
+            options = {"can_stand_in": True} | options
             facts = worker_facts(role, stands_in=stands_in, **options)
             self.workers[f"{name}:1"] = Worker(f"{name}:1", facts, reserved=name == "p2")
 
@@ -148,6 +150,26 @@ def test_one_that_did_not_hear_it_is_told_again():
     assert fleet.after(6) == [("p1", True)]
 
 
+def test_another_number_of_domains_is_asked_for():
+    """Workers of either role become the other, those that stand in first; then all stay."""
+    fleet = whole(fleet__rebalance_roles=True, fleet__least_domains=0)
+    for domains, name, becomes in [(3, "p1", True), (2, "p1", False), (1, "d0", False)]:
+        fleet.stand_ins.want(domains, 5)
+        assert fleet.after(5.2) == [(name, becomes)]
+        fleet.becomes(name, becomes != name.startswith("d"))
+        assert fleet.after(100) == []
+    fleet.stand_ins.want(2, 5)
+    assert fleet.after(5.2) == [("d0", True)], "what it was started as"
+    fleet.becomes("d0", stands_in=False)
+    fleet.leave("d1")
+    assert fleet.after(5.2) == [("p1", True)], "for a domain that is lost, as always"
+    for domains in (0, 5):
+        with pytest.raises(ConfigError, match=f"{domains} domains of 5 workers: each role keeps"):
+            fleet.stand_ins.want(domains, 5)
+    with pytest.raises(ConfigError, match=r"fleet.rebalance_roles = false: workers keep"):
+        whole().stand_ins.want(1, 5)
+
+
 def test_workers_that_cannot_or_are_not_well():
     fleet = whole()
     fleet.leave("p1", "d1")
@@ -163,39 +185,72 @@ def test_what_does_not_fit():
     golden.check_arguments("commands/stand_ins.txt", ConfigError, call, {})
 
 
-def test_requests_go_on_with_a_stand_in(monkeypatch):
-    """A router, two prefill workers and a domain, which dies in the middle of its requests."""
-    monkeypatch.setattr(worker_port, "AGREED_SECONDS", 0.2)
-    monkeypatch.setattr(stand_ins, "ASK_AGAIN_SECONDS", 0.5)
-    options = {"fleet__least_domains": 1, "fleet__stand_in_seconds": 0.3}
-    with rig(2, 1, **options) as fleet:
-        told: list[tuple[FakeWorker, bool]] = []
-        for worker in fleet.prefills:
-            facts = worker.port.facts
-            worker.port.facts = msgspec.structs.replace(facts, can_stand_in=True)
-            worker.port.on_become = lambda domain, why, worker=worker: told.append((worker, domain))
-        fleet.router.close()
-        fleet.router = fleet.replica()
-        until(lambda: fleet.router._stand_ins._complete)
-        (domain,) = fleet.domains
-        domain.engine.allowed = 7
-        fleet.submit_all(range(4), 30)
-        fleet.begun(range(4))
-        domain.kill()
-        until(lambda: told)
-        ((chosen, becomes),) = told
-        assert becomes
-        assert chosen.port.drain == "move"
-        chosen.kill()
-        stand_in = FakeWorker("domain", address=chosen.address)
-        fleet.domains.append(stand_in)
-        stand_in.port.facts = msgspec.structs.replace(stand_in.port.facts, stands_in=True)
-        fleet.check(range(4), 30)
-        roles = {one.worker: one.role for one in fleet.router.rolling.workers()}
-        assert roles[chosen.address] == "domain"
+class Changing:
+    """The workers of a fleet, which tell when they are to change their role, and do when told to.
 
-        back = FakeWorker("domain", address=domain.address)
-        fleet.domains.append(back)
-        stand_in.port.on_become = lambda domain, why: told.append((stand_in, domain))
-        until(lambda: len(told) == 2)
-        assert told[1] == (stand_in, False)
+    Attributes:
+      told: worker and role, in the order in which they were told.
+    """
+
+    def __init__(self, fleet: Rig):
+        self.fleet = fleet
+        self.told: list[tuple[FakeWorker, bool]] = []
+        for worker in (*fleet.prefills, *fleet.domains):
+            worker.port.facts = msgspec.structs.replace(worker.port.facts, can_stand_in=True)
+            self._listen(worker)
+
+    def _listen(self, worker: FakeWorker) -> None:
+        worker.port.on_become = lambda domain, why: self.told.append((worker, domain))
+
+    def change(self, number: int, *, stands_in: bool) -> FakeWorker:
+        """Ends the worker that was told last, which is the one of this number, and starts it."""
+        until(lambda: len(self.told) == number)
+        chosen, domain = self.told[-1]
+        assert chosen.port.drain == "move"
+        chosen.port.flush(5.0)
+        chosen.kill()
+        facts = {"can_stand_in": True, "stands_in": stands_in}
+        worker = FakeWorker("domain" if domain else "prefill", address=chosen.address, **facts)
+        (self.fleet.domains if domain else self.fleet.prefills).append(worker)
+        self._listen(worker)
+        return worker
+
+    def roles(self, router: RouterEngine) -> list[str]:
+        return sorted(one.role for one in router.rolling.workers() if one.status == "ready")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(worker_port, "AGREED_SECONDS", 1.2)
+    monkeypatch.setattr(stand_ins, "ASK_AGAIN_SECONDS", 0.6)
+
+
+def test_roles_change_under_load(at_once):
+    """Two routers, whose requests run all the time; workers of either role become the other, a
+    domain only once both routers ask for it. Nothing is lost, and nothing swings."""
+    options = {"fleet__rebalance_roles": True, "fleet__stand_in_seconds": 0.2}
+    with rig(2, 2, **options) as fleet:
+        workers = Changing(fleet)
+        fleet.router.close()
+        fleet.router, other = fleet.replica(), fleet.replica()
+        for worker in fleet.domains:
+            worker.engine.pace = 0.01
+        steps = [(3, True, True), (2, False, False), (1, False, True), (2, True, False)]
+        for number, (domains, becomes, stands_in) in enumerate(steps, start=1):
+            names = range(10 * number, 10 * number + 6)
+            fleet.submit_all(names, 60)
+            fleet.begun(names)
+            fleet.router.rolling.want(domains)
+            if not becomes:
+                time.sleep(0.5)
+                assert len(workers.told) < number, "the other router has not agreed"
+            other.rolling.want(domains)
+            workers.change(number, stands_in=stands_in)
+            assert workers.told[-1][1] == becomes
+            fleet.check(names, 60)
+            there = ["domain"] * domains + ["prefill"] * (4 - domains)
+            for router in (fleet.router, other):
+                until(lambda router=router, there=there: workers.roles(router) == there)
+            time.sleep(0.5)
+            assert len(workers.told) == number
+        other.close()

@@ -10,7 +10,6 @@ from jaxserve.observe.spans import Span
 from jaxserve.observe.view import PipelineView
 from jaxserve.plan import main
 from jaxserve.planner.assumptions import measured_speed
-from jaxserve.planner.comparison import Compared, summary
 from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.models import load_model
@@ -176,17 +175,6 @@ def test_lanes_hide_each_other_s_stages_and_the_first_attend_is_charged_to_each(
 def test_the_host_enqueues_a_step_while_devices_run_the_one_before(host, lanes, seconds):
     """A step of one lane is the sum of its stages; the lanes share the host."""
     assert step_seconds(times(host=host), lanes, 1) == pytest.approx(seconds)
-
-
-def test_what_was_held_out_is_counted_by_itself():
-    load = StepLoad(8, 8, 8, 8, 800, 800)
-    other = StepLoad(16, 8, 16, 16, 1600, 1600)
-    found = [
-        Compared("ffn", 0, load, 9, 1.0, 1.14, False),
-        Compared("ffn", 0, other, 9, 1.0, 0.84, True),
-        Compared("step", 0, other, 9, 1.0, 1.09, True),
-    ]
-    golden.check("planner/comparison.txt", "\n".join(summary(found)) + "\n")
 
 
 def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monkeypatch):

@@ -19,12 +19,6 @@ def test_equal_ones():
     assert set(requests.found) == {64}  # never all of a prompt
 
 
-def test_long_outputs_run_longer():
-    requests = Demand(rate=1, prompt=1, output=100, spread=1.0).requests(10**6, 64)
-    # E[output² / 2] ÷ E[output] = 100 (1 + 1) / 2
-    assert requests.context == pytest.approx(100, rel=0.05)
-
-
 def test_what_runs_at_a_moment():
     """Lengths by how long they run: half of each output is there on the mean."""
     requests = Demand(rate=1, prompt=1000, output=200, spread=0.5).requests(5000, 64)
@@ -43,11 +37,6 @@ def test_quantiles_of_prompts():
     # Lognormal: 1000 e^(1.645 σ - σ²/2) with σ² = ln 1.25
     assert prompt == pytest.approx(1000 * math.exp(1.645 * 0.4724 - 0.1116), rel=0.02)
     assert found == prompt // 2 // 64 * 64
-
-
-def test_the_longest():
-    assert Demand(rate=1, prompt=1000, output=200).longest(64) == 1216
-    assert Demand(rate=1, prompt=1000, output=200, spread=0.5).longest(64) > 4000
 
 
 def test_levels():

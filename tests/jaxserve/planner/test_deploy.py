@@ -138,13 +138,6 @@ def test_the_fewest():
     assert [_fewest(meets, 3, most) for most in (10, 11, 30)] == [None, 11, 11]
 
 
-def test_littles_law():
-    unit = sizer(Fleets(1, 1)).plan().best.fleet.unit
-    taken = unit.taken(100.0, 32.0)
-    assert taken == pytest.approx(100 * 32 * unit.pace.seconds(round(taken)), abs=1)
-    assert unit.taken(1e6, 32.0) == unit.slots
-
-
 def chunks(chunk: int, dp: int = 1) -> Chunks:
     own, made = calculator("qwen3-32b"), layout("ep" if dp > 1 else "tp", "h100", dp=dp)
     return Chunks(made, Rooflines(made, own, own, (H100, H100)), chunk)

@@ -52,11 +52,6 @@ class TestCycles:
     def test_three_lanes(self, stages, expected):
         assert cycle(run(3, stages)[0]) == pytest.approx(expected)
 
-    def test_one_lane_is_the_sum(self):
-        ends, _ = run(1, (4, 1, 3, 2.5))
-        assert cycle(ends) == pytest.approx(10.5)
-        assert ends[0][0] == pytest.approx(10 * 10.5)
-
     def test_a_step_is_the_fill_and_a_cycle_for_every_other_layer_and_lane(self):
         """MegaScale: (T_a + T_e + 2 T_c) + T_f (m L − 1), for m ≥ 2 (1 + T_c / T_f)."""
         lanes, layers = 4, 10
@@ -75,12 +70,6 @@ class TestCycles:
 
 
 class TestDomains:
-    def test_three_domains_share_the_experts(self):
-        """xDeepServe: six lanes, attention's 0.7 ms twice a layer set the pace."""
-        stages = (0.7, 0.172, 0.12, 0.193)
-        ends, _ = run(2, stages, domains=3, layers=61, steps=6)
-        assert (ends[0][-1] - ends[0][-2]) == pytest.approx(2 * 61 * 0.7)
-
     @pytest.mark.parametrize(
         ("stages", "each"), [((0.7, 0.1, 0.3, 0.1), 0.3), ((0.7, 0.4, 0.1, 0.1), 0.4)]
     )
@@ -98,22 +87,7 @@ def test_a_late_device_holds_the_others_up_at_the_experts():
     assert pipeline.busy.ffn == pytest.approx(3.0)
 
 
-def test_nothing_starts_before_the_host_has_enqueued_it():
-    times = Given(layers=2, groups=1, attend=1, dispatch=0, ffn=1, combine=0).step()
-    pipeline = Disaggregated(layers=2, lanes=1, groups=1)
-    pipeline.begin(0, 0, 7.0, times)
-    assert pipeline.advance(7.0) == (0, 11.0)
-
-
 class TestColocated:
-    def test_a_step_is_the_sum(self):
-        pipeline = Colocated(layers=3, lanes=2, groups=4)
-        times = Given(layers=3, groups=4, attend=2, dispatch=1, ffn=3, combine=1, leave=5).step()
-        for lane in pipeline.idle_lanes:
-            pipeline.begin(lane, lane, 0.0, times)
-        assert pipeline.idle_lanes == []
-        assert [pipeline.advance(0.0), pipeline.advance(0.0)] == [(0, 26.0), (1, 52.0)]
-
     def test_devices_are_disturbed_stage_by_stage(self):
         """Three steps against the same stages one after the other, with the same random numbers."""
         layers, groups = 3, 4

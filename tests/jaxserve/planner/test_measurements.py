@@ -60,20 +60,6 @@ def test_later_measurements_of_the_same_replace_earlier_ones(tmp_path):
     assert [(one.batch, one.seconds) for one in joined([old, new])] == [(64, 1.0), (8, 150e-6)]
 
 
-def test_a_calibrated_prediction_is_the_measurement(tmp_path):
-    points = [ATTEND, {**ATTEND, "context": 32768, "seconds": 300e-6}]
-    path = write(tmp_path / "bench.json", *points)
-    found = read_calibration(path)
-    hardware = load_hardware("h200")
-    for point, measured in zip(read_measurements(path), (150e-6, 300e-6), strict=True):
-        plain = calculator(context=point.context, dispatch="bfloat16")
-        model, corrected = plain.model, plain._replace(measured=found)
-        seconds = attend(corrected, model.attention[0], hardware, 1, 64).seconds
-        assert seconds == pytest.approx(measured)
-        other = attend(corrected, model.attention[0], load_hardware("h20"), 1, 64).seconds
-        assert other == attend(plain, model.attention[0], load_hardware("h20"), 1, 64).seconds
-
-
 def test_what_is_wrong_is_named(tmp_path):
     path = tmp_path / "bench.json"
     for point, message in (

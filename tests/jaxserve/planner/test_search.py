@@ -7,13 +7,11 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.noise import Skew
-from jaxserve.planner.options import PAPER
 from jaxserve.planner.search import (
     Searcher,
     front,
     layer_seconds,
     overlapped_seconds,
-    tokens_a_step,
     why_not,
 )
 from jaxserve.planner.stage_times import Rooflines, even_rows
@@ -23,16 +21,6 @@ from tests.jaxserve.planner.making import H800, calculator, layout, searcher
 
 def afd(dp: int, lanes: int = 3, **sizes: int) -> Layout:
     return layout("afd", dp=dp, lanes=lanes, **{"ep": 2, "ffn_tp": 8} | sizes)
-
-
-def test_twice_the_context_on_twice_the_attention_is_as_fast():
-    """Step-3, table 8; `test_world.py` has its numbers."""
-    plans = [
-        searcher(context=context, assumed=PAPER).evaluate(afd(dp), batch)
-        for dp, batch, context in ((16, 128, 4096), (32, 64, 8192))
-    ]
-    assert plans[0].tpot == pytest.approx(plans[1].tpot, rel=0.01)
-    assert plans[0].sequences == 6144
 
 
 def test_seconds_of_a_layer():
@@ -183,11 +171,6 @@ def drafting(*shares: float) -> Searcher:
 
 def with_drafts(drafts: int) -> Layout:
     return layout("afd", dp=16, ep=16, lanes=2, drafts=drafts)
-
-
-def test_a_draft_counts_only_where_those_before_it_were_accepted():
-    gained = [tokens_a_step((0.9, 0.5, 0.5), drafts) for drafts in range(4)]
-    assert gained == pytest.approx([1, 1.9, 2.35, 2.575])
 
 
 def test_a_module_takes_the_memory_of_a_layer():

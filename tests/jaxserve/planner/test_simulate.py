@@ -152,11 +152,3 @@ def test_one_plan_three_ways(mode, lanes, assumed, apart):
     result = Simulation(made, times, lengths, conditions).run()[0]
     assert pace == pytest.approx(searched, rel=apart)
     assert result.tpot.mean == pytest.approx(searched, rel=apart)
-
-
-def test_two_lanes_are_faster_where_they_overlap():
-    two = layout("ep", dp=16, lanes=2)
-    assert two.overlapped(OVERLAPPED)
-    assert not two.overlapped(Assumptions())
-    assert not msgspec.structs.replace(two, lanes=1).overlapped(OVERLAPPED)
-    assert not msgspec.structs.replace(two, mode="tp").overlapped(OVERLAPPED)

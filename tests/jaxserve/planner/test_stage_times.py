@@ -97,12 +97,6 @@ class TestLatentPrompts:
         found = self.attend(4096, before + 4096, whole=True)
         assert found == pytest.approx(attending + expanding + self.linear(4096))
 
-    def test_decoding_is_absorbed(self):
-        pairs = 2 * 128 * 1088 * 4096 / 989e12
-        for whole in (False, True):
-            found = self.attend(1, 4096, whole=whole)
-            assert pairs < found < 1.2 * pairs + 2 * 187e6 / 3.35e12
-
 
 def test_a_collective_waits_for_the_fullest_group():
     """One prompt in one of four groups: its devices send all of it."""
@@ -147,11 +141,6 @@ class TestAsMeasured:
         found = [float(one[0]) for one in self.of(rows, attend=attend, enter=enter).attend]
         assert found == [5.0, 1.0, 1.0, 1.0, 1.0]
         assert [float(one[0]) for one in self.of(rows, attend=attend).attend] == [1.0] * 5
-
-    def test_the_host_where_it_was_measured(self):
-        rows = decode(1, 8, 100)
-        assert self.of(rows).host == 0.0
-        assert self.of(rows, host=Fit(0.25, 0.0, 0.0, 1, 0.0, True)).host == 0.25
 
     def test_no_kernels_attend_to_whole_blocks_up_to_the_longest_sequence(self):
         attend = Fit(0.0, 1.0, 1.0, 1, 0.0, True)

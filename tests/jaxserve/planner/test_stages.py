@@ -106,19 +106,6 @@ class TestImbalance:
         assert uneven.spread == pytest.approx(1.5 * even.spread)
         assert uneven.gather == pytest.approx(1.5 * even.gather)
 
-    def test_spare_slots_with_replicas_are_no_imbalance(self):
-        mesh = ExchangeMesh(ranks=72, tensor=1, attention=None)
-        group = load_model("deepseek-v3").ffn[1]
-        apart = msgspec.structs.replace(IDEAL, alltoall=True)
-        home, placed = (
-            calculator("deepseek-v3", assumed=assumed)
-            for assumed in (apart, msgspec.structs.replace(apart, replicas=True))
-        )
-        ratio = (
-            home.ffn(group, H800, 4096, mesh).spread / placed.ffn(group, H800, 4096, mesh).spread
-        )
-        assert ratio == pytest.approx(288 / 256)
-
 
 class TestFFN:
     def test_an_ideal_layer_of_step_3_on_16_h800(self):
@@ -132,12 +119,6 @@ class TestFFN:
         seconds = 2048 * (7 / 8 / 200e9 + 1 / 2 / 8 / 50e9)
         assert stage.spread == pytest.approx(seconds * (7168 + 128))
         assert stage.gather == pytest.approx(seconds * 7168 * 2)  # parts of sums in BF16
-
-    def test_a_large_batch_computes(self):
-        step3 = calculator(compute="fp8")
-        work = step3.ffn(step3.model.ffn[1], H800, 65536, H800S).work
-        assert work.bound == "compute"
-        assert work.seconds == pytest.approx(2 * 65536 * 4 * 3 * 7168 * 5120 / 16 / 1.98e15)
 
     def test_few_tokens_meet_few_experts(self):
         step3 = calculator()
@@ -196,16 +177,6 @@ class TestFFN:
         parts = deepseek.ffn(deepseek.model.ffn[1], H800, 128 * ranks, mesh)
         assert parts.spread * 1e6 == pytest.approx(there, rel=0.2)
         assert parts.gather * 1e6 == pytest.approx(back, rel=0.2)
-
-    def test_dense_layers_may_be_whole_everywhere(self):
-        mesh = ExchangeMesh(ranks=72, tensor=1, attention=None)
-        whole = calculator("deepseek-v3", assumed=msgspec.structs.replace(IDEAL, whole_dense=True))
-        dense = whole.model.ffn[0]
-        parts = whole.ffn(dense, H100, 72 * 16, mesh)
-        assert (parts.spread, parts.gather) == (0.0, 0.0)
-        assert parts.work.seconds == pytest.approx(3 * 7168 * 18432 / 3.35e12)
-        cut = calculator("deepseek-v3")
-        assert cut.ffn(dense, H100, 72 * 16, mesh).spread > 0
 
     def test_few_attention_devices_fill_few_ffn_devices(self):
         """Bytes that arrive on one of eight devices leave from it."""
@@ -301,21 +272,6 @@ def test_experts_on_cpus_read_float_weights_once():
     in_8_bits = calculator("qwen3-30b-a3b", weights="int8")
     times = blocks * expert / cpu.bandwidth, 2 * 8 * blocks * expert / cpu.flops("int8")
     assert in_8_bits.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(max(times))
-
-
-def test_float32_rows_and_weights():
-    """The demo as it is served on CPUs: everything is twice BF16."""
-    model = load_model("qwen3-30b-a3b")
-    sizes = []
-    for name in ("bfloat16", "float32"):
-        formats = Formats(weights=name, cache=name, dispatch=name, rows=name)
-        one = Calculator(model, 2048, formats, Assumptions())
-        rows = one.cache_row(one.model.attention[0], 1), one.combine_bytes()
-        own = one.model.declared(one.model.attention[0].spec, formats, 1, "gpu")
-        sizes.append([*rows, own.weight_bytes])
-        assert (one.formats.linear, one.formats.attention) == (name, name)
-    assert sizes[1] == [2 * size for size in sizes[0]]
-    assert Formats(weights="int8", rows="float32").linear == "int8"
 
 
 def test_narrow_wires_and_caches():

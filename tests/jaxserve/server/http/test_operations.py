@@ -169,7 +169,7 @@ def test_a_web_page_changes_nothing(rig, admin, drained, headers, status):
     reset = rig.engine.reset_prefix_cache = Mock(return_value=7)
     rig.engine.rolling = Mock(spec=Rolling)
     paths = [endpoint.path for endpoint in ADMIN_ENDPOINTS if endpoint.method == "POST"]
-    assert len(paths) == 10
+    assert len(paths) == 11
     for path in paths:
         assert admin.post(path, headers=headers, content=b"").status_code == status, path
     assert not drained.is_set()
