@@ -154,23 +154,22 @@ def paged_attention(
     tokens, q_heads, head_dim = call.queries.shape
     kv_heads = cache.k_pages.shape[1]
     queries = call.queries.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
-    pages_of_token = where.page_table.at[where.sequence_of_token].get(mode="clip")
 
-    def attend_tile(some: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        queries, pages, position, sequence = some
+    def attend_tile(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        queries, sequence, position = some
         begins = jnp.concatenate([jnp.ones(1, bool), sequence[1:] != sequence[:-1]])
         run = jnp.cumsum(begins) - 1
         # One of the two attends to nothing. On CPUs a branch of `lax.cond` would copy the pool.
         shares = run[-1] < MOST_RUNS
-        apart = _attend_tokens(queries, pages, jnp.where(shares, -1, position), call)
+        apart = _attend_tokens(queries, sequence, jnp.where(shares, -1, position), call)
         runs = jnp.where(shares, run[-1] + 1, 0)
-        shared = _attend_runs(queries, pages, position, run, runs, call)
+        shared = _attend_runs(queries, sequence, position, run, runs, call)
         return jax.tree.map(functools.partial(jnp.where, shares), shared, apart)
 
+    arrays = queries, where.sequence_of_token, where.position
     if tokens < TILE_TOKENS:
-        output, lse = _attend_tokens(queries, pages_of_token, where.position, call)
+        output, lse = _attend_tokens(*arrays, call)
     else:
-        arrays = queries, pages_of_token, where.position, where.sequence_of_token
         output, lse = in_parts(attend_tile, arrays, TILE_TOKENS)
     return output.reshape(tokens, q_heads, cache.v_width), lse.reshape(tokens, q_heads)
 
@@ -199,7 +198,7 @@ def in_parts[Out](compute: Callable[[Any], Out], tokens: tuple[Array, ...], at_o
 
 def _attend_runs(
     queries: Float[Array, "tokens kv_heads group head_dim"],
-    pages_of_token: Int32[Array, "tokens pages"],
+    sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     run: Int32[Array, " tokens"],
     runs: Int32[Array, ""],
@@ -212,9 +211,9 @@ def _attend_runs(
 
     def attend(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         mine = run == index
-        pages = pages_of_token[jnp.argmax(mine)][None]
+        sequence = sequence_of_token[jnp.argmax(mine)]
         own = jnp.where(mine, position, -1)
-        found = _attend_some(side_by_side, pages, own[None], call)
+        found = _attend_some(side_by_side, sequence[None], own[None], call)
         rows = [
             jnp.swapaxes(array.reshape(kv_heads, tokens, *other.shape[2:]), 0, 1)
             for array, other in zip(found, state, strict=True)
@@ -226,7 +225,7 @@ def _attend_runs(
 
     shape = tokens, kv_heads, group
     start = jnp.zeros((*shape, call.cache.v_width), queries.dtype), jnp.zeros(shape, jnp.float32)
-    others = queries, pages_of_token, position, *call.cache.arrays().values()
+    others = queries, sequence_of_token, position, *call.cache.arrays().values()
     start = jax.tree.map(lambda array: vary_like(array, others), start)
     output, lse = jax.lax.fori_loop(0, runs, attend, start)
     return output, lse
@@ -234,7 +233,7 @@ def _attend_runs(
 
 def _attend_tokens(
     queries: Float[Array, "tokens kv_heads group head_dim"],
-    pages_of_token: Int32[Array, "tokens pages"],
+    sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     call: PagedCall,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
@@ -247,7 +246,7 @@ def _attend_tokens(
     def attend(some: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         return _attend_some(some[0], some[1], some[2][:, None], call)
 
-    return in_parts(attend, (queries, pages_of_token, position), max(1, at_once))
+    return in_parts(attend, (queries, sequence_of_token, position), max(1, at_once))
 
 
 def _block_pages(cache: Cache) -> int:
@@ -258,7 +257,7 @@ def _block_pages(cache: Cache) -> int:
 
 def _attend_some(
     queries: Float[Array, "parts kv_heads rows head_dim"],
-    pages_of_part: Int32[Array, "parts pages"],
+    sequence_of_part: Int32[Array, " parts"],
     position: Int32[Array, "parts tokens"],
     call: PagedCall,
 ) -> tuple[Float[Array, "parts kv_heads rows v_width"], Float32[Array, "parts kv_heads rows"]]:
@@ -267,34 +266,30 @@ def _attend_some(
 
     A part has tokens of one sequence; its rows of queries are those of its first token, then those
     of the next. Tokens at position -1 see nothing. Where parts have one token, the first blocks are
-    shorter.
+    shorter. Where they have several and no window, blocks that all these tokens see need no mask.
     """
     cache, scale, window = call.cache, call.scale, call.window
     page_size, count = cache.k_pages.shape[2], _block_pages(cache)
-    pages_of_part = jnp.pad(pages_of_part, ((0, 0), (0, -pages_of_part.shape[1] % count)))
     highest, last = jax.lax.Precision.HIGHEST, jnp.max(position, axis=1)
+    lowest = jnp.min(jnp.where(position < 0, last[:, None], position), axis=1)
     # All parts share the boundaries of blocks; with a window each part has its own first block.
     first = jnp.zeros_like(last)
     if window:
-        lowest = jnp.min(jnp.where(position < 0, last[:, None], position), axis=1)
         first = jnp.maximum(lowest - window + 1, 0) // (count * page_size)
-    wide = queries.astype(jnp.float32)
+    wide, each = queries.astype(jnp.float32), queries.shape[2] // position.shape[1]
 
     def step(
-        count: int, index: Array, state: tuple[Array, Array, Array]
+        count: int, masked: bool, index: Array, state: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
         largest, total, mixed = state
         block = count * page_size
-        if window:
-            columns = (first[:, None] + index) * count + jnp.arange(count, dtype=jnp.int32)
-            pages = jnp.take_along_axis(pages_of_part, columns, axis=1, mode="clip")
-        else:
-            pages = jax.lax.dynamic_slice_in_dim(pages_of_part, index * count, count, axis=1)
+        columns = (first[:, None] + index) * count + jnp.arange(count, dtype=jnp.int32)
+        # Columns past the table are those of positions that no token sees.
+        pages = call.where.page_table.at[sequence_of_part[:, None], columns].get(mode="clip")
         place = (first[:, None] + index) * block + jnp.arange(block, dtype=jnp.int32)
         seen_now = place[:, None] <= position[:, :, None]  # [parts, tokens, block]
         if window:
             seen_now &= place[:, None] > position[:, :, None] - window
-        each = queries.shape[2] // position.shape[1]
         visible = jnp.repeat(seen_now, each, axis=1)[:, None]  # [parts, 1, rows, block]
 
         def gather(array: Array) -> Array:
@@ -303,15 +298,17 @@ def _attend_some(
         keys, scores = _scores(wide, cache, gather, scale)
         values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
         v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
-        # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
-        values = jnp.where(jnp.any(seen_now, axis=1)[:, None, :, None], values, 0.0)
-        scores = jnp.where(visible, scores, -jnp.inf)
+        if masked:
+            # A probability of 0 does not hide a row that holds NaN: 0 * NaN is NaN.
+            values = jnp.where(jnp.any(seen_now, axis=1)[:, None, :, None], values, 0.0)
+            scores = jnp.where(visible, scores, -jnp.inf)
         now = jnp.maximum(largest, jnp.max(scores, axis=-1))
         finite = jnp.where(jnp.isneginf(now), 0.0, now)
         weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(largest - finite)
         total = total * kept + jnp.sum(weights, axis=-1)
         if v_scales is not None:
-            weights *= jnp.where(visible, gather(v_scales)[:, :, None], 0.0)
+            scales = gather(v_scales)[:, :, None]
+            weights *= jnp.where(visible, scales, 0.0) if masked else scales
         if cache.int8_products:
             seen = _mix_int8(weights, values)
         else:
@@ -324,20 +321,23 @@ def _attend_some(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, cache.v_width), jnp.float32),
     )
-    others = (queries, pages_of_part, position, *cache.arrays().values())
+    others = (queries, sequence_of_part, position, *cache.arrays().values())
     start = jax.tree.map(lambda array: vary_like(array, others), start)
-    state, done = start, 0
-    if not (window or cache.int8_products) and position.shape[1] == 1:
-        few = -(-FIRST_TOKENS // page_size)
-        if count % few == 0 and few < count:
+    state, done = start, jnp.int32(0)
+    if not (window or cache.int8_products):
+        if position.shape[1] > 1:
+            done = jnp.min(lowest + 1) // (count * page_size)
+            state = jax.lax.fori_loop(0, done, functools.partial(step, count, False), state)
+        elif count % (few := -(-FIRST_TOKENS // page_size)) == 0 and few < count:
             blocks = jnp.max(last + few * page_size) // (few * page_size)
             blocks = jnp.minimum(blocks, count // few)
-            state = jax.lax.fori_loop(0, blocks, functools.partial(step, few), state)
-            done = 1
-    if pages_of_part.shape[1] > done * count:
-        blocks = jnp.max((last + count * page_size) // (count * page_size) - first)
-        state = jax.lax.fori_loop(done, blocks, functools.partial(step, count), state)
-    largest, total, mixed = state
+            state = jax.lax.fori_loop(0, blocks, functools.partial(step, few, True), state)
+            done = jnp.int32(1)
+    blocks = jnp.max((last + count * page_size) // (count * page_size) - first)
+    state = jax.lax.fori_loop(done, blocks, functools.partial(step, count, True), state)
+    seen = jnp.repeat(position >= 0, each, axis=1)[:, None]
+    largest, total = jnp.where(seen, state[0], -jnp.inf), jnp.where(seen, state[1], 0.0)
+    mixed = jnp.where(seen[..., None], state[2], 0.0)
     # A padding token sees nothing: its largest score is -inf and its total 0.
     total = jnp.where(total == 0, 1.0, total)
     output = (mixed / total[..., None]).astype(queries.dtype)
