@@ -272,7 +272,7 @@ class AdmissionQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that will not be admitted."""
-        self.waiting.remove(sequence)
+        del self.waiting[bisect.bisect_left(self.waiting, sequence.rank, key=rank)]
 
     def take_admitted(self) -> list[Sequence]:
         """Returns the sequences admitted for the first time since the last call."""

@@ -4,6 +4,7 @@ Used by the scheduler alone. Decides nothing: the policy is in `scheduler.py`.
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -328,21 +329,22 @@ class DPGroup:
     def _promised_to(self, sequence: Sequence) -> int:
         return pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids)
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError if pages or slots do not add up."""
+    def integrity(self) -> Iterator[None]:
+        """Raises RuntimeError if pages or slots do not add up; yields as
+        `PageAllocator.integrity`."""
         residents = list(self.residents())
         held = list(self.held.values())
         owners: list[Sequence | HeldPages] = [*residents, *held]
-        owned = [*map(_own_pages, residents), *(one.own for one in held)]
+        owned: list[Iterable[int]] = [*map(_own_pages, residents), *(one.own for one in held)]
         if self.cache is not None:
             owned.append(self.cache.page_ids())
             paths = [one.prefix for one in owners]
             nodes = [one.prefix[p] for one in owners for p in one.ring if p < len(one.prefix)]
-            self.cache.check_integrity(paths, nodes)
-        self.pool.check_integrity(owned)
+            yield from self.cache.integrity(paths, nodes)
+        yield from self.pool.integrity(owned)
         if self.rings is not None:
             rings = [one.ring[p] for one in owners for p in one.ring if p >= len(one.prefix)]
-            self.rings.check_integrity([rings, self.cache.ring_ids() if self.cache else []])
+            yield from self.rings.integrity([rings, self.cache.ring_ids() if self.cache else ()])
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))
         if counted != found:
@@ -351,6 +353,7 @@ class DPGroup:
                 f"and has {found}"
             )
         for resident in residents:
+            yield
             shared = [node.page_id for node in resident.prefix]
             if resident.page_ids[: len(shared)] != shared:
                 raise RuntimeError(
@@ -368,7 +371,6 @@ class DPGroup:
                     f"group {self.index}, lane {lane}: slots {sorted(self._free[lane])} are on the "
                     f"free list, and {free} are free"
                 )
-        self.changed = False
 
 
 def _own_pages(sequence: Sequence) -> list[int]:
@@ -412,10 +414,18 @@ def check_lanes(lanes: Items[LaneSlots], in_flight: Items[deque[StepInFlight]]) 
             _raise_first(sequence, problems)
 
 
-def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable[Sequence]) -> None:
+def queue_integrity(
+    lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable[Sequence]
+) -> Iterator[None]:
     """Raises RuntimeError if a live sequence is in no queue and no slot, or the queue is
-    unsorted."""
+    unsorted; yields as `PageAllocator.integrity`."""
+    queued = set(map(id, waiting))
+    for one, other in itertools.pairwise(waiting):
+        yield
+        if one.rank > other.rank:
+            raise RuntimeError("the queue is out of order")
     for sequence in live:
+        yield
         home, page_size, cached = sequence.home, lanes[0].page_size, 0
         if home is not None:
             slots = lanes[home.lane]
@@ -423,12 +433,10 @@ def check_queue(lanes: Items[LaneSlots], waiting: list[Sequence], live: Iterable
         problems: dict[str, object] = {
             "has no slot but runs": sequence.status == "running" and not home,
             "is queued or not, against its status": (sequence.status == "waiting")
-            != (sequence in waiting),
+            != (id(sequence) in queued),
             "has too few pages": len(sequence.page_ids) < pages_for(cached, page_size),
         }
         _raise_first(sequence, problems)
-    if [sequence.rank for sequence in waiting] != sorted(sequence.rank for sequence in waiting):
-        raise RuntimeError("the queue is out of order")
 
 
 def _raise_first(sequence: Sequence, problems: dict[str, object]) -> None:

@@ -119,6 +119,7 @@ class Engine:
             self._results,
             step_seconds=deployment.cluster.step_seconds,
             failure=lambda: self.failure,
+            interrupted=lambda: bool(self._commands),
             followers=followers,
             watch=watch,
             experts=experts,

@@ -85,6 +85,7 @@ class Holds:
         """Leases that ran out, since the start."""
         self._scheduler, self._clock, self._new_id = scheduler, clock, new_id
         self._waiting: list[tuple[float, int, Request]] = []  # by when they are due
+        self._waiting_by_id: dict[str, tuple[float, int, Request]] = {}
         self._running: dict[str, Request] = {}
         self._held: dict[str, Hold] = {}  # by request
         self._by_hand_off: dict[str, Hold] = {}
@@ -116,14 +117,13 @@ class Holds:
           OverloadedError: Too many prompts wait.
         """
         self._scheduler.limits.check(request)
-        known = request.request_id in self._running or request.request_id in self._held
-        if known or any(request.request_id == other.request_id for *_, other in self._waiting):
+        known = self._running, self._held, self._waiting_by_id
+        if any(request.request_id in some for some in known):
             raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
         waiting = self.waiting + self._scheduler.num_waiting
         if waiting >= self._scheduler.max_waiting:
             raise OverloadedError(f"{waiting} prompts wait already")
-        self._seen += 1
-        bisect.insort(self._waiting, (self._due(request), self._seen, request), key=_rank)
+        self._queue(self._due(request), request)
         self.admit()
 
     def admit(self) -> None:
@@ -138,7 +138,7 @@ class Holds:
             except OverloadedError:
                 return
             self._running[request.request_id] = request
-            del self._waiting[0]
+            del self._waiting[0], self._waiting_by_id[request.request_id]
 
     def ended(self, request_id: str) -> None:
         """Begins the lease of a prompt that has ended, if the scheduler holds its pages.
@@ -169,9 +169,10 @@ class Holds:
         if request_id in self._held:
             self._let_go(self._held[request_id])
             return False
-        before = len(self._waiting)
-        self._waiting = [entry for entry in self._waiting if entry[-1].request_id != request_id]
-        return len(self._waiting) < before
+        entry = self._waiting_by_id.pop(request_id, None)
+        if entry is not None:
+            del self._waiting[bisect.bisect_left(self._waiting, _rank(entry), key=_rank)]
+        return entry is not None
 
     def renew(self, hand_off: str) -> bool:
         """Begins a lease anew; returns False if it is unknown."""
@@ -214,6 +215,12 @@ class Holds:
         del self._held[hold.request.request_id], self._by_hand_off[hold.hand_off]
         self._scheduler.let_go(hold.request.request_id)
         self.admit()
+
+    def _queue(self, due: float, request: Request) -> None:
+        self._seen += 1
+        entry = due, self._seen, request
+        bisect.insort(self._waiting, entry, key=_rank)
+        self._waiting_by_id[request.request_id] = entry
 
     def _room(self, request: Request) -> bool:
         if len(self._running) + len(self._held) >= self.limits.requests:

@@ -4,8 +4,9 @@ Called by the scheduler alone, on the leader's host. Pages are ints; the arrays 
 the attention mesh and are unknown here.
 """
 
+import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxserve.roles.layout import pages_for
 
@@ -86,21 +87,30 @@ class PageAllocator:
                 self._quarantined.remove(page_id)
                 self.free([page_id])
 
-    def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
+    def integrity(self, owned: Iterable[Iterable[int]]) -> Iterator[None]:
         """Raises RuntimeError unless every page is free, or owned by exactly one sequence.
 
+        Yields before each page: a caller without time drops the iterator, and must drop it once a
+        page changes hands.
+
         Args:
-          owned: the pages of every sequence, one list each.
+          owned: the pages of every sequence.
         """
-        claims = Counter(self._free)
-        claims.update(self._quarantined)
-        if any(self._taken[page_id] for page_id in self._free):
-            raise RuntimeError("a page is on the free list and marked as taken")
-        for page_ids in owned:
-            claims.update(page_ids)
-        unclaimed = [page_id for page_id in self._ids if not claims[page_id]]
-        contested = [page_id for page_id, times in claims.items() if times > 1]
-        foreign = [page_id for page_id in claims if page_id not in self._ids]
+        seen, first = bytearray(self.pages), self._ids.start
+        contested, foreign = list[int](), list[int]()
+        for page_id in self._free:
+            yield
+            if self._taken[page_id]:
+                raise RuntimeError("a page is on the free list and marked as taken")
+        for page_id in itertools.chain(self._free, self._quarantined, *owned):
+            yield
+            if page_id not in self._ids:
+                foreign.append(page_id)
+                continue
+            if seen[page_id - first]:
+                contested.append(page_id)
+            seen[page_id - first] = 1
+        unclaimed = [page for page in self._ids if not seen[page - first]] if 0 in seen else []
         if unclaimed or contested or foreign:
             raise RuntimeError(
                 f"page pool of {self.pages}: lost pages {unclaimed}, pages claimed more than once "

@@ -247,40 +247,46 @@ class PrefixCache:
         self._roots.clear()
         return unused
 
-    def page_ids(self) -> list[int]:
-        """All pages that the tree owns."""
-        return [node.page_id for node in self._nodes()]
+    def page_ids(self) -> Iterator[int]:
+        """Yields all pages that the tree owns."""
+        return (node.page_id for node in self._nodes())
 
-    def ring_ids(self) -> list[int]:
-        """All ring pages that the tree owns."""
-        return [node.ring for node in self._nodes() if node.ring >= 0]
+    def ring_ids(self) -> Iterator[int]:
+        """Yields all ring pages that the tree owns."""
+        return (node.ring for node in self._nodes() if node.ring >= 0)
 
-    def check_integrity(
+    def integrity(
         self, held: Iterable[Sequence[PageNode]], read: Iterable[PageNode] = ()
-    ) -> None:
-        """Raises RuntimeError unless users, readers, order and links add up.
+    ) -> Iterator[None]:
+        """Raises RuntimeError unless users, readers, order and links add up; yields as
+        `PageAllocator.integrity`.
 
         Args:
           held: the path that every sequence holds.
           read: the nodes whose ring pages sequences and holds read, once for each.
         """
-        readers = Counter(read)
-        users = Counter(node for path in held for node in path)
-        nodes = set(self._nodes())
-        if foreign := set(users) - nodes:
+        readers, users, nodes = Counter(read), Counter[PageNode](), set[PageNode]()
+        for path in held:
+            yield
+            users.update(path)
+        for node in self._nodes():
+            yield
+            nodes.add(node)
+        if foreign := [node for node in users if node not in nodes]:
             raise RuntimeError(
                 f"pages {sorted(n.page_id for n in foreign)} are held but not cached"
             )
         if not all(root.children for root in self._all_roots()):
             raise RuntimeError("a root without pages was kept")
-        if {node for node in nodes if not node.users} != set(self._idle):
-            raise RuntimeError("idle pages and pages without users differ")
-        if {node for node in nodes if node.ring >= 0 and not node.readers} != set(self._kept):
-            raise RuntimeError("kept ring pages and ring pages without readers differ")
+        if not self._kept.keys() <= nodes:
+            raise RuntimeError("a ring page is kept of a page that is not cached")
         for node in nodes:
-            parent = node.parent
+            yield
+            parent, unread = node.parent, node.ring >= 0 and not node.readers
             holding, reading = users[node], readers[node]
             problems = {
+                "is idle or not, against its users": bool(node.users) == (node in self._idle),
+                "has a kept ring page or not, against its readers": unread != (node in self._kept),
                 f"has {node.users} users, but {holding} sequences hold it": node.users != holding,
                 f"has {node.readers} readers of its ring, not {reading}": node.readers != reading,
                 "is not where its tokens say": parent is None
@@ -296,7 +302,8 @@ class PrefixCache:
                     raise RuntimeError(f"cached page {node.page_id} {problem}")
         seen: set[PageNode] = set()
         for node in self._idle:
-            if not seen.issuperset(node.children.values()):
+            yield
+            if node not in nodes or not seen.issuperset(node.children.values()):
                 raise RuntimeError(f"cached page {node.page_id} would go before those behind it")
             seen.add(node)
 

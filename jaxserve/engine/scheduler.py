@@ -34,12 +34,13 @@ changes: admissions, ends, new pages, prefill chunks, preemptions, and rows with
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
 from jaxserve.engine.admission import AdmissionQueue, Fetches
-from jaxserve.engine.dp_group import DPGroup, check_lanes, check_queue
+from jaxserve.engine.dp_group import DPGroup, check_lanes, queue_integrity
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.prefix_cache import PageKeys
@@ -327,31 +328,32 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError if pages, slots, the queue or the steps in flight do not add up.
 
-        Takes time in proportion to the number of pages, so it is for tests. See `check_next_group`.
+        Takes time in proportion to the number of pages, so it is for tests. See `integrity`.
         """
         for group in self.groups:
             group.changed = True
-        while self.check_next_group():
-            pass
+        deque(self.integrity(), 0)
 
-    def check_next_group(self) -> bool:
-        """Checks one DP group that changed since its last check; with the last such group also the
-        queue and the steps in flight. Returns whether it checked one.
+    def integrity(self) -> Iterator[None]:
+        """Checks the DP groups that changed since they were last checked, then the queue and the
+        steps in flight; yields for each page and request, so that checks fit into the pauses of
+        the step loop.
 
-        Short enough for the pauses of the step loop.
+        The caller drops the iterator before it changes the scheduler: what was looked at would no
+        longer fit the rest. The next call begins anew with the group that was not finished.
 
         Raises:
           RuntimeError: pages, slots, the queue or the steps in flight do not add up.
         """
         changed = [group for group in self.groups if group.changed]
-        if not changed:
-            return False
-        changed[0].check_integrity()
-        if len(changed) == 1:
+        for group in changed:
+            yield from group.integrity()
+            group.changed = group is changed[-1]
+        if changed:
             check_lanes(self.lanes, self._in_flight)
             self.fetches.check_integrity()
-            check_queue(self.lanes, self.queue.waiting, self._live.values())
-        return True
+            yield from queue_integrity(self.lanes, self.queue.waiting, self._live.values())
+            changed[-1].changed = False
 
     def _sequence(self, request: Request, due_at: float | None = None) -> Sequence:
         tokens = token_array(request.prompt, request.emitted)

@@ -10,6 +10,7 @@ most `MOST_LOST` times a minute; else the engine fails, and a router has the sam
 """
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -101,6 +102,8 @@ class HandOffs:
 
 MOST_LOST = 3
 """Steps that may be lost within a minute."""
+CHECKED_AT_ONCE = 1000
+"""Pages or requests that checks in a pause look at before they ask for commands: a millisecond."""
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +233,7 @@ class Stepper:
       results: of the steps.
       step_seconds: how long a step may take.
       failure: why the engine failed; a wait for a result ends with it.
+      interrupted: whether commands wait; checks of integrity end for them.
       followers: processes that run the same plans; None: this one is alone.
       watch: measures the pipeline; None: it is not measured.
       experts: moves experts, or asks the runtime that has them to; None: there are none.
@@ -244,13 +248,14 @@ class Stepper:
         *,
         step_seconds: float,
         failure: Callable[[], EngineFailedError | None],
+        interrupted: Callable[[], bool],
         followers: Followers | None,
         watch: Watch | None,
         experts: MovesExperts | None,
     ):
         self._loop, self._driver, self.hand_offs = loop, driver, hand_offs
         self._results = results
-        self._step_seconds, self._failure = step_seconds, failure
+        self._step_seconds, self._failure, self._interrupted = step_seconds, failure, interrupted
         self._followers, self._watch, self._experts = followers, watch, experts
         self._orders: list[Action] = []  # that followers are to be told
         self._garbage = IdleCollection()
@@ -288,8 +293,8 @@ class Stepper:
                 self._enqueue([step.plan for step in steps])
             case Await():
                 return self._complete()
-            case Idle() as idle:
-                self._tidy_up()
+            case Idle(until) as idle:
+                self._tidy_up(until)
                 return idle
             case about_pages:
                 self._tell(self.hand_offs.orders(about_pages))
@@ -358,11 +363,14 @@ class Stepper:
         running = sum(scheduler.num_waiting for scheduler in self._loop.schedulers)
         logger.warning("a step was lost: %s; %d requests wait to be computed anew", error, running)
 
-    def _tidy_up(self) -> None:
-        """Nothing to do: checks some of the books, collects garbage, and moves experts."""
+    def _tidy_up(self, until: float | None) -> None:
+        """Nothing to do: checks the books, collects garbage, and moves experts. Checks end at a
+        command or at `until`, and begin anew in the next pause."""
         if self._watch is not None:
             self._watch.idle()
         for scheduler in self._loop.schedulers:
-            scheduler.check_next_group()
+            for _ in itertools.islice(scheduler.integrity(), 0, None, CHECKED_AT_ONCE):
+                if self._interrupted() or (until is not None and time.monotonic() >= until):
+                    return
         self._garbage.idle()
         self._begin([], measured=False)

@@ -452,7 +452,7 @@ class TestFailure:
         def broken():
             raise RuntimeError("page pool of 12: lost pages [3]")
 
-        monkeypatch.setattr(engine.schedulers[0], "check_next_group", broken)
+        monkeypatch.setattr(engine.schedulers[0], "integrity", broken)
         engine.start()
         until(lambda: engine.status == "failed")
         assert "lost pages [3]" in str(engine.failure)

@@ -75,7 +75,7 @@ def test_a_prompt_that_the_scheduler_refuses_waits():
         loop.prefill(prompt("refused"))
     scheduler.max_waiting = 2
     loop.prefill(prompt("first"))
-    loop.holds._waiting.append((0.0, 9, prompt("second")))
+    loop.holds._queue(0.0, prompt("second"))
     loop.holds.admit()
     assert loop.holds.waiting == 1
     assert {name for name, _ in run(loop)} == {"waits", "first", "second"}

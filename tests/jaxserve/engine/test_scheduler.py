@@ -3,6 +3,8 @@
 Preemption has a file of its own; the simulation plays everything at once.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -199,23 +201,26 @@ def test_a_full_queue_refuses():
 # Checks.
 
 
-def test_groups_are_checked_one_by_one_and_once_a_change():
-    scheduler = make_scheduler(groups=3)
-    assert not scheduler.check_next_group()
+def test_groups_are_checked_page_by_page_and_once_a_change():
+    scheduler = make_scheduler(groups=3, pages=40)
+    assert not list(scheduler.integrity())
     scheduler.add(make_request("a", [1, 2, 3]))
     scheduler.add(make_request("b", [4]))
     plan = scheduler.plan(0)
-    checked = [scheduler.check_next_group() for _ in range(3)]
-    assert checked == [True, True, False], "nothing happened in the third group"
+    checks = scheduler.integrity()
+    assert sum(1 for _ in itertools.islice(checks, 120)) == 120, "79 or so for each of two groups"
+    assert [group.changed for group in scheduler.groups] == [False, True, False], "it was left"
+    assert 78 <= len(list(scheduler.integrity())) < 90
+    assert not list(scheduler.integrity())
     scheduler.cancel("b")
     scheduler.complete(plan, sampled({0: 11}, {}, {}))
     scheduler.groups[1].promised += 1
     with pytest.raises(RuntimeError, match="group 1 counts"):
-        scheduler.check_next_group()
+        list(scheduler.integrity())
     scheduler.groups[1].promised -= 1
     scheduler.lanes[0].in_flight[0] += 1
     with pytest.raises(RuntimeError, match="request 'a' is counted in the wrong number of steps"):
-        scheduler.check_next_group()
+        list(scheduler.integrity())
 
 
 def test_limits_that_do_not_fit_each_other():
