@@ -55,7 +55,6 @@ class LogitRules(NamedTuple):
 MAX = jnp.iinfo(jnp.int32).max
 
 _BLOCK = 128
-_FEW = 4
 _MANY = 16
 _CANDIDATES = 64
 
@@ -71,14 +70,15 @@ def over_rows[Carry](
 ) -> Carry:
     """Works on some rows of arrays, at a cost that depends on their number.
 
-    Up to `_FEW` rows are taken one by one, more in windows of `_MANY` rows, of which empty ones are
-    skipped.
+    CPUs take them one by one: work of a row stays in its caches (32 rows of 152k logits with top_k
+    and top_p on a core of a Xeon: 29 ms, 43 in windows of 16; 8 rows 9 and 27; 2026-11-29).
+    Accelerators, which a row does not fill, take windows of `_MANY` rows and skip empty ones.
 
     Args:
       work: (first row of a window, its rows to work on, carry) → carry. Each chosen row is one to
         work on in exactly one window, so that `work` may change arrays of the carry in place.
     """
-    rows, count = chosen.shape[0], jnp.sum(chosen, dtype=jnp.int32)
+    rows = chosen.shape[0]
     size = min(_MANY, rows)
 
     def in_windows(carry: Carry) -> Carry:
@@ -92,11 +92,10 @@ def over_rows[Carry](
 
     def one_by_one(carry: Carry) -> Carry:
         first, mine = jnp.argsort(~chosen, stable=True), jnp.ones(1, bool)
+        count = jnp.sum(chosen, dtype=jnp.int32)
         return jax.lax.fori_loop(0, count, lambda i, carry: work(first[i], mine, carry), carry)
 
-    if rows <= _FEW:
-        return one_by_one(carry)
-    return jax.lax.cond(count > _FEW, in_windows, one_by_one, carry)
+    return jax.lax.platform_dependent(carry, cpu=one_by_one, default=in_windows)
 
 
 def replace_rows(array: Array, start: Array, mine: Bool[Array, " window"], rows: Array) -> Array:
