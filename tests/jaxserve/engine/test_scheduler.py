@@ -95,16 +95,6 @@ def test_an_ended_id_may_come_again_while_its_step_is_in_flight():
 # Several sequences share a step.
 
 
-def test_decoding_goes_first_and_prefill_takes_what_the_budget_leaves():
-    scheduler = make_scheduler(make_request("a", [1]), pages=16)
-    scheduler.plan(0)
-    scheduler.add(make_request("b", [2, 3, 4, 5, 6]))
-    scheduler.add(make_request("c", [7, 8]))
-    assert scheduler.plan(0) == step(
-        1, 4, 2, [row(0, [FROM_DEVICE], 2, [0]), row(1, [2, 3, 4], 3, [1, 2], sample=False)]
-    )
-
-
 def test_groups_with_fewest_pages_in_use_come_first_and_share_one_bucket():
     scheduler = make_scheduler(make_request("a", [1, 2, 3, 4, 5]), make_request("b", [6]), groups=3)
     first = scheduler.plan(0)

@@ -40,15 +40,18 @@ def test_the_last_due_makes_room_not_the_last_come():
 # Running decodes are protected.
 
 
-def test_prefill_beside_decoding_is_limited_and_alone_it_is_not():
-    scheduler = make_scheduler(request("a", [1, 2, 3, 4], max_tokens=2), pages=16, prefill_tokens=2)
+@pytest.mark.parametrize(("limit", "chunk"), [(2, [5, 6]), (0, [5, 6, 7])])
+def test_prefill_beside_decoding_is_limited_and_alone_it_is_not(limit, chunk):
+    """By `prefill_tokens`, and without it by the budget that decoding leaves."""
+    own = request("a", [1, 2, 3, 4], max_tokens=2)
+    scheduler = make_scheduler(own, pages=16, prefill_tokens=limit)
     first = scheduler.plan(0)
     assert first.groups == [[row(0, [1, 2, 3, 4], 4, [0, 1])]]
     scheduler.add(request("b", [5, 6, 7, 8], max_tokens=2))
-    second = scheduler.plan(0)
-    assert second.groups == [
-        [row(0, [FROM_DEVICE], 5, [0, 1, 2]), row(1, [5, 6], 2, [3], sample=False)]
-    ]
+    scheduler.add(request("c", [9]))
+    pages = list(range(3, 3 + -(-len(chunk) // 2)))
+    chunk_row = row(1, chunk, len(chunk), pages, sample=False)
+    assert scheduler.plan(0).groups == [[row(0, [FROM_DEVICE], 5, [0, 1, 2]), chunk_row]]
 
 
 # Groups.
