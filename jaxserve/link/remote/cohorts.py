@@ -96,7 +96,7 @@ class Parts:
         return next(n for n, cycle in expected.items() if GAIN * cycle <= min(expected.values()))
 
 
-FORGETS = 0.98
+FORGETS = 0.9
 """What is left of a lane's `waited` after a layer."""
 LEAST = 1 / 8
 """Least price of a lane that others have waited for, as a share of the price of the others."""
@@ -117,9 +117,10 @@ class _Lane:
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
         self.layer = self._last = -1
         self.answered = self.due = self.came = 0.0
-        self.waited = 0.0
-        """Seconds of messages that waited for this lane lately, at layers in step with the others.
-        A straggler is late at every layer, by less than its price each time."""
+        self.late = self.waited = 0.0
+        """Seconds that the messages of others waited for this lane: at its last layer, and lately
+        at layers that followed one at which they waited as long. A straggler is late at every
+        layer, by less than its price each time; a single stall foretells nothing."""
         self._means = [0.0] * 4
 
     def arrives(self, layer: int, now: float) -> None:
@@ -310,14 +311,15 @@ class Cohorts(Turns):
         """Charges lanes in step for the time in which the idle pool and their cohort waited for
         them at a layer. Those that are left behind begin anew."""
         for lane in cohort.missing:
-            lane.waited = 0.0
+            lane.late = lane.waited = 0.0
         waiting, before, waited = cohort.waiting[layer], self._ended, 0.0
         for present, (lane, message) in enumerate(waiting.items()):
             if message.arrived > before:
                 waited += (message.arrived - before) * present / (len(waiting) - present)
                 before = message.arrived
             if lane in cohort.in_step:
-                lane.waited = FORGETS * lane.waited + waited
+                lane.waited = FORGETS * lane.waited + min(lane.late, waited)
+                lane.late = waited
 
     def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
         """Takes the message that waited longest, with those of its cohort that wait beside it. They
