@@ -30,7 +30,7 @@ def exchange(alive: list[MessageConnection], number: int) -> None:
     sent, shape = {}, AnswerShape([jax.ShapeDtypeStruct(SHAPE, np.int32)], lambda pieces: pieces[0])
     packed = jax.device_put(np.full(SHAPE, number, np.int32)).block_until_ready()
     for one in alive:
-        words = number, 0, toy.kind_of(1, toy.WORDS), 1, toy.ROWS, packed, shape, [one], {one}
+        words = number, 0, toy.kind_of(1, toy.WORDS), 1, toy.ROWS, packed, shape, [one]
         one.post(sent.setdefault(one, Unanswered(*words)), here=True)
     for one, message in sent.items():
         one.wait_for(message)
