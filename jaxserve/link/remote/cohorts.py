@@ -98,7 +98,7 @@ class Parts:
 
 FORGETS = 0.9
 """What is left of a lane's `waited` after a layer."""
-LEAST = 1 / 8
+LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
@@ -179,7 +179,7 @@ class Cohorts(Turns):
         overdue is no longer expected.
     """
 
-    def __init__(self, most: int, price: float = 1 / 3, longest: float = 1.3):
+    def __init__(self, most: int, price: float = 0.5, longest: float = 1.3):
         super().__init__(most)
         self._price, self._longest = price, longest
         self._lanes: dict[Key, _Lane] = {}
