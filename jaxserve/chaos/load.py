@@ -30,9 +30,9 @@ CHANNEL = [
 ]
 
 End = Literal["right", "wrong", "cancelled", "failed", "refused", "absent", "cut", "hung", ""]
-"""failed: an error that says why. refused: likewise, before anything was begun (429, 503; gRPC's
-RESOURCE_EXHAUSTED); it is sent again. absent: nobody listened. cut: the connection broke, without
-a word. "": it runs."""
+"""failed: an error with a reason. refused: an error before anything began (429, 503; gRPC's
+RESOURCE_EXHAUSTED), after which the request is sent again. absent: no process listened. cut: the
+connection broke without an error. "": it runs."""
 Face = Literal["http", "grpc"]
 
 

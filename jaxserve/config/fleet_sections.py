@@ -75,8 +75,8 @@ class Pages(Section, frozen=True):
     disturb running requests less, and let new ones wait longer. 0: any."""
     checksums: bool = True
     """Whether a prefill worker sends checksums with pages. They cost some 5 ms of CPU at either end
-    for 64 MiB, about a tenth of the hand-off; without them a bit that changes on the way, which
-    TCP's 16-bit checksum or a host's memory let pass, is a wrong token that nobody notices."""
+    for 64 MiB, about a tenth of the hand-off. Without them a bit that changes in a host's memory or
+    passes TCP's 16-bit checksum gives wrong tokens without an error."""
     streams: Annotated[int, Meta(ge=1, le=64)] = 2
     """Hand-offs at a time from one prefill worker to a domain, each over its own connection."""
 

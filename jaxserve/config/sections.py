@@ -299,7 +299,7 @@ class Server(Section, frozen=True):
     """PEM file, relative to the YAML file; clients need a certificate signed by it (mTLS)."""
     open: bool = False
     """Whether a `host` that others can reach may take requests from everybody. Otherwise it needs
-    `api_keys` or `tls_client_ca`: TLS alone keeps nobody out."""
+    `api_keys` or `tls_client_ca`: TLS alone admits every client."""
 
 
 class Cluster(Section, frozen=True):

@@ -37,7 +37,8 @@ LIST_SHARE = 0.05
 KEPT = 0.9
 """Share of the limit that stays when files are deleted for room."""
 READERS = 2
-"""Threads that read files. More of them take turns with small pages, which come from memory."""
+"""Threads that read files. More threads would only take turns over small pages, which the system
+still has in memory."""
 READ_SECONDS = 10.0
 """Longest wait for files. After that no page is found until the folder has been listed again."""
 
@@ -76,7 +77,7 @@ class DiskPages:
             self._start(self._list)
 
     def condemn(self, root: bytes) -> None:
-        """Deletes the pages that continue a first page; this process keeps none of them again."""
+        """Deletes a first page and all that continue it; this process never keeps them again."""
         self._condemned.add(self._root(root))
         self._start(self._list)
 

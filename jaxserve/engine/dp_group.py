@@ -212,7 +212,7 @@ class DPGroup:
         """Gives a resident ring pages up to a place among its pages, from place `start` on. The
         pool (`kv_cache.ring_pages`) is large enough that a resident never lacks one.
 
-        Without a prefix cache a sequence's only state is replaced where it is.
+        Without a prefix cache a sequence has one state, which is replaced in its page.
         """
         assert self.rings is not None
         places = range(max(sequence.ring_end, start), end)

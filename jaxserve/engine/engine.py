@@ -1,7 +1,7 @@
 """The thread around the loop: takes requests from any thread, runs steps, delivers outputs.
 
-What is done next is decided by `loop.py`, which the engine's thread feeds with events; `stepper.py`
-carries it out. Knows nothing of text or networks.
+The engine's thread feeds events to `loop.py`, which decides the next action; `stepper.py` carries
+it out. Knows nothing of text or networks.
 """
 
 import atexit
@@ -442,7 +442,7 @@ class Engine:
             self.fail(failure if self._followers is None else self._followers.explain(failure))
 
     def _take_events(self) -> None:
-        """Feeds the loop what has happened: commands, deadlines, results."""
+        """Feeds events to the loop: commands, deadlines, results."""
         while self._commands:
             with self._wake:
                 command = self._commands.popleft()
@@ -452,7 +452,7 @@ class Engine:
             self._deliver(outputs)
 
     def _step(self) -> None:
-        """Carries out the loop's next action; waits for a command if there is nothing to do."""
+        """Carries out the loop's next action; waits for a command if it has none."""
         done = self._stepper.step()
         if isinstance(done, Idle):
             self._sleep(done.until)
@@ -480,7 +480,7 @@ class Engine:
         """Waits for a command.
 
         Args:
-          until: `time.monotonic` seconds of the next deadline, if there is one.
+          until: `time.monotonic` seconds of the next deadline; None: no deadline.
         """
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:

@@ -1,9 +1,9 @@
 """The engine's ends of KV hand-offs: carries out the loop's actions about pages.
 
 `LinkedHandOffs` works on the engine's thread, between steps: it reads pages into pieces and writes
-pages from pieces that have arrived. It never waits for the network: a pages server asks from its
-threads (`export`), a pages client tells on its own what has arrived, and both only post events to
-the loop. A prefill worker has a server, a decode worker a client for each of its domains.
+pages from pieces that have arrived. It never waits for the network: the threads of a pages server
+(`export`) and of a pages client, which receives pieces, only post events to the loop. A prefill
+worker has a server, a decode worker a client for each of its domains.
 """
 
 import threading

@@ -68,7 +68,7 @@ class Holds:
 
     Args:
       scheduler: Runs the prompts; it has a prefix cache.
-      limits: Bounds of what is held.
+      limits: Bounds of the held prompts and their pages.
       clock: Returns seconds.
       new_id: Draws the name of a lease, which must be hard to guess.
     """
@@ -129,7 +129,7 @@ class Holds:
     def admit(self) -> None:
         """Starts waiting prompts, in order, while the pages of the first one find room.
 
-        A prompt that the scheduler refuses for its full queue stays the first of those that wait.
+        A prompt that the scheduler refuses, because its queue is full, stays first in line.
         """
         while self._waiting and self._room(self._waiting[0][-1]):
             when, _, request = self._waiting[0]

@@ -37,7 +37,7 @@ def page_names(
     Args:
       salt: of the sequence; see `PageKeys`.
       keys: the pages' tokens, as in `PageKeys`.
-      before: name of the page before the first of these; None: they begin the sequence.
+      before: name of the page before the first key; None: the pages begin the sequence.
     """
     names = []
     for key in keys:

@@ -36,7 +36,8 @@ class TokenEngine(StepLoop, Protocol):
         """The engine's current load; from any thread."""
 
     def pipeline(self) -> PipelineView:
-        """A view of the steps that were measured last; calling it has more of them measured."""
+        """Returns a view of the last measured steps. Each call asks for further steps to be
+        measured."""
 
     def submit(
         self,

@@ -212,7 +212,7 @@ def append_tokens(
 def _append(
     slots: LaneSlots, row: int, run: list[int], logprobs: list[TokenLogprobs] | None
 ) -> TokenOutput:
-    """Adds tokens to a sequence that may end with one of them, or that has options."""
+    """Adds a run of tokens to a sequence that may end within the run, or that has options."""
     kept: list[int] = []
     reported: list[TokenLogprobs] = []
     sequence: Sequence = slots.sequences[row]

@@ -21,7 +21,7 @@ The policy:
    the entries that were evicted meanwhile.
 5. A step in flight is never disturbed: a preempted, ended or cancelled sequence keeps its slot and
    pages until its steps are complete, and a sequence that needs them misses a step rather than
-   preempt another. Pages that are freed go to the first due of those that missed a step.
+   preempt another. Freed pages go first to the sequences that missed a step, by rank.
 6. A sequence with a grammar waits for its token in flight, which decides what may follow. Those of
    a lane wait together, so that they step together. The others go on meanwhile, unless a quarter
    or more of the lane's sequences have a grammar: then the lane as a whole waits for its step.
@@ -151,7 +151,7 @@ class Scheduler:
 
         Returns None if the lane has nothing to do before another step is complete, or has two in
         flight. Requests may be admitted to any lane meanwhile, so every lane is to be asked in
-        turn. If work is left and no step in flight, one of them has something to do.
+        turn. While work is left and no step is in flight, at least one lane has something to do.
         """
         if len(self._in_flight[lane]) >= MAX_STEPS_IN_FLIGHT:
             return None
@@ -238,7 +238,7 @@ class Scheduler:
         return outputs
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Tells the draft policy, if there is one, how long a decode step took."""
+        """Tells the draft policy, in deployments with drafts, how long a decode step took."""
         policy = self.draft_policy
         decodes = plan.token_counts == np.maximum(plan.sample_counts, 1)
         if policy is not None and decodes.all():

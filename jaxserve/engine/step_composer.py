@@ -136,8 +136,8 @@ class DraftPolicy:
 
 
 GRAMMARS_THAT_STOP_A_LANE = 4
-"""A lane waits for grammars as a whole if one in this number of its sequences has one. With fewer,
-skipping every second step of these costs less than an eighth of the tokens."""
+"""The whole lane waits if one in this number of its sequences has a grammar. With fewer grammars,
+only those sequences skip every second step, which costs less than an eighth of the tokens."""
 
 
 def grammar_wait(slots: LaneSlots) -> Literal["none", "grammars", "lane"]:
@@ -184,7 +184,7 @@ class StepComposer:
     Args:
       groups: the scheduler's; pages are taken from them.
       policy: whether the next steps have drafts; None: no step has.
-      preempt: takes its pages from a running sequence, as soon as no step of it is in flight.
+      preempt: takes the pages of a running sequence, once none of its steps is in flight.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Carries out what the loop decides next, on the engine's thread.
 
 It tells the followers the plans of a boundary, has the driver enqueue stages until a lane has left
-its step, waits for results with a deadline, and hands what concerns pages to `HandOffs`.
+its step, waits for results with a deadline, and passes actions about pages to `HandOffs`.
 
-A step that fails on the devices takes the KV cache along, which it was given (donated). Then all
-steps are taken back, the driver gets empty pages, and the requests are computed anew from prompt
-and tokens; nobody's stream repeats or lacks one. That is done for one process with both roles, at
-most `MOST_LOST` times a minute; else the engine fails, and a router has the same done elsewhere.
+The KV cache is donated to each step, so a step that fails on the devices loses it. Then all steps
+are taken back, the driver gets empty pages, and the requests are computed anew from prompt and
+tokens: no stream repeats or lacks a token. One process with both roles recovers in this way, at
+most `MOST_LOST` times a minute. Otherwise the engine fails, and a router replays its requests.
 """
 
 import contextlib
@@ -236,7 +236,7 @@ class Stepper:
       interrupted: whether commands wait; checks of integrity end for them.
       followers: processes that run the same plans; None: this one is alone.
       watch: measures the pipeline; None: it is not measured.
-      experts: moves experts, or asks the runtime that has them to; None: there are none.
+      experts: moves experts, here or in the ffn runtime; None: experts never move.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Stepper:
         self._lost: deque[float] = deque(maxlen=MOST_LOST)  # when steps were
 
     def completed(self) -> StepOutputs | None:
-        """The outputs of the oldest step in flight, if its result is there already."""
+        """Returns the outputs of the oldest step in flight if its result has arrived, else None."""
         if not self._loop.in_flight or not self._results.ready():
             return None
         try:
@@ -275,7 +275,7 @@ class Stepper:
         """Carries out the loop's next action.
 
         Returns:
-          what a step gave, or that there is nothing to do, for which the caller waits.
+          outputs of a step; `Idle`, on which the caller waits; or None.
 
         Raises:
           EngineFailedError: a result did not come in time, or a step was lost and its requests
@@ -302,8 +302,8 @@ class Stepper:
         return None
 
     def _tell(self, orders: Sequence[Action]) -> None:
-        """The followers take part in what is done to pages now: at once, or, where a lane is inside
-        a step, before what is enqueued next."""
+        """Has the followers carry out actions on pages: at once or, while a lane is inside a step,
+        before the next stages that they enqueue."""
         if self._followers is None or not orders:
             return
         self._orders += orders
@@ -330,7 +330,7 @@ class Stepper:
         self._results.read(finished)
 
     def _begin(self, plans: list[StepPlan], measured: bool) -> None:
-        """Tells the followers what comes, and carries out what comes before the plans."""
+        """Announces a boundary to the followers; carries out the actions due before its plans."""
         actions = () if self._experts is None else self._experts.due()
         if self._followers is not None and (plans or actions or self._driver.active):
             self._followers.broadcast(plans, measured, [*self._take_orders(), *actions])

@@ -1,8 +1,8 @@
 """The session of a process that gets plans from this one: it is told without waiting for it.
 
 The engine's thread sends a boundary to every process directly below with one system call each. A
-peer that reads slowly delays nobody: what it leaves in the buffers is sent by another thread. Used
-by the leader (`leader.py`) and by followers that hand its messages on (`follower.py`).
+peer that reads slowly delays no other: another thread sends the rest of its messages. Used by the
+leader (`leader.py`) and by followers that hand its messages on (`follower.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Below(ServedSession):
     greeting = control.Register
 
     def send(self, message: msgspec.Struct) -> None:
-        """See `Session`; waits for nobody."""
+        """See `Session`; never waits for the peer."""
         self.post(encode(message))
 
     def post(self, body: bytes) -> None:

@@ -222,7 +222,7 @@ def abandon(
       reason: what to say; of an error that is no `JaxserveError`, the traceback is logged as well.
       code: exit code; None: that of `errors.exit_code` for a wrong configuration or checkpoint, the
         one of a `SystemExit`, otherwise 1.
-      peers: who is told the reason: the followers of a leader, the leader of a follower.
+      peers: sessions to report the reason to: the followers of a leader, the leader of a follower.
     """
     text = log_end(reason)
     if isinstance(peers, Leader):

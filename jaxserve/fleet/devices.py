@@ -36,7 +36,7 @@ _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
 _UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 _ELSEWHERE = "192.0.2.1"
-"""An address that belongs to nobody (RFC 5737): the default route leads to it."""
+"""An address that no host has (RFC 5737), so that the default route leads to it."""
 _LARGEST_POOL = 0.95
 """Part of a card; CUDA's context and the compiler need the rest."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")

@@ -69,7 +69,7 @@ class Relay:
         return split_address(self._listener.start(listening_socket(host)))[1]
 
     def post(self, body: bytes) -> None:
-        """Sends a message to all below; waits for nobody."""
+        """Sends a message to all processes below, without waiting for any."""
         for below in self.below:
             below.post(body)
 

@@ -1,4 +1,4 @@
-"""The leader's session with a follower, what it says of itself, and who is to blame for a failure.
+"""The leader's session with a follower, the follower's reports, and the cause of a failure.
 
 Called by `leader.py`, which holds the lock. `find_failure` decides from plain state; the time is an
 argument.

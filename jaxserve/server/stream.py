@@ -1,9 +1,9 @@
 """Outputs of one request on their way from the text generator's thread to a coroutine, coalesced.
 
 A message costs far more than a token, so a `StreamBuffer` coalesces where the event loop is behind:
-it sends whatever has come since its last turn. Up to `SMOOTH_STREAMS` streams have every token at
-once, as far as one event loop can send so many messages; with more, each one sends less often,
-because messages take time from the step loop of the same process. `WholeBuffer` is for requests
+it sends the outputs that came since its last turn. Up to `SMOOTH_STREAMS` streams, every token is
+sent at once while the event loop keeps up. With more streams each sends less often, because
+messages take time from the step loop of the same process. `WholeBuffer` is for requests
 that are not streamed. Called by `front_end.py`; knows no protocol.
 """
 

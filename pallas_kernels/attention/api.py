@@ -65,12 +65,12 @@ def write_rows(
     Args:
       pages: the arrays of one cache [pages, kv_heads, page_size, ...]: keys, values, their scales,
         or latents.
-      rows: for each of these arrays the rows to write, [tokens, kv_heads, ...], of the same dtype
+      rows: the rows to write to each array, [tokens, kv_heads, ...], of its dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
       implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
         these keep the tokens of a page last, scatters scales as they lie in memory, and has a
-        kernel for wide pages in 8 bits: none of these moves the pool. "kernel" is refused, since
-        all other pages have none.
+        kernel for wide pages in 8 bits. All three leave the rest of the pool in place. "kernel"
+        is refused, since other pages have no kernel.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.

@@ -405,7 +405,7 @@ class _Warpgroup(Pages):
         return mixed + pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
 
     def _write(self, unit: Unit, state: _State) -> None:
-        """Writes the results of a unit, or of the piece of it that lies in this range."""
+        """Writes the results of a unit, or of its piece in this range."""
         walk, total = self.walk, state.total
         if self.plan.split_values:
             total = total + self._of_other(total)

@@ -45,7 +45,7 @@ class Pairs(NamedTuple):
     every: Int32[Array, "tiles tiles"]
     """1 where every query sees every key."""
     first: Int32[Array, " tiles"]
-    """For each query tile the first key tile with `some`; 0 if there is none."""
+    """First key tile with `some` of each query tile; 0 without one."""
     last: Int32[Array, " tiles"]
 
 

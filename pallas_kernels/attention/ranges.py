@@ -210,7 +210,7 @@ def range_begin(index: Any, total: Any, ranges: int) -> Any:
 def range_of(step: Any, total: Any, ranges: int) -> Any:
     """Returns the range that a step is in: the last one that begins at it or before.
 
-    No range between two steps of a unit is empty: each has a part of it.
+    Ranges between two steps of a unit are never empty: each has some of its steps.
     """
     _, share, longer = _shares(total, ranges)
     of_longer = longer * (share + 1)

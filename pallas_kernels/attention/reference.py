@@ -204,8 +204,8 @@ def _attend_runs(
     runs: Int32[Array, ""],
     call: PagedCall,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
-    """Attends from the tokens of one sequence after the other, which have the same `run`; from the
-    first `runs` of them."""
+    """Attends from the tokens of one run (tokens with the same `run`, of one sequence) after the
+    other, up to the first `runs` runs."""
     tokens, kv_heads, group, head_dim = queries.shape
     side_by_side = jnp.swapaxes(queries, 0, 1).reshape(1, kv_heads, tokens * group, head_dim)
 

@@ -4,8 +4,8 @@ Called by `triton_gpu.py`, which lays the queries out; `ranges.py` says what uni
 and lanes are. Knows nothing of tokens or batches.
 
 A block of threads walks over one range and reads only positions that some row of its unit sees, row
-by row of the pages, whatever their size. Widths need not be powers of two: Triton's tiles have such
-sizes, so that keys and values are cut into columns of them (576 is 512 and 64).
+by row of the pages, whatever their size. Triton's tiles are powers of two wide. Other widths are
+cut into such columns (576 is 512 and 64).
 
 Pages in 8 bits are widened to float16 in registers, exactly, by integer arithmetic that every
 generation has. Scales of keys multiply scores. Scales of values multiply probabilities, over the
@@ -39,7 +39,7 @@ UNSEEN = -1e30
 FP8_FACTOR = 256.0
 """The bits of an E4M3 number, moved to float16's places, are the number divided by this."""
 INT8_BIAS = 1536.0
-"""A float16 whose last bit is worth 1; so is that of all numbers within 512 of it."""
+"""A float16 whose last bit is worth 1, like that of all numbers within 512 of this one."""
 INT8_BIAS_BITS = 0x6600
 COMBINED_ROWS = 16
 """Rows of a unit whose partial results a block of threads adds up."""

@@ -3,8 +3,8 @@
 Called by the kernels of `paged_attention`, inside `jit`. Knows nothing of heads, pages or devices.
 
 Consecutive tokens of one sequence, at consecutive positions (or all at the same position, as when a
-prefill chunk attends to what was cached before it), read the same keys and values: a kernel that
-processes them together reads those once.
+prefill chunk attends to earlier tokens), see the same keys and values. A kernel that processes the
+tokens together reads these once.
 """
 
 from typing import NamedTuple

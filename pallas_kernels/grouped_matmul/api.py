@@ -81,8 +81,8 @@ def grouped_matmul(
 
     Args:
       first: the first group's place among the weights, which may be those of several layers: group
-        g of the sizes has the weights of group first + g. None: the weights have as many groups as
-        there are sizes.
+        g of the sizes has the weights of group first + g. None: weights and sizes have equally many
+        groups.
       row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
         "float": rows are not quantised; None: as the format of the weights requires.
       narrow: see `grouped_swiglu`.

@@ -316,8 +316,8 @@ def _one_group(rows: Array) -> np.ndarray:
 
 
 def _stack(weights: Any) -> tuple[Any, Array | None]:
-    """Returns the stack of weights that the weight is in, and its place there; of a weight that is
-    in none, a stack of it alone, and None."""
+    """Returns the stack that contains a weight and the weight's index in it. A weight outside any
+    stack gives a stack of one, and None."""
     if not _in_stack(weights):
         return jax.tree.map(lambda array: array[None], weights), None
     return _of_entries(weights, lambda part: part.stack), weights.values.entry

@@ -17,9 +17,9 @@ tiles, either on rows of one group and the same weights, or on columns for the s
 they share each loads one half, into the shared memory of both (multicast), so that it leaves the L2
 cache once. A stage is free once the consumers of both blocks are done with it.
 
-Rows in 8 bits that have a scale for every block, where groups have some of them, are summed up in
-parts, and where groups have many are the left operand instead (`mosaic_gpu_scaled.py`); then no
-warpgroup only loads.
+Rows in 8 bits with a scale for every block are treated otherwise (`mosaic_gpu_scaled.py`), by all
+warpgroups, none of which only loads: groups of some rows are summed up in parts, and in groups of
+many the rows are the left operand.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Sorts choices by group on Hopper GPUs (Pallas, Mosaic GPU) in one kernel; XLA takes six.
 
 Called by `routed.py`. For few choices, launches take the time, not comparisons. Every block of
-threads holds all choices in registers, and ranks some of them: it counts the choices that come
-before.
+threads holds all choices in registers, and ranks its share: it counts the choices that come before
+each.
 """
 
 import functools

@@ -155,7 +155,7 @@ class Operands:
         channel's.
       block_scales: for each of the weights FP32 [groups, blocks of d_out, blocks of d_in], or
         empty: the sum over one block is multiplied by its block's.
-      block: sizes of these blocks, (of d_out, of d_in).
+      block: sizes of the blocks of `block_scales`, (of d_out, of d_in).
     """
 
     rows: Any

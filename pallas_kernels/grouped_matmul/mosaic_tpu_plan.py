@@ -284,7 +284,7 @@ def arrange_scales(weights: QuantArray) -> Scales:
 
 
 def gap(widths: Iterable[int], target: Target) -> str:
-    """Returns why weights of these widths d_out cannot be copied in pieces; empty: they can."""
+    """Returns the width d_out that weights copied in pieces cannot have; empty: all are fine."""
     odd = [width for width in widths if width % SUBLANES]
     return f"d_out {odd[0]}, not a multiple of {SUBLANES}" if odd and not target.interpret else ""
 

@@ -9,8 +9,8 @@ another order than several rows, for which it packs the weights first. So on CPU
 the groups that have rows, and float weights are multiplied by one row after the other: the weights
 stay in the caches for the next row. This takes 0.4 (1 row a group) to 0.6 (20 rows) of the time of
 blocks of 8 rows (experts of 512 x 256 in FP32, AMD EPYC). 8-bit weights, which have to be converted
-first, and weights on other platforms are multiplied by blocks of `BLOCK_ROWS` rows that never cross
-a group, however few there are.
+first, and weights on other platforms are multiplied by blocks of `BLOCK_ROWS` rows. A block never
+crosses a group, however few rows that has.
 """
 
 import functools

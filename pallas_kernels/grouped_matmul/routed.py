@@ -36,7 +36,7 @@ class Order(NamedTuple):
     Attributes:
       source: the token of each row.
       place: the row of each choice of a token; -1 for choices of other groups.
-      here: whether the choice is one of these groups.
+      here: whether a choice is one of this call's groups.
       sizes: number of rows of each group.
     """
 

@@ -24,9 +24,9 @@ class TpuTiles(NamedTuple):
       fp8_steps: the same for FP8 weights.
       block_steps: the same where a product is of one block of d_in, and scaled before it is added.
       step_columns: columns of one product, a multiple of 128.
-      rows_bytes: VMEM for one tile of rows; there are two.
-      weights_bytes: VMEM for one tile of weights (gate and up together) and of the output; there
-        are two of each.
+      rows_bytes: VMEM for one tile of rows, of which two are held.
+      weights_bytes: VMEM for one tile of weights (gate and up together) and of the output, of
+        each of which two are held.
       vmem_bytes: what the compiler may use in all.
     """
 

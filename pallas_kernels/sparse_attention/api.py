@@ -152,7 +152,7 @@ def attend_chosen(
 
 
 def _keys_and_scales(pages: tuple[Array, ...]) -> tuple[Array, Array | None]:
-    """Returns pages and their scales, which there are in 8 bits."""
+    """Returns pages and, in 8 bits, their scales, else None."""
     if len(pages) not in (1, 2):
         raise ValueError(f"{len(pages)} arrays of pages, need one, or in 8 bits also its scales")
     keys, scales = pages[0], pages[1] if len(pages) == 2 else None
