@@ -4,7 +4,7 @@
 #   make test     run the tests                                    (TESTS=...)
 #   make nightly  the rest: longer tests, all again with annotations checked, the matrix of layouts
 #   make golden   write the files of tests/golden anew; review the diff
-#   make check    formatter, linter, type checker, layer rules
+#   make check    formatter, linter, type checker, layer rules, links of pages, language
 #   make format   format and mend what the linter can mend
 #   make fuzz     random deployments and requests                  (DRAWS=60 SEED=10)
 #   make matrix   the whole product of layouts: hours, not part of `make test`
@@ -132,6 +132,7 @@ check: $(VENV)/.installed-all
 	done; exit $$failed
 	@find jaxserve pallas_kernels launch -name '*.py' -exec wc -l {} + | awk '$$1 > 500 && $$2 != "total" \
 	  { print $$2 ": " $$1 " lines, 500 at most"; long = 1 } END { exit long }'
+	@$(BIN)/python -m pytest -q tests/test_readme.py tests/test_language.py
 
 format: $(VENV)/.installed-all
 	$(BIN)/ruff format

@@ -1,0 +1,25 @@
+"""Docstrings of the source in plain English: each number of a form may fall, never rise."""
+
+import ast
+import re
+
+from tests.conftest import REPOSITORY
+
+FORMS = {
+    r"\A(Of|As|By|For which|That|Those|These|It|They|Its|Their|What|Whose|So)\b(?! is a | are )": 3,
+    r"\bso (many|much)\b|(?i:\b(whoever|nobody|somebody|who (has|is|gets|takes|asks|names))\b)": 3,
+    r"(?i:\b(there (is|are|was|were)|(is|are|was|were) there)\b)": 95,
+    r"\b[Ww]hat (is|are|has|comes|goes|came|was)\b": 60,
+    r"\bof (them|it|those|these)\b|\bwhere (it|they|there|that|one) (is|are|has|have)\b": 240,
+}
+
+
+def test_docstrings_are_plain_english():
+    rooms = [REPOSITORY / name for name in ("jaxserve", "pallas_kernels", "launch")]
+    files = [path for room in rooms for path in room.rglob("*.py") if "_pb2" not in path.name]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    lone = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    texts = [one.value.strip() for one in lone if isinstance(getattr(one, "value", 0), str)]
+    assert len(texts) > 8000
+    found = {form: sum(len(re.findall(form, text)) for text in texts) for form in FORMS}
+    assert {form: count for form, count in found.items() if count > FORMS[form]} == {}
