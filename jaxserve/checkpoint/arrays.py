@@ -119,21 +119,6 @@ class ReadableArray(Protocol):
         """
 
 
-class InMemory(NamedTuple):
-    """A small array that was read whole."""
-
-    values: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
-        """See `ReadableArray`; reads nothing more."""
-        target[...] = self.values[tuple(slice(low, high) for low, high in ranges)]
-        return 0
-
-
 class LeafSource(abc.ABC):
     """Source of a role's leaves: a checkpoint, running workers, or random numbers.
 
@@ -419,24 +404,6 @@ def quantised_here[Block](
         of_values, of_scales = fill(of_values, layer[0], index), fill(of_scales, layer[1], index)
         jax.block_until_ready((of_values, of_scales))
     return of_values, of_scales, *others
-
-
-def by_layers[Block](
-    leaf: Leaf, blocks: Sequence[Block], make: Callable[[Block, Leaf], jax.Array]
-) -> jax.Array:
-    """Makes a leaf of one block, or a stack of several, one after the other to save memory."""
-    if leaf.layers is None:
-        return make(blocks[0], leaf)
-    one = leaf.of_one_layer()
-    for index, block in enumerate(blocks):
-        layer = make(block, one)
-        if index == 0:
-            assert isinstance(layer.sharding, NamedSharding)
-            spec = PartitionSpec(None, *layer.sharding.spec)
-            sharding = NamedSharding(leaf.sharding.mesh, spec)
-            stack = sharded_zeros((leaf.layers, *layer.shape), leaf.dtype, sharding)
-        stack = jax.block_until_ready(fill(stack, layer, index))
-    return stack
 
 
 def zeroed(leaf: Leaf) -> jax.Array:

@@ -15,6 +15,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.checkpoint.arrays import (
     FolderReader,
-    InMemory,
     Leaf,
     block_of,
-    by_layers,
+    fill,
     make_array,
     make_leaves,
     quantised_here,
@@ -42,6 +42,7 @@ from jaxserve.checkpoint.regions import Ranges, block_scales, source_regions
 from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, with_parts
 from jaxserve.checkpoint.tensors import READABLE, Listing, Tensor, list_tensors
 from jaxserve.errors import CheckpointError
+from jaxserve.mesh import sharded_zeros
 from jaxserve.model.module import Template
 from jaxserve.storage.mirror import local_folder
 from pallas_kernels.input_major import in_tiles
@@ -51,6 +52,21 @@ FP8 = "F8_E4M3"
 
 Tensors = dict[str, Tensor | PackedTensor | ExpertStack]
 """Tensors of a folder by name, each packed matrix or stack joined into one."""
+
+
+class InMemory(NamedTuple):
+    """A small array that was read whole."""
+
+    values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
+        """See `ReadableArray`; reads nothing more."""
+        target[...] = self.values[tuple(slice(low, high) for low, high in ranges)]
+        return 0
 
 
 class HFCheckpoint(FolderReader):
@@ -328,3 +344,21 @@ def _problems(listing: Listing, tensors: Tensors, names: CheckpointNames) -> lis
 def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     *first, rows, columns = shape
     return (*first, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+
+
+def by_layers[Block](
+    leaf: Leaf, blocks: Sequence[Block], make: Callable[[Block, Leaf], jax.Array]
+) -> jax.Array:
+    """Makes a leaf of one block, or a stack of several, one after the other to save memory."""
+    if leaf.layers is None:
+        return make(blocks[0], leaf)
+    one = leaf.of_one_layer()
+    for index, block in enumerate(blocks):
+        layer = make(block, one)
+        if index == 0:
+            assert isinstance(layer.sharding, NamedSharding)
+            spec = PartitionSpec(None, *layer.sharding.spec)
+            sharding = NamedSharding(leaf.sharding.mesh, spec)
+            stack = sharded_zeros((leaf.layers, *layer.shape), leaf.dtype, sharding)
+        stack = jax.block_until_ready(fill(stack, layer, index))
+    return stack
