@@ -195,13 +195,15 @@ class Cache(Section, frozen=True):
     """Host memory in GB for pages that leave the prefix caches of this process's devices; they come
     back when a request needs them. 0: such pages are lost. For attention meshes in one process and
     models in which some layer has no window."""
-    storage: Annotated[str, Meta(pattern="^(/.*)?$")] = ""
-    """Absolute path of a folder for pages, with `host_gb`: those of ended requests and those that
-    leave the device. They are found after a restart and by all workers with the folder, for the
-    same weights and formats, also after a reset of the prefix cache, which empties memory alone.
-    Writers of the folder can change answers. Empty: none."""
+    storage: Annotated[str, Meta(pattern="^((/|gs://.|s3://.).*)?$")] = ""
+    """Absolute path of a folder for pages, or the URL of one in a bucket (`gs://…`, `s3://…`), with
+    `host_gb`: those of ended requests and those that leave the device. They are found after a
+    restart and by all workers with the folder, for the same weights and formats, also after a reset
+    of the prefix cache, which empties memory alone. Writers of the folder can change answers.
+    Empty: none."""
     storage_gb: Annotated[float, Meta(ge=1, le=1e6)] = 100.0
-    """Most GB of pages in `storage`, of all models and workers; the least recently used leave."""
+    """Most GB of pages in `storage`, of all models and workers; the least recently used leave. In a
+    bucket pages stay until a rule of the bucket deletes them."""
 
 
 class SchedulerLimits(Section, frozen=True):

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.engine.host_pages import HostPage, PageName
+from jaxserve.errors import CheckpointError
 from jaxserve.storage.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ CHECKSUM = 8
 """Bytes of the checksum at the start of a file."""
 BACKLOG_BYTES = 256 << 20
 """Further pages are not written while more bytes than these wait for it."""
-LIST_SECONDS = 5.0
-"""Shortest time between two looks for files of other workers."""
 LIST_SHARE = 0.05
 """Largest share of the writing thread's time that these looks take."""
 KEPT = 0.9
@@ -44,7 +43,7 @@ READ_SECONDS = 10.0
 
 
 class DiskPages:
-    """The pages in a folder that may be used here.
+    """The pages in a folder that may be used here; of one in a bucket, see `bucket_pages.py`.
 
     Args:
       folder: exists, and has nothing but pages: all files in it count, and may be deleted.
@@ -57,13 +56,18 @@ class DiskPages:
       OSError: the folder cannot be listed.
     """
 
-    def __init__(self, folder: Path, limit: int, identity: str, counters: dict[str, float]):
-        self._folder, self._limit, self._identity = folder, limit, identity
+    readers = READERS
+    """Reads at a time."""
+    list_seconds = 5.0
+    """Shortest time between two looks for files of other workers."""
+
+    def __init__(self, folder: Path | str, limit: int, identity: str, counters: dict[str, float]):
+        self._folder, self._limit, self._identity = Path(folder), limit, identity
         self._counters, self._names, self._condemned = counters, set[str](), set[str]()
         self._listed, self._used, self._warned = 0.0, 0, False
         self._taken = self._written = 0  # bytes of pages, each counted by one thread
         self._writer = ThreadPoolExecutor(1, "jaxserve-disk-pages")
-        self._readers = ThreadPoolExecutor(READERS, "jaxserve-disk-reads")
+        self._readers = ThreadPoolExecutor(self.readers, "jaxserve-disk-reads")
         self._list()
 
     # ------------------------------------------------------------------- the engine's thread
@@ -72,7 +76,7 @@ class DiskPages:
 
     def look(self) -> None:
         """Has the folder listed for pages of other workers, unless the last list is new."""
-        if time.monotonic() > self._listed + LIST_SECONDS:
+        if time.monotonic() > self._listed + self.list_seconds:
             self._listed = float("inf")
             self._start(self._list)
 
@@ -92,12 +96,12 @@ class DiskPages:
     def read(self, pages: Sequence[HostPage]) -> None:
         """Reads the rows of pages that have none, several pages at a time. Afterwards a page
         without rows was not here, was damaged, or did not come in time."""
-        parts = [pages[first::READERS] for first in range(READERS)]
+        parts = [pages[first :: self.readers] for first in range(self.readers)]
         try:
             list(self._readers.map(self._read, parts, timeout=READ_SECONDS))
         except TimeoutError:
             self._names = set()
-            self._failed(OSError(f"{self._folder} gave no page in {READ_SECONDS:g} s"))
+            self._failed(OSError(f"no page came in {READ_SECONDS:g} s"))
 
     def _root(self, root: bytes) -> str:
         """Returns the part that the names of files with the same first page have in common."""
@@ -126,59 +130,77 @@ class DiskPages:
         for page in pages:
             if page.rows is not None:  # perhaps since a moment ago: others read, too
                 continue
-            path = self._folder / self._file(page.name)
+            file = self._file(page.name)
             try:
-                with open(path, "rb", buffering=0) as file:  # half the time of `np.fromfile`
-                    data = np.frombuffer(file.read(), np.uint8)
-                if data[:CHECKSUM].tobytes() == checksum(path.name, data[CHECKSUM:]):
-                    os.utime(path)
+                data = np.frombuffer(self._bytes(file), np.uint8)
+                if data[:CHECKSUM].tobytes() == checksum(file, data[CHECKSUM:]):
+                    self._touch(file)
                     page.rows = data[CHECKSUM:]
                     self._counters["storage_hits"] += 1
                     self._counters["storage_bytes_read"] += data.size
                     continue
-                path.unlink()
-                raise OSError(f"{path} was damaged, and is deleted")
+                self._delete(file)
+                raise OSError(f"{file} was damaged, and is deleted")
             except FileNotFoundError:  # deleted for room
                 pass
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 self._failed(error)
-            self._names.discard(path.name)
+            self._names.discard(file)
 
     # --------------------------------------------------------------------- the writing thread
     def _keep(self, name: PageName, rows: np.ndarray) -> None:
         self._written += rows.nbytes
-        path = self._folder / self._file(name)
+        file = self._file(name)
         try:
-            os.utime(path)
+            self._touch(file)
         except FileNotFoundError:
-            write_whole(path, checksum(path.name, rows) + rows.data)
+            self._write(file, checksum(file, rows) + rows.data)
             self._counters["storage_bytes_written"] += CHECKSUM + rows.nbytes
             self._used, self._warned = self._used + CHECKSUM + rows.nbytes, False
-        self._names.add(path.name)
+        self._names.add(file)
         if self._used > self._limit:
             self._list()
 
     def _list(self) -> None:
         """Lists the folder. Deletes condemned pages and, if there are too many bytes, the least
         recently used pages. A file that cannot be deleted stays, and counts."""
-        self._listed, found = time.monotonic(), []
-        for entry in os.scandir(self._folder):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+        self._listed, found = time.monotonic(), self._scan()
         full = sum(size for _, _, size in found) > self._limit
         used, names, most = 0, set[str](), self._limit * (KEPT if full else 1)
         for _, name, size in sorted(found, reverse=True):
             try:
                 if used + size > most or name.rpartition("-")[0] in self._condemned:
-                    (self._folder / name).unlink(missing_ok=True)
+                    self._delete(name)
                     continue
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 self._failed(error)
             used += size
             names.add(name)
         self._used, self._names = used, names
         # A large folder is listed more rarely.
         self._listed += (time.monotonic() - self._listed) / LIST_SHARE
+
+    # ------------------------------------------------------------------------------- the folder
+    def _scan(self) -> list[tuple[int, str, int]]:
+        """Returns when each file was last used (a later time is greater), its name and bytes."""
+        found = []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                found.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+        return found
+
+    def _bytes(self, file: str) -> bytes:
+        return (self._folder / file).read_bytes()  # half the time of `np.fromfile`
+
+    def _write(self, file: str, data: bytes) -> None:
+        write_whole(self._folder / file, data)
+
+    def _touch(self, file: str) -> None:
+        """Makes a file the most recently used one. Raises FileNotFoundError if it is not there."""
+        os.utime(self._folder / file)
+
+    def _delete(self, file: str) -> None:
+        (self._folder / file).unlink(missing_ok=True)
 
 
 def checksum(file: str, rows: np.ndarray) -> bytes:

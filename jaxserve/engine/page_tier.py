@@ -13,7 +13,7 @@ prompts part), each page is read together with its ring page, as one more page h
 pages before it, without theirs. A prefix that is found ends with the ring that the token behind it
 reads.
 
-With `cache.storage` pages are also written to a folder (`disk_pages.py`): those that are evicted,
+With `cache.storage` pages are also written to a folder (`disk_pages.py`) or bucket: those evicted,
 and, by way of host memory, those of a sequence when it leaves. Pages that host memory lacks are
 read there, into host memory: when a sequence is admitted or, earlier, while it is the first that
 waits for a slot or for pages.

@@ -94,9 +94,7 @@ class TieredCache(PrefixCache):
             nodes = reversed(path)
         pages = [(self._names[node], node) for node in nodes if node in self._names]
         # The ring pages that sequences read are some of the same window, and worth as much.
-        rings = [
-            (name.with_ring, node) for name, node in pages if self._kept.get(node, node.ring >= 0)
-        ]
+        rings = [(name.with_ring, at) for name, at in pages if self._kept.get(at, at.ring >= 0)]
         every = [pair for pair in rings + pages if wanted(pair[0])]
         self._tier.save(self._domain, self._group, every)
 
@@ -124,8 +122,7 @@ class TierFetches(Fetches):
         if disk is not None and sequence.source is None and sequence.rank != self._prepared:
             self._prepared = sequence.rank
             cached = max(len(group.match(sequence)) for group in self._groups)
-            names = self._names(sequence, cached)
-            self._tier.prefetch(names, cached, self._groups[0].rings, disk)
+            self._tier.prefetch(self._names(sequence, cached), cached, self._groups[0].rings, disk)
 
     def begin(self, sequence: Sequence) -> None:
         """Lets an admitted sequence wait, if its source or the tier has entries that its cache

@@ -1,5 +1,5 @@
-"""Gives an engine a tier of KV pages in host memory, and one in a folder below (`cache.host_gb`,
-`cache.storage`).
+"""Gives an engine a tier of KV pages in host memory, and one in a folder or bucket below
+(`cache.host_gb`, `cache.storage`).
 
 Called before a model is loaded, which refuses what cannot work, and again after an engine is made
 and before it starts. Only a process with such a tier imports this.
@@ -17,18 +17,20 @@ from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.engine.bucket_pages import BucketPages
 from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.page_tier import PageTier, page_sizes
 from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.engine.tiered_cache import TieredCache, TierFetches
-from jaxserve.errors import ConfigError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from jaxserve.storage.bucket import StorageBucket, is_url
 
 PAGES = (1, 2, 8, 32)
 """Pages of the pieces that cross between device and host."""
@@ -46,7 +48,7 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
 
     Raises:
       ConfigError: several processes have parts of the attention meshes, every layer has a window,
-        the host lacks the memory, or the folder cannot be written.
+        the host lacks the memory, or the folder or bucket cannot be written.
     """
     gb, processes = deployment.cache.host_gb, jax.process_count()
     free = (free_host_memory() or float("inf")) / 1e9
@@ -63,14 +65,21 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
     ):
         if applies:
             raise ConfigError(f"cache.host_gb = {gb:g}: {reason}")
-    if deployment.cache.storage:
-        folder = Path(deployment.cache.storage, FOLDER)
+    if storage := deployment.cache.storage:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ConfigError(f"cache.storage = {folder.parent}: {error.strerror}") from None
+            if is_url(folder := storage_folder(storage)):
+                StorageBucket(folder).write("probe", b"")
+            else:
+                Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        except (OSError, CheckpointError) as error:
+            raise ConfigError(f"cache.storage = {storage}: {error}") from None
         revision(deployment.model)  # hashes the weights while they are loaded
+
+
+def storage_folder(storage: str) -> str:
+    """Returns the path or the URL of the folder of pages inside `cache.storage`."""
+    return f"{storage.rstrip('/')}/{FOLDER}"
 
 
 def page_identity(deployment: Deployment, config: ModelConfig, programs: PagePrograms) -> str:
@@ -112,8 +121,9 @@ def open_host_tier(engine: Engine) -> None:
         engine.host_pages = tier.counters
         if cache.storage:
             identity = page_identity(deployment, arrays[0].programs.config, programs)
-            folder, bound = Path(cache.storage, FOLDER), int(cache.storage_gb * 1e9)
-            tier.disk = DiskPages(folder, bound, identity, tier.counters)
+            folder, bound = storage_folder(cache.storage), int(cache.storage_gb * 1e9)
+            pages = BucketPages if is_url(folder) else DiskPages
+            tier.disk = pages(folder, bound, identity, tier.counters)
         for domain, scheduler in enumerate(engine.schedulers):
             fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
             scheduler.fetches = scheduler.queue.fetches = fetches

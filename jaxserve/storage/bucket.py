@@ -59,16 +59,19 @@ class StorageBucket:
 
     Args:
       url: `gs://bucket/path` or `s3://bucket/path`.
+      seconds: deadline of a request, without the time for its bytes; 0: `ANSWER_SECONDS`.
 
     Raises:
       CheckpointError: the URL has no bucket.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, seconds: float = 0.0):
         import tensorstore
 
+        self._seconds = seconds or ANSWER_SECONDS
+
         self.url = url.rstrip("/") if url.partition("://")[2].strip("/") else url
-        self._store = _answer(
+        self._store = self._answer(
             tensorstore.KvStore.open(kvstore(self.url), context=context()), self.url
         )
 
@@ -78,7 +81,7 @@ class StorageBucket:
         Raises:
           CheckpointError: they cannot be listed.
         """
-        return sorted(name.decode() for name in _answer(self._store.list(), self.url))
+        return sorted(name.decode() for name in self._answer(self._store.list(), self.url))
 
     def read(self, spans: Sequence[ByteSpan]) -> list[ReadPart | None]:
         """Reads the spans concurrently; None for objects that do not exist.
@@ -94,18 +97,32 @@ class StorageBucket:
         size = sum(span.stop - span.start for span in spans if span.stop is not None)
         parts: list[ReadPart | None] = []
         for span, future in zip(spans, asked, strict=True):
-            found = _answer(future, f"{self.url}/{span.name}", size)
+            found = self._answer(future, f"{self.url}/{span.name}", size)
             there = found.state == "value"
             parts.append(ReadPart(found.value, found.stamp.generation.hex()) if there else None)
         return parts
 
-    def write(self, name: str, data: bytes) -> None:
-        """Writes an object, whole or not at all.
+    def write(self, name: str, data: bytes | None) -> None:
+        """Writes an object, whole or not at all; None: deletes it, if it is there.
 
         Raises:
           CheckpointError: it cannot be written.
         """
-        _answer(self._store.write(name, data), f"{self.url}/{name}", len(data))
+        self._answer(self._store.write(name, data), f"{self.url}/{name}", len(data or b""))
+
+    def _answer(self, future: Any, what: str, size: int = 0) -> Any:
+        """Waits for the result of a request; the deadline grows with `size` in bytes.
+
+        Raises:
+          CheckpointError: the request fails or misses its deadline.
+        """
+        seconds = self._seconds + size / LEAST_BYTES_PER_SECOND
+        try:
+            return future.result(timeout=seconds)
+        except TimeoutError:
+            raise CheckpointError(f"{what}: no answer within {seconds:g} s") from None
+        except ValueError as error:
+            raise CheckpointError(problem(what, error)) from None
 
 
 def kvstore(url: str) -> dict[str, Any]:
@@ -149,21 +166,6 @@ def context() -> Any:
     both = {f"{driver}_request_retries": _RETRIES for driver in SCHEMES.values()}
     limits = {f"{driver}_request_concurrency": _REQUESTS for driver in SCHEMES.values()}
     return tensorstore.Context(both | limits)
-
-
-def _answer(future: Any, what: str, size: int = 0) -> Any:
-    """Waits for the result of a request; the deadline grows with `size` in bytes.
-
-    Raises:
-      CheckpointError: the request fails or misses its deadline.
-    """
-    seconds = ANSWER_SECONDS + size / LEAST_BYTES_PER_SECOND
-    try:
-        return future.result(timeout=seconds)
-    except TimeoutError:
-        raise CheckpointError(f"{what}: no answer within {seconds:g} s") from None
-    except ValueError as error:
-        raise CheckpointError(problem(what, error)) from None
 
 
 def problem(what: str, error: Exception) -> str:

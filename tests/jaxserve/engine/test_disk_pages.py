@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import disk_pages
+from jaxserve.engine.bucket_pages import BucketPages
 from jaxserve.engine.disk_pages import CHECKSUM, DiskPages
 from jaxserve.engine.host_pages import HostPage, PageName
+from tests.jaxserve.storage.conftest import objects as objects
+from tests.jaxserve.storage.object_server import BUCKET
 
 ROWS = 4096
 NAMES = [PageName(bytes([n]) * 24, bytes([n // 10]) * 24) for n in range(30)]
@@ -125,6 +128,33 @@ def test_the_least_recently_used_leave(tmp_path, monkeypatch):
     disk._list()
     monkeypatch.undo()
     assert read(disk, *held(disk)) == [1, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_bucket(scheme, objects, monkeypatch):
+    """Workers find what others wrote, but no damaged object; nothing waits for a dead bucket."""
+
+    def worker() -> BucketPages:
+        return BucketPages(f"{scheme}://{BUCKET}/m/kv", 1, "0123456789abcdef", defaultdict(float))
+
+    first, second = worker(), worker()
+    keep(first, 3, 1, 12, 3)
+    assert first._counters["storage_bytes_written"] == 3 * (CHECKSUM + ROWS)
+    second._listed = 0
+    second.look()
+    assert (held(second), read(second, *range(20))) == ([1, 3, 12], [1, 3, 12])
+    objects.files[f"m/kv/{first._file(NAMES[1])}"] = b"damaged"
+    del objects.files[f"m/kv/{first._file(NAMES[3])}"]
+    assert (read(second, 1, 3, 12), second._counters["storage_errors"]) == ([12], 1)
+    second.condemn(NAMES[12].root)
+    keep(second, 4, 13)
+    assert [*objects.files] == [f"m/kv/{first._file(NAMES[4])}"]
+    objects.silent = True
+    monkeypatch.setattr(second._bucket, "_seconds", 0.1)
+    start = time.monotonic()
+    keep(second, *range(5, 10))
+    assert (read(second, 4), held(second), time.monotonic() - start < 5) == ([], [], True)
+    assert second._counters["storage_errors"] == 7
 
 
 def write_forever(folder: str) -> None:

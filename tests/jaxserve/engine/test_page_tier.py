@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import jax
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 from jaxserve.engine import page_tier
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.host_pages import HostPages, PageName, page_names
-from jaxserve.engine.page_tier import packed, unpacked
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import ConfigError
@@ -227,20 +224,6 @@ def test_names_depend_on_everything_before():
     assert page_names(b"", [b"b"], before=first) == [second]
     others = [*page_names(b"salt", [b"a", b"b"]), *page_names(b"", [b"b", b"b"])]
     assert len({name.key for name in [first, second, *others]}) == 6
-
-
-def test_pages_as_bytes():
-    """Pieces of three pages, two layers: four rows a page, and one number for two of them."""
-    whole = [
-        np.arange(2 * 12 * 3).reshape(2, 12, 3).astype(ml_dtypes.bfloat16),
-        np.arange(1, 2 * 6 + 1, dtype=np.float32).reshape(2, 6),
-    ]
-    pages = packed(whole, 3)
-    assert pages.shape == (3, 2 * (4 * 3 * 2 + 2 * 4))
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in whole]
-    for array, again in zip(whole, unpacked([pages[0], pages[1]], shapes, 3), strict=True):
-        array[:, array.shape[1] * 2 // 3 :] = 0
-        assert np.array_equal(again, array)
 
 
 @given(st.integers(0, 9), st.lists(st.tuples(st.sampled_from("adgf"), st.integers(0, 6))))

@@ -54,24 +54,6 @@ def test_what_is_used_stays_and_the_longest_unused_goes_first():
     list(cache.integrity([]))
 
 
-def test_what_is_condemned_matches_nothing_and_goes_when_nobody_uses_it():
-    cache, pool = make()
-    path, other = put(cache, pool, [1, 2, 3, 4]), put(cache, pool, [7, 8])
-    beside = put(cache, pool, [1, 2, 5, 6])
-    cache.condemn(path)
-    cache.condemn(beside)
-    assert cache.match(keys([1, 2, 5, 6]), 4) == []
-    assert page_ids(cache.match(keys([7, 8]), 2)) == page_ids(other)
-    list(cache.integrity([path, other, beside]))
-    again = put(cache, pool, [1, 2])
-    cache.release(path)
-    cache.release(beside)
-    list(cache.integrity([other, again]))
-    cache.evict(8)
-    assert pool.free_pages == 8 - 2
-    list(pool.integrity([cache.page_ids()]))
-
-
 def test_a_root_goes_with_its_last_page():
     """Salts are free text: a tree that keeps one root a salt grows without bound."""
     cache, pool = make(pages=2)

@@ -89,9 +89,27 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, f"<ListBucketResult>{whole}</ListBucketResult>".encode())
 
     def do_PUT(self) -> None:
+        self._keep(urlsplit(self.path).path.removeprefix(f"/{BUCKET}/"))
+
+    def do_POST(self) -> None:
+        self._keep(parse_qs(urlsplit(self.path).query)["name"][0])
+
+    def _keep(self, key: str) -> None:
         data = self.rfile.read(int(self.headers["Content-Length"]))
-        self.objects.files[urlsplit(self.path).path.removeprefix(f"/{BUCKET}/")] = data
-        self._send(200, b"", {"ETag": '"1"'})
+        if self.objects.silent:
+            self.objects.awake.wait(30)
+        if self.objects.refuses:
+            return self._send(403, b"<Error><Code>AccessDenied</Code></Error>")
+        self.objects.files[key] = data
+        facts = dict.fromkeys(("id", "bucket", "size", "generation", "metageneration"), "1")
+        facts |= dict.fromkeys(("timeCreated", "updated"), "2026-01-01T00:00:00Z") | {"name": key}
+        return self._send(200, json.dumps(facts).encode(), {"ETag": '"1"'})
+
+    def do_DELETE(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        for prefix in (f"/storage/v1/b/{BUCKET}/o/", f"/{BUCKET}/"):
+            self.objects.files.pop(path.removeprefix(prefix), None)
+        self._send(204, b"")
 
     def _object(self, key: str, google: bool) -> None:
         data = self.objects.files.get(key)
