@@ -18,7 +18,8 @@ from jaxserve.bench.random_model import RandomModel, build, deployment_of
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, run_worker
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec, decoder_layers
+from jaxserve.checkpoint.decoder_layers import decoder_layers
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table

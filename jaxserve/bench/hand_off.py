@@ -24,9 +24,10 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import BenchError, Helper, Worker, asked, run_worker, say, two_cores
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.checkpoint.step3 import step3_names
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, decoder_layers
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.runtime import warm_up

@@ -19,7 +19,7 @@ from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, run_worker
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
-from jaxserve.roles.compilation import hot_call
+from jaxserve.roles.hot_call import hot_call
 from jaxserve.roles.token_programs import GroupPut, zeroed
 
 LAYERS = 16

@@ -32,10 +32,11 @@ from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
 from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import RandomLeaves, random_leaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec, decoder_layers
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec
 from jaxserve.config.topology import TRANSPORTS, Role
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell

@@ -5,9 +5,10 @@ import functools
 from typing import Any
 
 from jaxserve.checkpoint import source
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
 from jaxserve.checkpoint.families import Family
-from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, RouterSpec, decoder_layers
+from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, RouterSpec
 
 
 def deepseek_config(entries: Entries) -> ModelConfig:

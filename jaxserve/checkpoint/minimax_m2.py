@@ -1,9 +1,10 @@
 """MiniMax-M2, M2.1 and M2.5 (`model_type` minimax_m2): their config.json and their tensors."""
 
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import CheckpointNames, Sources, decoder_names, per_expert
-from jaxserve.config.model import FFN, GQA, ModelConfig, RouterSpec, decoder_layers
+from jaxserve.config.model import FFN, GQA, ModelConfig, RouterSpec
 
 
 def minimax_m2_config(entries: Entries) -> ModelConfig:

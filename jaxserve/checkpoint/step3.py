@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import (
@@ -15,7 +16,7 @@ from jaxserve.checkpoint.source import (
     swiglu,
     vector,
 )
-from jaxserve.config.model import FFN, MFA, Attention, ModelConfig, RouterSpec, decoder_layers
+from jaxserve.config.model import FFN, MFA, Attention, ModelConfig, RouterSpec
 
 
 def step3_config(entries: Entries) -> ModelConfig:

@@ -430,16 +430,3 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             runs.append((kind, start, stop))
             start = stop
         return runs
-
-
-def decoder_layers(
-    layers: int,
-    attention: Attention,
-    dense: FFN,
-    moe: FFN | None = None,
-    experts: Collection[int] = (),
-) -> tuple[LayerKind, ...]:
-    """Kinds of decoder layers with the same attention. The layers in `experts` have the FFN `moe`,
-    the others `dense`."""
-    ffns = (moe if moe and layer in experts else dense for layer in range(layers))
-    return tuple(LayerKind(attention, ffn) for ffn in ffns)

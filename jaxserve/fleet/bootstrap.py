@@ -24,12 +24,13 @@ import msgspec
 from jaxserve.checkpoint.int8_products import listed
 from jaxserve.config.deployment import Cluster, Deployment
 from jaxserve.errors import EngineFailedError, JaxserveError
+from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import PROTOCOL, Identity
 from jaxserve.fleet.devices import initialise, installed_versions, log_devices
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import deployment_facts, process_shares
+from jaxserve.fleet.membership import process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
 from jaxserve.link.session.channel import split_address
 from jaxserve.link.session.own_hello import facts_digest

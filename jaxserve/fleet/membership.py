@@ -4,11 +4,8 @@ Pure arithmetic for `devices.py` and the runtimes of single roles. Knows nothing
 command lines.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
-from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 
@@ -89,25 +86,3 @@ def process_shares(
             f"processes that work: 1, {', '.join(works)}"
         )
     return (ProcessShare(domains * attention // a, 0),) * a + (ProcessShare(0, ffn // f),) * f
-
-
-def deployment_facts(deployment: Deployment) -> dict[str, str]:
-    """Returns everything that all processes must agree on when they join, one dotted key a value.
-
-    The model counts by the digest of its config.json, not by its path, which may differ from host
-    to host. The addresses of the network faces concern the leader alone.
-    """
-    facts: dict[str, str] = {}
-
-    def flatten(tree: Mapping[str, object], prefix: str) -> None:
-        for name, value in tree.items():
-            if isinstance(value, Mapping):
-                flatten(value, f"{prefix}{name}.")
-            else:
-                facts[f"{prefix}{name}"] = str(value)
-
-    tree = msgspec.to_builtins(deployment)
-    del tree["server"]
-    tree["model"] = revision(deployment.model).model
-    flatten(tree, "")
-    return facts

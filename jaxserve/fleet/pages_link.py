@@ -15,7 +15,7 @@ from jaxserve.config.formats import FormatName
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.runtime import Driver
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.membership import deployment_facts
+from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.own_hello import make_hello

@@ -20,7 +20,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.membership import deployment_facts
+from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello

@@ -24,8 +24,8 @@ from jaxserve.roles.attention_programs import (
     AttentionWeights,
     PassExecutables,
 )
-from jaxserve.roles.compilation import Call, hot_call
 from jaxserve.roles.drafting import StepEnd
+from jaxserve.roles.hot_call import Call, hot_call
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.sampling import Finished

@@ -1,7 +1,8 @@
 import msgspec
 import pytest
 
-from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec, decoder_layers
+from jaxserve.checkpoint.decoder_layers import decoder_layers
+from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
 
 ATTENTION = MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4, rope=Rope(theta=1e4))
 WINDOW = msgspec.structs.replace(ATTENTION, window=4)

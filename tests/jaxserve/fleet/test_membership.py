@@ -9,10 +9,11 @@ from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError, EngineFailedError
+from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.bootstrap import identity
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.membership import ProcessShare, deployment_facts, process_shares
+from jaxserve.fleet.membership import ProcessShare, process_shares
 from jaxserve.ports import free_ports
 from tests import golden
 from tests.jaxserve.fleet.launched import Launched

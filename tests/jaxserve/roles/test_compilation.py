@@ -20,11 +20,11 @@ from jaxserve.roles.compilation import (
     WholeEntries,
     compile_all,
     compile_steps,
-    hot_call,
     use_compilation_cache,
     wanted,
 )
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
+from jaxserve.roles.hot_call import hot_call
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from tests.jaxserve import layouts

@@ -18,7 +18,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config.model import FFN, MLA, ModelConfig, Rope, decoder_layers
+from jaxserve.checkpoint.decoder_layers import decoder_layers
+from jaxserve.config.model import FFN, MLA, ModelConfig, Rope
 from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.link.dispatch.packed_rows import PackedRows
