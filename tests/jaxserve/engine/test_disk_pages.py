@@ -133,11 +133,8 @@ def test_the_least_recently_used_leave(tmp_path, monkeypatch):
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_bucket(scheme, objects, monkeypatch):
     """Workers find what others wrote, but no damaged object; nothing waits for a dead bucket."""
-
-    def worker() -> BucketPages:
-        return BucketPages(f"{scheme}://{BUCKET}/m/kv", 1, "0123456789abcdef", defaultdict(float))
-
-    first, second = worker(), worker()
+    folder = f"{scheme}://{BUCKET}/m/kv"
+    first, second = (BucketPages(folder, 1, "0" * 16, defaultdict(float)) for _ in range(2))
     keep(first, 3, 1, 12, 3)
     assert first._counters["storage_bytes_written"] == 3 * (CHECKSUM + ROWS)
     second._listed = 0
@@ -150,7 +147,7 @@ def test_a_bucket(scheme, objects, monkeypatch):
     keep(second, 4, 13)
     assert [*objects.files] == [f"m/kv/{first._file(NAMES[4])}"]
     objects.silent = True
-    monkeypatch.setattr(second._bucket, "_seconds", 0.1)
+    monkeypatch.setattr(second._bucket, "_seconds", 1.0)
     start = time.monotonic()
     keep(second, *range(5, 10))
     assert (read(second, 4), held(second), time.monotonic() - start < 5) == ([], [], True)

@@ -98,12 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         if self.objects.silent:
             self.objects.awake.wait(30)
-        if self.objects.refuses:
-            return self._send(403, b"<Error><Code>AccessDenied</Code></Error>")
         self.objects.files[key] = data
         facts = dict.fromkeys(("id", "bucket", "size", "generation", "metageneration"), "1")
         facts |= dict.fromkeys(("timeCreated", "updated"), "2026-01-01T00:00:00Z") | {"name": key}
-        return self._send(200, json.dumps(facts).encode(), {"ETag": '"1"'})
+        self._send(200, json.dumps(facts).encode(), {"ETag": '"1"'})
 
     def do_DELETE(self) -> None:
         path = unquote(urlsplit(self.path).path)
