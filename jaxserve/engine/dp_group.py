@@ -4,7 +4,6 @@ Used by the scheduler alone. Decides nothing: the policy is in `scheduler.py`.
 """
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -337,14 +336,14 @@ class DPGroup:
         owners: list[Sequence | HeldPages] = [*residents, *held]
         owned: list[Iterable[int]] = [*map(_own_pages, residents), *(one.own for one in held)]
         if self.cache is not None:
-            owned.append(self.cache.page_ids())
-            paths = [one.prefix for one in owners]
+            owned.append(node.page_id for node in self.cache.nodes())
             nodes = [one.prefix[p] for one in owners for p in one.ring if p < len(one.prefix)]
-            yield from self.cache.integrity(paths, nodes)
+            yield from self.cache.integrity((one.prefix for one in owners), nodes)
         yield from self.pool.integrity(owned)
         if self.rings is not None:
             rings = [one.ring[p] for one in owners for p in one.ring if p >= len(one.prefix)]
-            yield from self.rings.integrity([rings, self.cache.ring_ids() if self.cache else ()])
+            kept = (node.ring for node in self.cache.nodes()) if self.cache else ()
+            yield from self.rings.integrity([rings, (ring for ring in kept if ring >= 0)])
         counted = self.residents_count, self.promised
         found = len(residents), sum(map(self._promised_to, residents))
         if counted != found:
@@ -419,11 +418,9 @@ def queue_integrity(
 ) -> Iterator[None]:
     """Raises RuntimeError if a live sequence is in no queue and no slot, or the queue is
     unsorted; yields as `PageAllocator.integrity`."""
-    queued = set(map(id, waiting))
-    for one, other in itertools.pairwise(waiting):
-        yield
-        if one.rank > other.rank:
-            raise RuntimeError("the queue is out of order")
+    queued, ranks = set(map(id, waiting)), [sequence.rank for sequence in waiting]
+    if ranks != sorted(ranks):
+        raise RuntimeError("the queue is out of order")
     for sequence in live:
         yield
         home, page_size, cached = sequence.home, lanes[0].page_size, 0

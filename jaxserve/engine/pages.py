@@ -98,10 +98,8 @@ class PageAllocator:
         """
         seen, first = bytearray(self.pages), self._ids.start
         contested, foreign = list[int](), list[int]()
-        for page_id in self._free:
-            yield
-            if self._taken[page_id]:
-                raise RuntimeError("a page is on the free list and marked as taken")
+        if any(map(self._taken.__getitem__, self._free)):
+            raise RuntimeError("a page is on the free list and marked as taken")
         for page_id in itertools.chain(self._free, self._quarantined, *owned):
             yield
             if page_id not in self._ids:

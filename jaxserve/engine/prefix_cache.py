@@ -247,14 +247,6 @@ class PrefixCache:
         self._roots.clear()
         return unused
 
-    def page_ids(self) -> Iterator[int]:
-        """Yields all pages that the tree owns."""
-        return (node.page_id for node in self._nodes())
-
-    def ring_ids(self) -> Iterator[int]:
-        """Yields all ring pages that the tree owns."""
-        return (node.ring for node in self._nodes() if node.ring >= 0)
-
     def integrity(
         self, held: Iterable[Sequence[PageNode]], read: Iterable[PageNode] = ()
     ) -> Iterator[None]:
@@ -269,7 +261,7 @@ class PrefixCache:
         for path in held:
             yield
             users.update(path)
-        for node in self._nodes():
+        for node in self.nodes():
             yield
             nodes.add(node)
         if foreign := [node for node in users if node not in nodes]:
@@ -321,7 +313,8 @@ class PrefixCache:
     def _all_roots(self) -> list[PageNode]:
         return [*self._roots.values(), *self._forgotten]
 
-    def _nodes(self) -> Iterator[PageNode]:
+    def nodes(self) -> Iterator[PageNode]:
+        """Yields all pages of the tree."""
         rest = self._all_roots()
         while rest:
             node = rest.pop()

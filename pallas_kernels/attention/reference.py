@@ -336,12 +336,12 @@ def _attend_some(
     blocks = jnp.max((last + count * page_size) // (count * page_size) - first)
     state = jax.lax.fori_loop(done, blocks, functools.partial(step, count, True), state)
     seen = jnp.repeat(position >= 0, each, axis=1)[:, None]
-    largest, total = jnp.where(seen, state[0], -jnp.inf), jnp.where(seen, state[1], 0.0)
-    mixed = jnp.where(seen[..., None], state[2], 0.0)
-    # A padding token sees nothing: its largest score is -inf and its total 0.
+    largest, total, mixed = state
+    # A padding token sees nothing: its largest score is -inf and its total 0, or it met a block
+    # that was not masked.
     total = jnp.where(total == 0, 1.0, total)
-    output = (mixed / total[..., None]).astype(queries.dtype)
-    return output, largest + jnp.log(total)
+    output = jnp.where(seen[..., None], mixed / total[..., None], 0.0)
+    return output.astype(queries.dtype), jnp.where(seen, largest + jnp.log(total), -jnp.inf)
 
 
 def _scores(
