@@ -101,8 +101,9 @@ class WorkerPort:
         self.draining = False
         """True once the worker ends."""
         self.drain: frames.DrainMode = ""
-        self.becoming = False
         """Drain that an operator asked for; see `frames.Drain`."""
+        self.becoming = False
+        """True once the worker ends to start again in its other role."""
         self.kept = KeptRequests(resume_seconds, self._cancel)
         self._stopping = threading.Event()
         self._routers: set[RouterConnection] = set()  # any thread changes it, and copies it
