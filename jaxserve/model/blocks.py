@@ -21,7 +21,7 @@ from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.columns import all_columns
+from jaxserve.model.columns import all_columns, rows_of
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
@@ -102,8 +102,8 @@ class Embedding(nnx.Module):
         self.table = weight(rngs, floats, rows=config.vocab, embedding=config.d_model)
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens residual"]:
-        rows = all_columns(self.table[...][token_ids], self.config.d_model).astype(self.dtype)
-        return streams_of(self.config, rows)
+        rows = all_columns(rows_of(self.table[...], token_ids), self.config.d_model)
+        return streams_of(self.config, rows.astype(self.dtype))
 
 
 class Head(nnx.Module):

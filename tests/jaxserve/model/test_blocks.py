@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import check_attention
+from jaxserve.model.columns import from_blocks
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.batch_layout import FROM_DEVICE
@@ -152,6 +154,14 @@ class TestLayoutsThatDoNotFit:
         overrides = {"ffn.expert_rows": "blocks", "ffn.weights": "int4"}
         with pytest.raises(ConfigError, match=r"groups that divide 128 columns.* have 48"):
             expert_rows(load_deployment(REPOSITORY, overrides), config)
+
+
+def test_rows_out_of_blocks_are_the_tables():
+    """Blocks begin at multiples of 128, but for the last one. Other rows do not count: NaN."""
+    numbers = jnp.array([200, 0, 127, 128, 199, 128])
+    table = jnp.full((201, 3), jnp.nan).at[numbers].set(jnp.linspace(-1.0, 1.0, 18).reshape(6, 3))
+    table = table.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(from_blocks(table, numbers), table[numbers])
 
 
 def test_templates_of_a_model_without_dense_layers():

@@ -106,13 +106,18 @@ def test_a_decode_bucket():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("hardware", ["v6e", "v7x"])
-def test_a_decode_step_of_deepseek_v4(tmp_path, capsys, hardware):
-    """V4-Flash has layers of five kinds. Its memory is that of `--check`, but for additions of the
-    compiler, which are few. No pool is copied."""
-    path, weights = tmp_path / "v4.yaml", {"v6e": "int8", "v7x": "fp8"}[hardware]
-    entries = golden.text("planner/deepseek_v4.txt")
-    path.write_text(entries.format(CONFIGS / "models", hardware, weights))
+@pytest.mark.parametrize(
+    ("model", "hardware", "weights"),
+    [
+        *(("deepseek-v4-flash", "v6e", "int8"), ("deepseek-v4-flash", "v7x", "fp8")),
+        ("gpt-oss-120b", "v6e", "int8"),
+    ],
+)
+def test_a_decode_step(tmp_path, capsys, model, hardware, weights):
+    """V4-Flash has layers of five kinds, gpt-oss rows of 2,880 columns. Memory is that of
+    `--check`, but for additions of the compiler. Pools, weights and embeddings are not copied."""
+    path, entries = tmp_path / "deployment.yaml", golden.text("planner/decode_step.txt")
+    path.write_text(entries.format(CONFIGS / "models" / model, hardware, weights))
     where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", "64x64")
     code, found, errors = compile_for(*where, timeout=3500)
     assert code == 0, errors
@@ -121,7 +126,7 @@ def test_a_decode_step_of_deepseek_v4(tmp_path, capsys, hardware):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     said = {row[0]: float(row[-2]) for row in rows if row[1:2] == ["16"] and row[-1] == "?"}
     assert {part["role"]: part["total"] / 1e9 for part in found["memory"]} == pytest.approx(
-        said, rel=0.05
+        said, rel=0.05, abs=0.5
     )
 
 
