@@ -215,7 +215,8 @@ def grouped_swiglu(
             found = multiply(some, weights[place]).astype(jnp.float32)
             if biases is None:
                 return found
-            return found + biases[place].at[group].get(mode="fill", fill_value=0)
+            added = biases[place].at[group].get(mode="fill", fill_value=0)
+            return found + added.astype(jnp.float32)
 
         hidden = reference.gated(product(given, 0), product(given, 1), activation)
         return product(hidden.astype(rows.dtype), 2).astype(rows.dtype)

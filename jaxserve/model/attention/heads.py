@@ -46,4 +46,4 @@ def attend(
     )
     if sinks is None or lse is None:
         return mixed
-    return (mixed * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(dtype)
+    return (mixed.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(dtype)
