@@ -21,7 +21,7 @@ from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.columns import all_columns, rows_of
+from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
@@ -29,6 +29,7 @@ from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, we
 from jaxserve.model.quant.rows import EncodedRows, has_scales, norm_and_encode_rows
 from jaxserve.model.residual import StreamMixer, added, streams_of, widened
 from pallas_kernels.grouped_matmul.dense import matmul
+from pallas_kernels.lookup import rows_of
 
 
 class AttentionBlock(nnx.Module):

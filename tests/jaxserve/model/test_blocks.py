@@ -13,11 +13,11 @@ from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Submeshes
 from jaxserve.model.blocks import check_attention
-from jaxserve.model.columns import from_blocks
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
+from pallas_kernels.lookup import from_blocks
 from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
