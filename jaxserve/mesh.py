@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config.deployment import Deployment, check_slice
+from jaxserve.config.deployment import Deployment, check_slice, runtime_roles
 from jaxserve.errors import ConfigError
 
 Axes = str | tuple[str, ...] | None
@@ -102,8 +102,8 @@ class Submeshes:
             if deployment.topology.has("ffn"):
                 parts += f" + ffn.ep {role_f.ep} x ffn.tp {role_f.tp}"
             raise ConfigError(f"layout {parts} = {need} devices, but there are {len(devices)}")
-        if devices[0].platform == "tpu":
-            check_slice(deployment, [len(devices)])
+        if devices[0].platform == "tpu" and not deployment.topology.crosses_runtimes:
+            check_slice(len(devices), runtime_roles(deployment)[0])
         domains, ffn = role_groups(deployment, devices)
         self.domains = tuple(Mesh(np.array(rows), ATTENTION_AXES) for rows in domains)
         self.attention = self.domains[0]

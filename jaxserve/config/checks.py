@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.config.deployment import Deployment, check_slice, scratch_pages
+from jaxserve.config.deployment import Deployment, check_slices, scratch_pages
 from jaxserve.config.formats import FORMATS, choices, scaled
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
@@ -84,8 +84,7 @@ def complete(deployment: Deployment) -> Deployment:
     _check_runtimes(deployment)
     _check_pipeline(deployment)
     if _tpu(deployment):
-        # A deployment may leave a part of the smallest slice unused.
-        check_slice(deployment, (deployment.devices, 1 << (deployment.devices - 1).bit_length()))
+        check_slices(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})

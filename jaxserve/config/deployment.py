@@ -4,7 +4,7 @@
 `docs/keys.md` (`reference.py` writes it).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -164,23 +164,41 @@ def divide_slice(size: int, counts: Iterable[int]) -> bool:
     return all(size % count == 0 for count in counts)
 
 
-def check_slice(deployment: Deployment, sizes: Sequence[int]) -> None:
-    """Checks the roles of one runtime on a TPU slice (`divide_slice`).
+SLICE_STEP = 64
+"""TPU slices have 1, 2, 4, 8, … devices; multiples of this number may be one, too."""
+
+
+def runtime_roles(deployment: Deployment) -> list[dict[str, int]]:
+    """Devices by role of each runtime: over `pull` each role has one of its own."""
+    a, f = deployment.attention.devices, deployment.ffn.devices
+    if deployment.topology.crosses_runtimes:
+        return [{"attention": a}, {"ffn": f // deployment.ffn.instances}]
+    return [{"attention": a} | ({"ffn": f} if deployment.topology.has("ffn") else {})]
+
+
+def check_slices(deployment: Deployment) -> None:
+    """Checks each runtime on the least TPU slice that holds it, of which it may leave a part
+    unused; raises as `check_slice`."""
+    runtimes = runtime_roles(deployment)
+    for roles in runtimes:
+        least = deployment.devices if len(runtimes) == 1 else sum(roles.values())
+        check_slice(least if least % SLICE_STEP == 0 else 1 << (least - 1).bit_length(), roles)
+
+
+def check_slice(size: int, roles: Mapping[str, int]) -> None:
+    """Checks the roles of one runtime on a TPU slice of `size` devices (`divide_slice`).
 
     Args:
-      sizes: numbers of devices that the slice may have.
+      roles: devices by role.
 
     Raises:
-      ConfigError: it has none of them.
+      ConfigError: the slice cannot run them.
     """
-    roles = {"attention": deployment.attention.devices}
-    if deployment.topology.has("ffn"):
-        roles["ffn"] = deployment.ffn.devices
-    apart = deployment.topology.crosses_runtimes
-    if apart or any(divide_slice(size, roles.values()) for size in sizes):
+    if divide_slice(size, roles.values()):
         return
     told = " and ".join(f"{count} devices of {role}" for role, count in roles.items())
+    advice = "; equal halves do, and link.transport = pull gives each its slice"
     raise ConfigError(
-        f"{told} on a TPU slice of {sizes[-1]}: each role's number must divide it, or libtpu "
-        "compiles no collectives; equal halves do, and link.transport = pull gives each its slice"
+        f"{told} on a TPU slice of {size}: each role's number must divide it, or libtpu "
+        f"compiles no collectives{advice * (len(roles) > 1)}"
     )

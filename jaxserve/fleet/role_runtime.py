@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.config.deployment import Deployment
+from jaxserve.config.deployment import Deployment, check_slice
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
@@ -58,6 +58,8 @@ def role_mesh(deployment: Deployment, role: Role) -> Mesh:
             f"{role}.{axes[0]} {rows} x {role}.{axes[1]} {columns} = {rows * columns} devices, but "
             f"this runtime has {len(there)}"
         )
+    if there[0].platform == "tpu":
+        check_slice(len(there), {role: rows * columns})
     return Mesh(np.array(mesh_rows(there, rows, columns, role)), axes)
 
 

@@ -48,8 +48,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     instances: int = 1
     """The deployment's `ffn.instances`; a search does not try it."""
     transport: TransportName = "auto"
-    """The deployment's `link.transport`: between two kinds of hardware `pull`, which joins a
-    runtime a host of attention and one for the FFN, with a process a host."""
+    """The deployment's `link.transport`: between two kinds of hardware, or two TPU slices, `pull`,
+    which joins a runtime a host of attention and one for the FFN, with a process a host."""
 
     @functools.cached_property
     def topology(self) -> Topology:
@@ -174,13 +174,14 @@ class Layouts:
                     continue  # a GPU and a TPU have not served a model together
                 for a_devices in _device_counts(a, target.max_devices - 1):
                     for f_devices in _device_counts(f, target.max_devices - a_devices):
-                        rented = a.slice_of(a_devices) and f.slice_of(f_devices)
-                        if a_name == f_name:  # both roles are one slice
-                            both, counts = a_devices + f_devices, (a_devices, f_devices)
-                            compiled = a.platform != "tpu" or divide_slice(both, counts)
-                            rented = a.slice_of(both) and compiled
-                        if rented:
-                            yield from self._afd(a_name, f_name, a_devices, f_devices, target)
+                        apart = a_name != f_name
+                        if a.platform == "tpu" and not apart:  # else one slice has both roles
+                            both = a_devices + f_devices
+                            halves = divide_slice(both, (a_devices, f_devices))
+                            apart = not (a.slice_of(both) and halves)
+                        if not apart or (a.slice_of(a_devices) and f.slice_of(f_devices)):
+                            roles = a_name, f_name, a_devices, f_devices
+                            yield from self._afd(*roles, target, apart=apart)
         for name in (name for name in self._attention if name in self._ffn):
             hardware = self._attention[name]
             for devices in _device_counts(hardware, target.max_devices):
@@ -188,8 +189,16 @@ class Layouts:
                     yield from self._colocated(name, hardware, devices, target)
 
     def _afd(
-        self, a_name: str, f_name: str, a_devices: int, f_devices: int, target: Target
+        self,
+        a_name: str,
+        f_name: str,
+        a_devices: int,
+        f_devices: int,
+        target: Target,
+        *,
+        apart: bool,
     ) -> Iterator[Layout]:
+        """Layouts of two roles on these devices, in runtimes of their own or in one."""
         for tp, ffn_tp, lanes in itertools.product(
             self._attention_tp(self._attention[a_name], a_devices),
             self._ffn_tp(self._ffn[f_name], f_devices, target),
@@ -204,7 +213,7 @@ class Layouts:
                 ep=f_devices // ffn_tp,
                 ffn_tp=ffn_tp,
                 lanes=lanes,
-                transport="auto" if a_name == f_name else "pull",
+                transport="pull" if apart else "auto",
             )
 
     def _colocated(
