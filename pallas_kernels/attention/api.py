@@ -32,6 +32,7 @@ from pallas_kernels.attention.checks import (
     check_write,
 )
 from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
+from pallas_kernels.quantize import Words, in_arrays
 from pallas_kernels.target import WITH_ATTENTION, Target, current_target, kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
@@ -39,8 +40,8 @@ from pallas_kernels.tuned import Fields
 Places = Any
 """A pytree of arrays: see `attention_places`."""
 
-_Shaped = Array | jax.ShapeDtypeStruct
-_Pages = tuple[Array, Array | None, Array | None, Array | None, Array | None]
+_Shaped = Array | Words | jax.ShapeDtypeStruct
+_Pages = tuple[Any, Any, Array | None, Array | None, Array | None]
 _COST = (
     "copies every page of a token's table to FP32 first, at least 5 times the bytes of a cache in "
     "16 bits and 9 times those in 8"
@@ -49,14 +50,14 @@ _CHUNK_COST = "keeps the scores of 128 queries at a time in memory"
 
 
 def write_rows(
-    pages: tuple[Num[Array, "..."], ...],
+    pages: tuple[Num[Array, "..."] | Words, ...],
     rows: tuple[Num[Array, "..."], ...],
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     *,
     implementation: Implementation = "auto",
-) -> tuple[Num[Array, "..."], ...]:
+) -> tuple[Any, ...]:
     """Write the rows of every token to the pages; padding tokens write nothing.
 
     In place if the caller donates the pages. A token whose sequence, page or position lies outside
@@ -64,7 +65,7 @@ def write_rows(
 
     Args:
       pages: the arrays of one cache [pages, kv_heads, page_size, ...]: keys, values, their scales,
-        or latents.
+        or latents. TPU kernels write `Words` where they lie; elsewhere these are copied.
       rows: the rows to write to each array, [tokens, kv_heads, ...], of its dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
       implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
@@ -93,13 +94,19 @@ def write_rows(
     on_tpu = implementation == "auto" and target.backend == "mosaic_tpu"
 
     def compute(
-        pages: tuple[Array, ...], rows: tuple[Array, ...], where: reference.Where
-    ) -> tuple[Array, ...]:
+        pages: tuple[Any, ...], rows: tuple[Array, ...], where: reference.Where
+    ) -> tuple[Any, ...]:
+        if any(isinstance(array, Words) for array in pages) and (not on_tpu or target.interpret):
+            written = compute(in_arrays(pages), rows, where)
+            return tuple(
+                before.holding(after) if isinstance(before, Words) else after
+                for before, after in zip(pages, written, strict=True)
+            )
         if not on_tpu:
             return reference.write_rows(pages, rows, *where)
         from pallas_kernels.attention import write_tpu, write_tpu_kernel
 
-        def write(array: Array, new: Array) -> Array:
+        def write(array: Any, new: Array) -> Any:
             if write_tpu.is_swapped(array):
                 return write_tpu.write_rows(array, new, where)
             if write_tpu.is_scattered_in_tiles(array):
@@ -116,8 +123,8 @@ def write_rows(
 
 def paged_attention(
     queries: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size key_width"],
-    v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | None,
+    k_pages: Num[Array, "pages kv_heads page_size key_width"] | Words,
+    v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | Words | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
@@ -219,6 +226,8 @@ def paged_attention(
     def compute(
         queries: Array, arrays: _Pages, where: reference.Where, places: Places
     ) -> tuple[Array, Array | None]:
+        if target is None or target.interpret:
+            arrays = in_arrays(arrays)
         cache = _cache(arrays, width, int8_products)
         call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted)
         out: Array

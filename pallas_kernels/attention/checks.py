@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.quantize import EIGHT_BITS
+from pallas_kernels.quantize import EIGHT_BITS, Words
 
 
-def check_pages(name: str, pages: Array, scales_name: str, scales: Array | None) -> None:
+def check_pages(name: str, pages: Array | Words, scales_name: str, scales: Array | None) -> None:
     """Checks pages of floats, or of 8 bits with their scales."""
     eight_bits = pages.dtype in EIGHT_BITS
     fits = eight_bits or jnp.issubdtype(pages.dtype, jnp.floating)
@@ -32,7 +32,7 @@ def check_pages(name: str, pages: Array, scales_name: str, scales: Array | None)
 
 
 def check_values(
-    k_pages: Array, v_pages: Array | None, v_width: int, v_scales: Array | None
+    k_pages: Array | Words, v_pages: Array | Words | None, v_width: int, v_scales: Array | None
 ) -> None:
     """Checks the arguments that define the values."""
     if v_pages is not None:
@@ -50,7 +50,7 @@ def check_values(
         raise ValueError("there is v_scales, but no v_pages; k_scales is for the values too")
 
 
-def check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None:
+def check_rope(rope_pages: Array, k_pages: Array | Words, v_pages: Array | Words | None) -> None:
     """Checks the pages of the last columns of latents' keys."""
     if v_pages is not None:
         raise ValueError("there are rope_pages and v_pages; rope_pages are for v_pages None")
@@ -62,7 +62,7 @@ def check_rope(rope_pages: Array, k_pages: Array, v_pages: Array | None) -> None
         )
 
 
-def check_write(name: str, rows: Array, pages: Array, tokens: tuple[int, ...]) -> None:
+def check_write(name: str, rows: Array, pages: Array | Words, tokens: tuple[int, ...]) -> None:
     """Checks rows and the pages that they are written to."""
     if pages.ndim < 3 or 0 in pages.shape:
         raise ValueError(

@@ -38,6 +38,7 @@ from pallas_kernels.attention.tiles import TpuTiles
 from pallas_kernels.attention.work_items import work_items
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.coverage import Fallback, fall_back
+from pallas_kernels.quantize import Words
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, require
 
@@ -134,6 +135,7 @@ def paged_attention(
         for array, swap in zip(arrays, swapped, strict=True)
     ]
     kernel = _call(plan, grouped, stored, swapped, every_scale, call.with_lse, target.interpret)
+    stored = [array.words if isinstance(array, Words) else array for array in stored]
     output, *lse = kernel(*places, grouped, *stored, *scales)
     if sizes.compact:
         output = output.astype(queries.dtype)
@@ -261,7 +263,10 @@ def _call(
         at = iter(refs)
         items = Items(*(next(at) for _ in Items._fields))
         total, padding, table, query_ref = (next(at) for _ in range(4))
-        page_refs = [next(at) for _ in pages]
+        page_refs = [
+            ref.bitcast(array.dtype) if isinstance(array, Words) else ref
+            for array, ref in zip(pages, [next(at) for _ in pages], strict=True)
+        ]
         scale_refs = [next(at) if has else None for has in scaled]
         outputs = [next(at) for _ in out_shapes]
         query_buffer = next(at)

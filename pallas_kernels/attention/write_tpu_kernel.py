@@ -1,12 +1,13 @@
-"""Writes rows of 8 bits to pages on a TPU core (Mosaic), and moves only the tiles that it changes.
+"""Writes rows to pages on a TPU core (Mosaic), and moves only the tiles that it changes.
 
-Called by `api.py` where XLA would write the whole pool again. A tile in memory holds 32 rows of 8
-bits, of which XLA:TPU scatters single ones only in tiles of eight: before and after a scatter into
-wide pages, libtpu 0.0.50 copies the pool (for the 8,000 pages of `configs/step3-v7x.yaml` 2.1 GB
-written in every layer). The kernel reads the 32 rows of each page that get a new row, replaces some
-and writes them back, with several tiles in flight.
+Called by `api.py` where XLA would write the whole pool again, and for `Words`. A tile in memory
+holds 32 rows of 8 bits, of which XLA:TPU scatters single ones only in tiles of eight: before and
+after a scatter into wide pages, libtpu 0.0.50 copies the pool (for the 8,000 pages of
+`configs/step3-v7x.yaml` 2.1 GB written in every layer). The kernel reads the 32 rows of each page
+that get a new row, replaces some and writes them back, with several tiles in flight.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,13 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.write_tpu import LANES, find_page
+from pallas_kernels.quantize import Words
 
 ROWS = 32
-"""Rows of a tile of 8 bits."""
+"""Rows of a tile of 8 bits; of wider numbers, rows of several tiles."""
 
 BUFFERS = 16
 """Tiles in VMEM."""
@@ -33,8 +36,11 @@ INTERPRET: Any = pltpu.InterpretParams(detect_races=True)
 
 
 def is_written_by_tiles(pages: Num[Array, "pages kv_heads page_size ..."]) -> bool:
-    """True for pages of 8 bits whose rows are wider than one tile: narrower ones lie in memory as
-    tiles of eight rows do, and a scatter leaves the pool where it is."""
+    """True for `Words`, which XLA cannot scatter rows into, and for pages of 8 bits whose rows are
+    wider than one tile: narrower ones lie in memory as tiles of eight rows do, and a scatter leaves
+    the pool where it is."""
+    if isinstance(pages, Words):
+        return True
     if pages.ndim != 4 or pages.dtype not in (jnp.int8, jnp.uint8) or pages.shape[2] % ROWS:
         return False
     return pages.shape[3] % LANES == 0 and pages.shape[3] > LANES
@@ -48,15 +54,16 @@ def write_rows(
     interpret: bool,
 ) -> Num[Array, "pages kv_heads page_size width"]:
     """Writes one array of `api.write_rows`. Of tokens at one position any one is written."""
+    given = pages.words if isinstance(pages, Words) else pages
     pool, heads, page_size, width = pages.shape
     position, (tokens,) = where.position, where.position.shape
     page, exists = find_page(pool, page_size, where)
     row = jnp.where(exists, page * page_size + position % page_size, -1)
     # Padding surrounds the batch: the kernel reads ROWS tokens for each tile.
-    new = lax.bitcast_convert_type(rows, jnp.int8).astype(jnp.int32)[:, :, None]
+    new = lax.bitcast_convert_type(rows, _bits(pages.dtype)).astype(jnp.int32)[:, :, None]
     new = jnp.pad(new, ((ROWS, ROWS), (0, 0), (0, 0), (0, 0)))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    found = pl.pallas_call(
         _kernel,
         name="write_rows",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -73,11 +80,12 @@ def write_rows(
                 pltpu.SemaphoreType.DMA((BUFFERS,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        out_shape=jax.ShapeDtypeStruct(given.shape, given.dtype),
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         interpret=INTERPRET if interpret else False,
-    )(row, new, pages)
+    )(row, new, given)
+    return dataclasses.replace(pages, words=found) if isinstance(pages, Words) else found
 
 
 def _kernel(
@@ -93,7 +101,9 @@ def _kernel(
     written: Any,  # [BUFFERS] semaphores
 ) -> None:
     heads, width = buffer.shape[1], buffer.shape[3]
-    total = _cut(row, first, count)
+    if pages.dtype != buffer.dtype:
+        pages = pages.bitcast(buffer.dtype)
+    total, bits = _cut(row, first, count), _bits(buffer.dtype)
 
     def tile(item: Any) -> Any:
         return lax.div(row[first[item]], ROWS)
@@ -137,9 +147,9 @@ def _kernel(
         begin = lax.rem(row[first[item]], ROWS)
         hit = (in_tile >= begin) & (in_tile < begin + count[item])
         for head in range(heads):
-            old = lax.bitcast_convert_type(buffer[slot, head], jnp.int8).astype(jnp.int32)
+            old = lax.bitcast_convert_type(buffer[slot, head], bits).astype(jnp.int32)
             rows = new_buffer[slot, :, head].reshape(ROWS, width)
-            merged = jnp.where(hit, rows, old).astype(jnp.int8)
+            merged = jnp.where(hit, rows, old).astype(bits)
             buffer[slot, head] = lax.bitcast_convert_type(merged, buffer.dtype)
 
     def change(item: Any) -> None:
@@ -180,6 +190,10 @@ def _kernel(
         lax.fori_loop(0, jnp.minimum(total, AHEAD), begin, None)
         lax.fori_loop(0, total, pipelined, None)
         lax.fori_loop(jnp.maximum(total - BUFFERS, 0), total, finish, None)
+
+
+def _bits(dtype: DTypeLike) -> jnp.dtype:
+    return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
 
 
 def _cut(row: Any, first: Any, count: Any) -> Any:

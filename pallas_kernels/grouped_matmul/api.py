@@ -7,7 +7,8 @@ only the device knows, must not exceed the number of rows. Group sizes in NumPy 
 constants, as are the plans that kernels derive from them.
 
 Weights are [groups, d_out, d_in], as in checkpoints: floats of the rows' dtype, or a `QuantArray`;
-on CPUs also floats of any dtype that lie input by input (`InputMajor`).
+on CPUs also floats of any dtype that lie input by input (`InputMajor`). TPU kernels read values in
+`Words` where they lie; elsewhere these are copied.
 FP8 weights: rows are not quantised; FP32 sums over each block of d_in are multiplied by the block's
 scale and accumulated. INT8 weights: every row is quantised to INT8 too (`quantize_rows`), sums are
 int32 and are multiplied by both scales (W8A8). INT4 weights: like FP8 weights, with a scale and
@@ -41,22 +42,26 @@ from jaxtyping import Array, Float, Int, Int32
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.coverage import Fallback, Implementation, fall_back, kernel_target
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.grouped_matmul.reference import GroupedCall, WeightArray
+from pallas_kernels.grouped_matmul.reference import GroupedCall
+from pallas_kernels.grouped_matmul.reference import WeightArray as _Readable
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import (
     EIGHT_BITS,
     FOUR_BITS,
     QuantArray,
+    Words,
     check_quant_array,
     dequantize_weight,
     from_bits,
+    in_arrays,
 )
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target, current_target, kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
+WeightArray = _Readable | Words
 Biases = tuple[
     Float[Array, "groups d_ff"], Float[Array, "groups d_ff"], Float[Array, "groups d_out"]
 ]
@@ -68,7 +73,7 @@ _COST = "multiplies 8 rows at a time, one block after the other"
 
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
-    weights: Float[Array, "groups d_out d_in"] | QuantArray,
+    weights: Float[Array, "groups d_out d_in"] | QuantArray | Words,
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
@@ -107,13 +112,13 @@ def grouped_matmul(
 
     def compute(
         rows: Array,
-        weights: Array | QuantArray,
+        weights: WeightArray,
         narrow: QuantArray | None,
         first: Array | None,
         group_sizes: Array | np.ndarray,
     ) -> Array:
         call = GroupedCall(rows, (weights,), group_sizes, row_format, narrow)
-        call = _placed(call, first, target)
+        call = _placed(_readable(call, target), first, target)
         if target is None:
             return reference.grouped_matmul(call)
         return kernels("grouped_matmul", target).grouped_matmul(call, target, tiles)
@@ -124,9 +129,9 @@ def grouped_matmul(
 
 def grouped_swiglu(
     rows: Float[Array, "rows d_model"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor | Words,
     group_sizes: Int32[Array | np.ndarray, " groups"],
     *,
     row_format: RowFormat | None = None,
@@ -232,7 +237,7 @@ def grouped_swiglu(
     ) -> Array:
         options = source, zero_padding, average, activation, biases
         call = GroupedCall(rows, weights, group_sizes, row_format, narrow, *options)
-        call = _placed(call, first, target)
+        call = _placed(_readable(call, target), first, target)
         if target is None:
             return reference.grouped_swiglu(call)
         return kernels("grouped_matmul", target).grouped_swiglu(call, target, tiles)
@@ -240,6 +245,12 @@ def grouped_swiglu(
     narrow = _in_format(narrow, gate_weights, up_weights)
     arrays = rows, weights, source, narrow, biases, _place(first)
     return _run("grouped_swiglu", compute, group_sizes, *arrays)
+
+
+def _readable(call: GroupedCall, target: Target | None) -> GroupedCall:
+    """Returns the call with arrays in place of `Words`, unless its kernel reads these."""
+    plain = target is None or target.interpret
+    return call._replace(weights=in_arrays(call.weights)) if plain else call
 
 
 def _place(first: Int[Array, ""] | int | None) -> Int32[Array, ""] | None:
@@ -329,7 +340,7 @@ def _target(
             return mosaic_tpu_plan.gap((array.shape[1] for array in weights), target)
         from pallas_kernels.grouped_matmul import mosaic_gpu
 
-        kept = [array for array in weights if not isinstance(array, InputMajor)]  # all: CPUs'
+        kept = [array for array in weights if not isinstance(array, InputMajor | Words)]
         return mosaic_gpu.gap(rows.dtype, kept, row_format)
 
     return kernel_target(op, implementation, gap, _COST, tiles)

@@ -55,7 +55,14 @@ from pallas_kernels.grouped_matmul.mosaic_tpu_words import as_words
 from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.tile_list import when_known
 from pallas_kernels.grouped_matmul.tiles import tpu_tiles
-from pallas_kernels.quantize import FOUR_BITS, Format, QuantArray, quantize_rows, quantize_weight
+from pallas_kernels.quantize import (
+    FOUR_BITS,
+    Format,
+    QuantArray,
+    Words,
+    quantize_rows,
+    quantize_weight,
+)
 from pallas_kernels.quantize.product import ROW_BLOCK
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields
@@ -141,6 +148,7 @@ class _Call(NamedTuple):
       row_dtype: dtype of the rows, which the kernel may get as bits.
       scale_columns: columns of an 8-bit result that share a scale; 0: the result has no 8 bits.
       whole_rows: whether all columns of a row share a scale.
+      in_words: of weights that are `Words`, the first entry of each.
     """
 
     plan: Sizes
@@ -150,6 +158,7 @@ class _Call(NamedTuple):
     row_dtype: Any
     scale_columns: int
     whole_rows: bool
+    in_words: tuple[int, ...]
 
 
 def _grouped_products(
@@ -205,10 +214,15 @@ def _grouped_products(
         # Rows stay as they came: XLA would make a pass of a cut, or of another dtype.
         is_whole = d_in % LANES == 0
         rows = lax.bitcast_convert_type(rows, jnp.uint8) if is_whole else rows[:, :d_in]
-    values = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
+    values: tuple[Any, ...] = tuple(w.values if isinstance(w, QuantArray) else w for w in weights)
+    dtypes = tuple(jnp.dtype(array.dtype) for array in values)
+    in_words: tuple[int, ...] = ()
+    if isinstance(values[0], Words):
+        in_words = tuple(w.first for w in values)
+        values = tuple(w.words for w in values)
     # 4 bits in VMEM take a byte a value.
-    column_bytes = d_in * values[0].dtype.itemsize * len(values)
-    if values[0].dtype in FOUR_BITS:
+    column_bytes = d_in * dtypes[0].itemsize * len(values)
+    if dtypes[0] in FOUR_BITS:
         column_bytes += sum(4 * s.size // (s.shape[0] * s.shape[1]) for s in of_groups(weights))
     if first is not None:
         weights = tuple(with_scales_of(w, first, group_sizes.shape[0]) for w in weights)
@@ -217,7 +231,7 @@ def _grouped_products(
     zeros = tuple(arrange_zeros(w) for w in quantised if w.zeros is not None)
     by_column, block_in = scales[0][1:] if scales else (False, d_in)
     product_in = min(ROW_BLOCK, block_in) if in_blocks else block_in
-    format = format_name(values[0].dtype, row_dtype, in_blocks, product_in < d_in)
+    format = format_name(dtypes[0], row_dtype, in_blocks, product_in < d_in)
     widths = d_in, d_out
     tiles, steps = tpu_tiles(target.device_kind, len(weights), widths, format, given)
     sizes = (count, d_in), rows.dtype.itemsize, d_out, column_bytes, jnp.dtype(out_dtype).itemsize
@@ -258,7 +272,9 @@ def _grouped_products(
         out_shape.append(varying_shape((column_tiles, count, units), jnp.float32, leaves))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     blocks = Blocks(by_column, block_in, product_in)
-    call = _Call(plan, structure, column_tiles, blocks, row_dtype, scale_columns, bool(whole_rows))
+    call = _Call(
+        plan, structure, column_tiles, blocks, row_dtype, scale_columns, bool(whole_rows), in_words
+    )
     out, *out_scales = pl.pallas_call(
         partial(_kernel, call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -281,7 +297,7 @@ def _grouped_products(
             out_specs=out_specs,
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA((2, sum(pieces.number for pieces in plan.pieces))),
-                *[pltpu.VMEM((2, plan.tile_columns, d_in), array.dtype) for array in values],
+                *[pltpu.VMEM((2, plan.tile_columns, d_in), dtype) for dtype in dtypes],
                 *whole_rows,
                 *(fetch.buffers(plan.tile_rows, d_in, row_dtype) if tables is not None else ()),
             ],
@@ -330,11 +346,15 @@ def _kernel(call: _Call, *refs: Any) -> None:
             column = pl.multiple_of(column, LANES)
         return [
             pltpu.make_async_copy(
-                weight.at[group, pl.ds(column, place.size)],
+                (weight.bitcast(buffer.dtype) if call.in_words else weight).at[
+                    group + first, pl.ds(column, place.size)
+                ],
                 buffer.at[slot, place],
                 semaphores.at[slot, piece],
             )
-            for weight, buffer in zip(inputs.weights, buffers, strict=True)
+            for weight, buffer, first in zip(
+                inputs.weights, buffers, call.in_words or [0] * len(buffers), strict=True
+            )
         ]
 
     def for_pieces(function: Callable[[Any, Any], None]) -> None:

@@ -50,7 +50,7 @@ class GroupedCall(NamedTuple):
 
     rows: Float[Array, "rows d_in"]
     weights: tuple[Any, ...]
-    """Arrays, `QuantArray`s or, on CPUs, `InputMajor`s."""
+    """Arrays, `QuantArray`s, on CPUs `InputMajor`s, for TPU kernels `Words`."""
     group_sizes: Int32[Array | np.ndarray, " groups"]
     row_format: RowFormat | None
     narrow: QuantArray | None

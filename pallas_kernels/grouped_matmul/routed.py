@@ -24,7 +24,7 @@ from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import Biases, grouped_swiglu
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
-from pallas_kernels.quantize import QuantArray
+from pallas_kernels.quantize import QuantArray, Words
 from pallas_kernels.target import Target, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
@@ -191,9 +191,9 @@ def routed_choices(
     x: Float[Array, "tokens d_model"],
     choices: Int32[Array, "tokens top_k"],
     gates: Float[Array, "tokens top_k"],
-    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor,
-    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor,
+    gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
+    up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
+    down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor | Words,
     *,
     window: tuple[Int[Array, ""] | int, int] | None = None,
     row_format: RowFormat | None = None,

@@ -27,6 +27,7 @@ from pallas_kernels.quantize.quant_array import (
     check_quant_array,
     scales_shape,
 )
+from pallas_kernels.quantize.words import Words, entry_words, in_arrays
 
 __all__ = [
     "EIGHT_BITS",
@@ -36,14 +37,17 @@ __all__ = [
     "Format",
     "QuantArray",
     "StackEntry",
+    "Words",
     "WeightFormat",
     "array_bytes",
     "as_bits",
     "check_quant_array",
     "dequantize_rows",
     "dequantize_weight",
+    "entry_words",
     "from_bits",
     "from_bytes",
+    "in_arrays",
     "in_bytes",
     "quantize_rows",
     "quantize_weight",

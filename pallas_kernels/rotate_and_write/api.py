@@ -6,6 +6,8 @@ the other. On TPUs, as elsewhere, XLA fuses the norms and the rotation, of queri
 `rotate_tpu.py`, and `write_rows` writes.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
@@ -13,7 +15,7 @@ from pallas_kernels.attention.api import write_rows
 from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
 from pallas_kernels.norm_quantize.reference import rms_norm
-from pallas_kernels.quantize import EIGHT_BITS
+from pallas_kernels.quantize import EIGHT_BITS, Words
 from pallas_kernels.rotate_and_write import reference, rotate_tpu
 from pallas_kernels.target import current_target, kernels
 from pallas_kernels.transforms import run_op
@@ -23,7 +25,7 @@ _COST = "does the same in about six more launches"
 
 
 def rotate_and_write(
-    pages: tuple[Num[Array, "..."], ...],
+    pages: tuple[Num[Array, "..."] | Words, ...],
     query: Float[Array, "tokens q_heads head_dim"],
     key: Float[Array, "tokens kv_heads head_dim"],
     value: Float[Array, "tokens kv_heads v_width"],
@@ -37,7 +39,7 @@ def rotate_and_write(
     key_norm: Float[Array, " head_dim"] | None = None,
     epsilon: float = 0.0,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "tokens q_heads head_dim"], tuple[Num[Array, "..."], ...]]:
+) -> tuple[Float[Array, "tokens q_heads head_dim"], tuple[Any, ...]]:
     """Rotates queries and keys, quantises keys and values to the cache's format, and writes them.
 
     Pairs (i, i + head_dim/2) are rotated in FP32 and rounded to x's dtype, as `rotate` does it;
@@ -77,12 +79,12 @@ def rotate_and_write(
     )
 
     def compute(
-        pages: tuple[Array, ...],
+        pages: tuple[Any, ...],
         heads: tuple[Array, Array, Array],
         turn: tuple[Array, Array],
         where: tuple[Array, Array, Array],
         norms: tuple[Array | None, Array | None],
-    ) -> tuple[Array, tuple[Array, ...]]:
+    ) -> tuple[Array, tuple[Any, ...]]:
         if target is not None:
             return kernels(OP, target).rotate_and_write(
                 pages, heads, turn, where, norms, epsilon=epsilon, target=target
@@ -106,7 +108,7 @@ def _rotated(x: Array, norm: Array | None, epsilon: float, turn: tuple[Array, Ar
 
 
 def _check(
-    pages: tuple[Array, ...],
+    pages: tuple[Any, ...],
     query: Array,
     key: Array,
     value: Array,

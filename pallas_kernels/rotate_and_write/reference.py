@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.attention.api import write_rows
 from pallas_kernels.norm_quantize.reference import rms_norm
-from pallas_kernels.quantize import EIGHT_BITS, quantize_rows
+from pallas_kernels.quantize import EIGHT_BITS, Words, quantize_rows
 
 
 def rotate(
@@ -43,7 +43,7 @@ def rotated(
 
 
 def kept(
-    rows: Float[Array, "tokens heads width"], pages: Num[Array, "..."]
+    rows: Float[Array, "tokens heads width"], pages: Num[Array, "..."] | Words
 ) -> tuple[Num[Array, "tokens heads width"], Float32[Array, "tokens heads"] | None]:
     """Returns rows as these pages keep them, and their scales in 8 bits; FP8 may be its bits."""
     if pages.dtype.itemsize > 1:

@@ -10,7 +10,6 @@ import pytest
 from pallas_kernels.attention import chunk_attention, merge, paged_attention, write_rows
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.dense import dense_swiglu
-from pallas_kernels.grouped_matmul.routed import combine, routed_choices
 from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import dequantize_rows, quantize_rows
 from pallas_kernels.rotate_and_write import rotate_and_write
@@ -57,16 +56,6 @@ OPS = {
 def test_a_gradient_is_refused_by_name(op, target):
     with use_target(target), pytest.raises(NotImplementedError, match=f"^{op} has no gradient"):
         jax.eval_shape(jax.grad(lambda rows: jnp.sum(OPS[op](rows))), normal(8, 128))
-
-
-def test_other_products_refuse_it_too():
-    choices, gates = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
-
-    def routed(rows):
-        return jnp.sum(combine(*routed_choices(rows, choices, gates, WEIGHTS, WEIGHTS, WEIGHTS)))
-
-    with pytest.raises(NotImplementedError, match=r"^grouped_swiglu has no gradient"):
-        jax.eval_shape(jax.grad(routed), normal(8, 128))
 
 
 def test_plain_ops_have_gradients():

@@ -58,5 +58,7 @@ def test_it_is_the_reference(runs, order, count):
     assert write(batch(runs, order)) == count
 
 
-def test_int8():
-    assert write(batch([(0, 3, 2)]), jnp.int8) == 2
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.float32])
+def test_other_formats(dtype, monkeypatch):
+    monkeypatch.setattr(write_tpu_kernel, "is_written_by_tiles", lambda pages: True)
+    assert write(batch([(0, 3, 2)]), dtype) == 2

@@ -170,26 +170,6 @@ def test_all_cases_compile(generation):
     assert list(compiled_cases("grouped_matmul", generation)) == names
 
 
-@pytest.mark.nightly
-def test_inside_shard_map():
-    """Experts on two devices, their columns on two more; the mesh says what the kernel is for."""
-    mesh = mesh_of("v6e", (2, 2), ("ep", "tp"))
-    shape = SHAPES["qwen3_235b_ep8"]
-    arguments = swiglu_arguments(shape, 256, "int8")
-    experts, columns = PartitionSpec("ep"), PartitionSpec("ep", "tp")
-    up = QuantArray(columns, columns, (1, 0))
-    down = QuantArray(PartitionSpec("ep", None, "tp"), experts, (1, 0))
-    specs = (PartitionSpec(), up, up, down, experts)
-
-    def shares(*arguments):
-        return jax.lax.psum(grouped_swiglu(*arguments), "tp")
-
-    mapped = jax.shard_map(shares, mesh=mesh, in_specs=specs, out_specs=experts)
-    text = compiled(mapped, mesh, arguments, specs).as_text()
-    assert "grouped_swiglu" in text
-    assert "all-reduce" in text
-
-
 @pytest.mark.parametrize("format", ["int8", *nightly("fp8", "fp8_block")])
 def test_a_scan_copies_no_layer(format):
     """Of the weights of all layers; the output projection of Step-3's attention."""
