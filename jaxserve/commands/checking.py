@@ -26,12 +26,13 @@ from jaxserve.fleet.ffn_shard import shard_of
 from jaxserve.fleet.hardware import expected_platform
 from jaxserve.fleet.sizing import Sizing, aligned
 from jaxserve.link.dispatch.route import Route
-from jaxserve.roles.capacity import GB, RoleBytes, check_capacity, memory_of
+from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.ffn_bytes import ffn_bytes
 from jaxserve.roles.link_load import check_link, link_load
 from jaxserve.roles.one_program import refusal
-from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
+from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.shared_pools import one_program_bytes
 from jaxserve.storage.mirror import local_folder, weight_files
 
 
@@ -53,12 +54,11 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     }
     reported = sizing.reported(models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
+    steps_on = models[""].platform if deployment.pipeline == "step" else ""
+    sizes = one_program_bytes if steps_on == "tpu" else _bytes_of_workers
     for title, worker in workers.items():
         memory = memory_of(worker, reported)
-        parts.append(title + describe(models[title], worker, memory, _bytes_of_workers))
-    if deployment.pipeline == "step" and not refusal(deployment):
-        both, _ = one_program_bytes(models[""], deployment)
-        parts.append(f"in one process, on CPUs: {both.total / GB:.3g} GB on each device")
+        parts.append(title + describe(models[title], worker, memory, sizes))
     if load := link_load(models[""], deployment):
         parts.append(f"link with every slot in use: {load}")
     if sizing and (chosen := sizing.table()):
@@ -67,7 +67,7 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
-            check_capacity(models[title], worker, memory_of(worker, reported), _bytes_of_workers)
+            check_capacity(models[title], worker, memory_of(worker, reported), sizes)
         check_link(models[""], deployment)
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
@@ -113,7 +113,7 @@ def describe_roles(deployment: Deployment) -> str:
             f"{deployment.dispatch_format}, answers in {deployment.combine_format}{where}"
         )
     if deployment.pipeline == "step":
-        alone = "in one process (CPUs) one program of both, whose bytes each device has"
+        alone = "in one process (CPUs, TPUs) one program of both, whose bytes each device has"
         if reason := refusal(deployment):
             alone = f"not in one process, where {reason}"
         lines.append(f"a step: in a process for each role, a program of each; {alone}")

@@ -159,30 +159,18 @@ def _check_runtimes(deployment: Deployment) -> None:
     check_addresses("link.addresses", link.addresses)
 
 
-def _tpu(deployment: Deployment) -> str:
-    """Returns the TPU that the roles name as their hardware (v5e, v6e, v7x); empty: none."""
-    named = deployment.attention.hardware or deployment.ffn.hardware
-    return named if named.startswith("v") else ""
-
-
 def _check_pipeline(deployment: Deployment) -> None:
     """Raises ConfigError if `pipeline: step` cannot run the deployment."""
-    attention, ffn, drafts = deployment.attention, deployment.ffn, deployment.speculative
+    link, ffn, drafts = deployment.link.transport, deployment.ffn, deployment.speculative
+    a, f = deployment.attention.devices, ffn.devices
     for applies, reason in (
         (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
-        (
-            deployment.topology.crosses_runtimes,
-            f"link.transport = {deployment.link.transport} joins two runtimes",
-        ),
+        (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
         (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
         (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
-        ((tpu := _tpu(deployment)) != "", f"hardware = {tpu}: not on TPUs"),
-        (
-            attention.devices != ffn.devices,
-            f"attention's {attention.devices} devices and the ffn role's {ffn.devices} do not pair",
-        ),
+        (a != f, f"attention's {a} devices and the ffn role's {f} do not pair"),
     ):
         if applies and deployment.pipeline == "step":
             raise ConfigError(f"pipeline = step: {reason}")

@@ -59,9 +59,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roles, so that the host does not drive layers. A step that is lost takes the steps of all lanes
     along. Device i of one role is paired with device i of the other. Where every process plays one
     role, each role has its program: on CPUs, and compiled for GPUs (never run on one so far). Where
-    one process has both roles, one program has both, on CPUs alone, since each device holds the
-    weights and pages of both roles; `attention.tp` must be 1 or `ffn.tp`. Not on TPUs. `auto`:
-    `layer`."""
+    every process has equally many devices of both roles, one program has both: on CPUs, where each
+    device holds the weights and pages of both roles and `attention.tp` must be 1 or `ffn.tp`; and
+    compiled for TPUs (never run on one so far), where pages and experts share memory, for GQA and
+    MFA without windows, `attention.tp: 1`, experts in 8 or 16 bits that do not move, and no
+    `cache.host_gb`. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

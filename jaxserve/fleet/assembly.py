@@ -199,8 +199,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.compilation import use_compilation_cache
     from jaxserve.roles.host_resources import check_memory
-    from jaxserve.roles.pipelines import OpenModel, in_one_program
-    from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
+    from jaxserve.roles.pipelines import OpenModel, sizes_of
     from pallas_kernels.coverage import refuse_fallbacks
 
     use_compilation_cache()
@@ -213,7 +212,7 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     config = placed(config, meshes.ffn)
     attention = {device for mesh in meshes.domains for device in mesh.local_devices}
     ffn = set(meshes.ffn.local_devices)
-    sizes = one_program_bytes if in_one_program(deployment, meshes) else role_bytes
+    sizes = sizes_of(deployment, meshes)
     check_memory(config, deployment, {"attention": attention, "ffn": ffn}, sizes)
     gc.freeze()  # as `open_role` does
     templates = ModelTemplates(config, deployment, meshes)

@@ -33,6 +33,7 @@ from jaxserve.planner.scheduled import (
     copies,
     count_collectives,
     exchanged_bytes,
+    waited_for,
 )
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import memory_of
@@ -41,8 +42,11 @@ from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import ProgramKey, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import Bucket, deployment_buckets
+from jaxserve.roles.one_process import ends
+from jaxserve.roles.one_program import BothRolesPrograms
 from jaxserve.roles.program import Program
 from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.shared_pools import one_program_bytes
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
     FFNStepPrograms,
@@ -101,6 +105,8 @@ class CompiledProgram(NamedTuple):
     copied: int = 0
     """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
     in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
+    waited_for: int = 0
+    """Exchanges of a program of both roles that run beside no computation (`scheduled.py`)."""
     exchanges: str = ""
     """Digest of the messages that a program of `pipeline: step` exchanges with the other role's,
     in the compiled order; the two roles' must be equal."""
@@ -233,7 +239,12 @@ def compile_deployment(
 def whole_steps(
     templates: ModelTemplates, deployment: Deployment, meshes: Submeshes, buckets: Sequence[Bucket]
 ) -> dict[ProgramKey, Program]:
-    """Returns the programs of `pipeline: step` for steps of all lanes."""
+    """Returns the programs of `pipeline: step` for steps of all lanes: on TPUs a program of both
+    roles, and those of its ends."""
+    if templates.config.platform == "tpu":
+        both = BothRolesPrograms(templates, deployment, meshes)
+        own = {ProgramKey("step", None, b): both.step(b, deployment.lanes) for b in buckets}
+        return own | wanted(ends, both, buckets)
     roles, lanes = (meshes.attention, meshes.ffn), deployment.lanes
     unions = [union_mesh(*roles, own) for own in roles]
     attention = AttentionStepPrograms(templates, deployment, unions[0])
@@ -321,7 +332,7 @@ def _compile(
         array_bytes(each.sharding.shard_shape(each.shape), each.dtype) for each in program.arguments
     )
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
-    embeds = program.name.startswith(("enter", "predict"))
+    embeds = program.name.startswith(("enter", "embedded", "predict"))
     traffic = small_ops.traffic(text, pools if embeds else pools[:-1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
@@ -343,6 +354,7 @@ def _compile(
             bytes=traffic.bytes,
             exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
         ),
+        waited_for=waited_for(text) if program.name.startswith("step_") else 0,
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
         exchanges=_exchanges(program, bucket, compiled) if program.paired else "",
     )
@@ -363,9 +375,13 @@ def memory(
     config: ModelConfig, deployment: Deployment, programs: Sequence[CompiledProgram]
 ) -> list[RoleMemory]:
     """Returns the memory of each role's devices while serving, without programs that failed."""
-    found = []
-    for part in role_bytes(config, deployment):
-        own = [one for one in programs if one.role == part.role and not one.error]
+    found, alone = [], deployment.pipeline == "step" and config.platform == "tpu"
+    for part in (one_program_bytes if alone else role_bytes)(config, deployment):
+        own = [
+            one
+            for one in programs
+            if not one.error and (one.role == part.role or (alone and one.name.startswith("step")))
+        ]
         # An int32 a slot and token of the vocabulary.
         counts = 4 * deployment.scheduler.slots * config.vocab * (part.role == "attention")
         outputs = max((one.outputs for one in own), default=0)

@@ -22,6 +22,12 @@ _GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
+_IN_ORDER = re.compile(
+    r"\s+(?:ROOT )?(?P<name>%[\w.-]+) = .*? "
+    r"(?P<what>conditional|collective-permute-start|collective-permute-done)\("
+)
+_NAMED = re.compile(r"%[\w.-]+")
+
 
 _MOVES = {"bitcast-convert", "convert", "copy", "copy-done", "transpose"}
 _BESIDE = {"parameter", "bitcast", "reshape", "constant", "tuple"}
@@ -46,6 +52,25 @@ class ProgramCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def count_collectives(text: str) -> dict[str, int]:
     """Collectives in an executable's HLO text, by name; an asynchronous one counts once."""
     return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
+
+
+def waited_for(text: str) -> int:
+    """Returns the exchanges between roles in a program of both roles that end before a role's
+    computation, which is a branch, has begun beside them. Instructions are in the order in which
+    they are scheduled."""
+    waiting, beside = set[str](), set[str]()
+    ended = 0
+    for line in text.splitlines():
+        match = _IN_ORDER.match(line)
+        if match is None:
+            continue
+        if match["what"] == "conditional":
+            beside |= waiting
+        elif match["what"] == "collective-permute-start":
+            waiting.add(match["name"])
+        else:
+            ended += not any(name in beside for name in _NAMED.findall(line))
+    return ended
 
 
 def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int]:

@@ -42,8 +42,7 @@ from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB
 from jaxserve.roles.host_resources import check_memory
 from jaxserve.roles.layout import Bucket, token_sizes
-from jaxserve.roles.pipelines import in_one_program
-from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
+from jaxserve.roles.pipelines import sizes_of
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 Found = tuple[str, dict[str, Any]]
@@ -66,7 +65,7 @@ def memory(deployment: Deployment, options: argparse.Namespace) -> Found:
     config = placed(config, meshes.ffn)
     lines: list[str] = []
     details: dict[str, Any] = {}
-    sizes = one_program_bytes if in_one_program(deployment, meshes) else role_bytes
+    sizes = sizes_of(deployment, meshes)
     for part in sizes(config, deployment):
         devices = own[part.role]
         if not devices:

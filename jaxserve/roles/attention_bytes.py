@@ -11,8 +11,11 @@ from jaxserve.roles.activations import attention_activations, head_width, shared
 from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
 
 
-def attention_weights(config: ModelConfig, deployment: Deployment) -> int:
+def attention_weights(config: ModelConfig, deployment: Deployment, *, ends: bool = True) -> int:
     """Returns the bytes of weights on a device of the attention role; see `role_bytes`.
+
+    Args:
+      ends: whether embedding and head count.
 
     Raises:
       ConfigError: the model cannot be divided over the role's mesh.
@@ -21,8 +24,8 @@ def attention_weights(config: ModelConfig, deployment: Deployment) -> int:
     templates = AttentionTemplates(config, deployment, meshes)
     kinds = [config.layer(layer) for layer in range(config.all_layers)]
     blocks = [
-        (templates.embedding, 1),
-        (templates.head, 1),
+        (templates.embedding, int(ends)),
+        (templates.head, int(ends)),
         (templates.prediction, config.modules),
         *((template, kinds.count(kind)) for kind, template in templates.attention.items()),
     ]

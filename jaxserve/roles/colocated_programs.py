@@ -53,7 +53,7 @@ class ColocatedPrograms(TokenPrograms):
         self.exchanges = make_exchanges(
             templates.exchange, axes, self.dtype, combine=contract.combine
         )
-        self.banks = stacked_banks(self.config, templates.slots)
+        self.banks = stacked_banks(self.config.runs(), templates.slots)
         self.stacked_banks = len(self.banks)
         """Number of banks of the step; the bank of prediction modules may follow."""
         if self.config.modules and self.config.predictors[0].ffn.router:

@@ -177,14 +177,15 @@ def make_balancer(
     slots: ExpertSlots | None,
     others: ReadCounts | None = None,
 ) -> "ExpertBalancer | None":
-    """Builds the balancer of a mesh, or returns None where the model has no routed experts.
+    """Builds the balancer of a mesh, or returns None where the model has no routed experts, or
+    nothing here has slots whose experts could move.
 
     Args:
       slots: this process's, if it holds experts.
       others: reads the counts of other processes, if they hold experts.
     """
     facts = expert_facts(templates, deployment.experts)
-    if facts is None:
+    if facts is None or (slots is None and others is None):
         return None
 
     def read(number: int, seconds: float) -> Counted:

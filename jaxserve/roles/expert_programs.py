@@ -8,15 +8,14 @@ and target of a move are arguments, so one program for each bank makes every mov
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
-from jaxserve.config.model import ModelConfig
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import AnyMesh, Rules, placed
 from jaxserve.model.ffn.block import FFNTemplates
@@ -54,10 +53,11 @@ class Bank(NamedTuple):
         return PartitionSpec(None, axes)
 
 
-def stacked_banks(config: ModelConfig, sizes: SlotSizes) -> tuple[Bank, ...]:
-    """Returns a bank for each run of equal layers with routed experts."""
-    runs = [range(start, stop) for kind, start, stop in config.runs() if kind.ffn.router]
-    return tuple(Bank(tuple(layers), sizes) for layers in runs)
+def stacked_banks(runs: Iterable[Sequence[Any]], sizes: SlotSizes) -> tuple[Bank, ...]:
+    """Returns a bank for each of these runs of equal layers (`ModelConfig.runs`) that has routed
+    experts."""
+    layers = [range(start, stop) for kind, start, stop, *_ in runs if kind.ffn.router]
+    return tuple(Bank(tuple(each), sizes) for each in layers)
 
 
 def bank_arrays(

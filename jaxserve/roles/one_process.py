@@ -1,53 +1,49 @@
-"""Drives steps as one program of both roles, in a process that has the devices of both
+"""Drives steps as one program of both roles, in processes that have equally many devices of each
 (`pipeline: step`)."""
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
-import msgspec
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.link.dispatch.shards import Assemble, fast_shards
-from jaxserve.mesh import ATTENTION_RULES, cached_sharding, sharded_zeros
+from jaxserve.errors import ConfigError
+from jaxserve.link.dispatch.shards import fast_shards
+from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, Rules, cached_sharding, sharded_zeros
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.model.module import Template
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
-from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
 from jaxserve.roles.expert_slots import open_slots
-from jaxserve.roles.lane_steps import StepPipeline
+from jaxserve.roles.lane_steps import StepPipeline, options
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.one_program import BothRolesPrograms
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.program import PIECES, ROWS
-from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
-from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays
+from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import RoleWeights, load_progress
+from jaxserve.roles.weights import Leaves, RoleWeights, load_leaves, load_progress
 from jaxserve.roles.worker import Observer
+from pallas_kernels.quantize.words import LANES, Words
+
+_LINES = PartitionSpec(FFN_AXES)
 
 
-class _Ends(NamedTuple):
-    """Programs of the attention mesh, before and after the layers of a lane's step."""
-
-    embedded: jax.stages.Compiled
-    leave: jax.stages.Compiled
-    sampling: SamplingExecutables | None
-    drafting: DraftingExecutables | None
-
-
-def _ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> dict[Bucket, _Ends]:
+def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:
+    """Collects the programs of the attention mesh before and after the layers of each bucket's
+    steps: `embedded`, `leave`, and `lane_steps.options`."""
     return {
-        bucket: _Ends(
+        bucket: (
             get(BothRolesPrograms.embedded, bucket),
             get(AttentionPrograms.leave, bucket.of_tokens),
-            sampling_executables(programs, bucket, get),
-            drafting_executables(programs, bucket, get),
+            *others,
         )
-        for bucket in buckets
+        for bucket, others in options(programs, buckets, get).items()
     }
 
 
@@ -56,30 +52,45 @@ class BothRolesPipeline(StepPipeline):
 
     def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None = None):
         config, names, meshes, templates, source = model
+        if (count := jax.process_count()) > 1 and not deployment.shares_processes(count):
+            raise ConfigError(f"pipeline = step: each of {count} processes needs both roles")
         self._programs = programs = BothRolesPrograms(templates, deployment, meshes)
         with load_progress(source, 2 + 2 * config.layers):
-            ends = RoleWeights(source, programs.mesh)
-            self._embedding, self._head = ends.add_ends(templates, names, ATTENTION_RULES)
-            weights = RoleWeights(source, programs.union)
-            for kind, first, stop in config.runs():
+            of_ends = RoleWeights(source, programs.mesh)
+            self._embedding, self._head = of_ends.add_ends(templates, names, ATTENTION_RULES)
+            weights = RoleWeights(source, union := programs.union)
+            pools = None if programs.shared is None else _PoolLoader(programs.shared, model, union)
+            for run in programs.runs:
+                kind, first, stop, *_ = run
                 attention, ffn = names.attention[first:stop], names.ffn[first:stop]
                 block = templates.attention[kind]
                 weights.add("attention", block, attention, ATTENTION_RULES, first)
-                weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
-        weights.held += ends.held
+                if pools is not None and kind.ffn.router:
+                    weights.blocks.append(pools.load(run, programs.rules))
+                else:
+                    weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
+            self._pools = [] if pools is None else pools.halves  # taken by `_clear`
+        weights.held += of_ends.held
         buckets, most = deployment_buckets(deployment), deployment.lanes
         steps = {(b, n): programs.step(b, n) for b in buckets for n in range(1, 1 + most)}
         self.executables = compile_all(steps)
-        self._ends = compile_steps(_ends, programs, buckets)
+        self._ends = compile_steps(ends, programs, buckets)
         self._halves = _Halves(programs)
-        slots = open_slots(programs.experts, programs.banks, weights, names, source)
-        super().__init__(most, weights, slots, observer)
+        self._experts = slots = open_slots(programs.experts, programs.banks, weights, names, source)
+        # Experts in pools do not move.
+        super().__init__(most, weights, slots if pools is None else None, observer)
+
+    def renew(self) -> bool:
+        """Returns False with pools: a lost step has destroyed the experts in them."""
+        return self._programs.shared is None and super().renew()
 
     def _clear(self) -> None:
         super()._clear()
-        programs = self._programs
+        programs, pools = self._programs, len(self._pools)
         self._pages: Sequence[jax.Array] = ()  # the old ones are free before there are new ones
-        self._pages = [sharded_zeros(a.shape, a.dtype, a.sharding) for a in programs.pages]
+        own = [sharded_zeros(a.shape, a.dtype, a.sharding) for a in programs.pages[pools:]]
+        whole = map(self._halves.with_empty, self._pools, programs.pages)
+        self._pages, self._pools = [*whole, *own], []
         self._tokens = TokenLanes(programs, self._head)
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
@@ -95,76 +106,127 @@ class BothRolesPipeline(StepPipeline):
         kinds = zip(pages, self._apart, self._programs.pages, strict=True)
         self._pages = [self._halves.joined(*each) for each in kinds]
 
-    def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
-        bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
-        slots, pages, steps, entered = self.slots, len(self._pages), [], []
-        embedded, leave, sampling, drafting = self._ends[bucket]
-        for plan in plans:
-            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
-            last, batch = self._tokens.begin(plan, drafting, batch)
-            steps.append((last, batch, table))
-            entered += [*steps[-1], embedded(*steps[-1], *self._embedding)]
+    def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
+        slots, pages, lanes = self._experts, len(self._pages), len(steps)
+        found: list[tuple[Arrays, Arrays]] = []
+        embedded, leave, *_ = self._ends[bucket]
+        entered = ((*one, embedded(*one, *self._embedding)) for one in steps)
         experts = [] if slots is None else [*slots.counts, *slots.tables]
         leaves = (leaf for block in self._weights.blocks for leaf in block)
-        made = self.executables[bucket, len(plans)](
-            *map(self._halves.spread, entered), *self._pages, *experts, *leaves
-        )
-        streams, state = made[: 2 * len(plans)], made[2 * len(plans) :]
+        spread = (self._halves.spread(array) for one in entered for array in one)
+        made = self.executables[bucket, lanes](*spread, *self._pages, *experts, *leaves)
+        streams, state = made[: 2 * lanes], made[2 * lanes :]
         self._pages = state[:pages]
         if slots is not None:
             slots.counts = list(state[pages:])
-        finished = []
-        for plan, arrays, *stream in zip(plans, steps, streams[::2], streams[1::2], strict=True):
+        for (last, batch, _), *stream in zip(steps, streams[::2], streams[1::2], strict=True):
             x, answer = map(self._halves.taken, stream, (ROWS, PIECES))
-            left = leave(x, *arrays[:2], answer, *self._head)
-            end = self._tokens.end(plan, (sampling, drafting), arrays, tuple(left), (x, answer))
-            finished.append(end[0])
-        return finished
+            found.append((tuple(leave(x, last, batch, answer, *self._head)), (x, answer)))
+        return found
+
+
+class _PoolLoader:
+    """Fills the ffn role's half of the pools, layer by layer.
+
+    Attributes:
+      halves: the ffn role's half of each pool.
+    """
+
+    def __init__(self, pools: SharedPools, model: OpenModel, union: Mesh):
+        self._pools, self._model, self._union = pools, model, union
+        self._mesh = ffn = model.meshes.ffn
+        self._others = Mesh(union.devices[0].reshape(ffn.devices.shape), ffn.axis_names)
+        kind = (ffn.size * pools.lines, LANES), jnp.dtype(jnp.int32)
+        sharding = cached_sharding(self._mesh, _LINES)
+        self.halves = [sharded_zeros(*kind, sharding) for _ in pools.arrays]
+        given = {"mesh": ffn, "out_specs": _LINES, "check_vma": False}
+        self._mapped, self._puts = functools.partial(jax.shard_map, **given), dict[int, Any]()
+
+    def load(self, run: Run, rules: Rules) -> Leaves:
+        """Loads the ffn blocks of a run with experts. Returns the stacked leaves that are in no
+        pool, on the mesh of both roles; zeros on the attention role's devices.
+
+        Args:
+          rules: sharding rules of ffn blocks on the mesh of both roles.
+        """
+        (_, names, meshes, templates, source), held = self._model, self._pools.matrices
+        template, layers = templates.ffn[run.kind.ffn], range(run.start, run.stop)
+        others: list[Leaves] = []
+        for layer in layers:
+            leaves = load_leaves(source, template, names.ffn[layer], self._mesh, meshes.ffn_rules)
+            self._put(run, template, layer, leaves)
+            others.append(tuple(leaf for place, leaf in enumerate(leaves) if place not in held))
+        specs = zip(template.specs(meshes.ffn_rules), template.specs(rules), strict=True)
+        kept = (pair for place, pair in enumerate(specs) if place not in held)
+        return tuple(map(self._stack, zip(*others, strict=True), kept))
+
+    def _stack(self, leaves: Leaves, specs: tuple[PartitionSpec, PartitionSpec]) -> jax.Array:
+        """Stacks a leaf of several layers, on the mesh of both roles.
+
+        Args:
+          specs: of a layer's leaf, on the ffn mesh and on the mesh of both roles.
+        """
+        own, both = (PartitionSpec(None, *spec) for spec in specs)
+        stack = jax.jit(lambda *each: jnp.stack(each))(*leaves)
+        empty = sharded_zeros(stack.shape, stack.dtype, cached_sharding(self._others, own))
+        shards, assemble = fast_shards()
+        made = assemble(stack.shape, stack.dtype, cached_sharding(self._union, both))
+        return made([*shards(empty), *shards(stack)])
+
+    def _put(self, run: Run, template: Template, layer: int, leaves: Leaves) -> None:
+        """Writes the matrices of a layer's experts into the run's pool."""
+        for place, first in self._pools.firsts(run.first, run.stop - run.start).items():
+            matrix = self._pools.matrices[place]
+            if place not in self._puts:
+                specs = _LINES, template.specs(self._model.meshes.ffn_rules)[place], REPLICATED
+                put = functools.partial(Words.written, array=matrix)
+                self._puts[place] = jax.jit(self._mapped(put, in_specs=specs), donate_argnums=0)
+            at = np.int32(first + (layer - run.start) * matrix.shape[0])
+            self.halves[run.pool] = self._puts[place](self.halves[run.pool], leaves[place], at)
 
 
 class _Halves:
     """Makes arrays of the mesh of both roles from those of the attention mesh, and takes the
     attention mesh's half of such arrays. Copies nothing.
 
-    Each kind of array (shape, dtype and sharding) gets zeros for the ffn role's devices once.
+    Each kind of array (shape and dtype) gets zeros for the ffn role's devices once. Shards are
+    those of this process, which has equally many devices of both roles.
     """
 
     def __init__(self, programs: BothRolesPrograms):
-        self._programs = programs
-        self._shards, self._assemble = fast_shards()
-        self._known: dict[object, tuple[Assemble, Sequence[jax.Array]]] = {}
+        self._programs, self._local = programs, len(programs.mesh.local_devices)
+        self._shards, assemble = fast_shards()
+        self._assemble, self._zeros = functools.cache(assemble), functools.cache(self._empty)
+        self._rows = programs.sharding(ROWS)
 
     def spread(self, array: jax.Array) -> jax.Array:
         """Returns an array of both roles, whose first half is this one, a row a DP group."""
-        programs, shards, kind = self._programs, self._shards(array), _kind(array)
-        if kind not in self._known:
-            (first, *rest), dtype = array.shape, array.dtype
-            zeros = np.zeros(shards[0].shape, dtype)
-            others = [jax.device_put(zeros, device) for device in programs.union.devices[1].flat]
-            sharding = programs.sharding(ROWS)
-            self._known[kind] = self._assemble((2 * first, *rest), dtype, sharding), others
-        assemble, zeros_there = self._known[kind]
-        return assemble([*shards, *zeros_there])
+        shards, (first, *rest) = self._shards(array), array.shape
+        whole = self._assemble((2 * first, *rest), array.dtype, self._rows)
+        return whole([*shards, *self._zeros(shards[0].shape, array.dtype)])
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> list[jax.Array]:
+        devices = self._programs.union.local_devices[self._local :]
+        return [jax.device_put(np.zeros(shape, dtype), device) for device in devices]
 
     def apart(self, array: jax.Array) -> Sequence[jax.Array]:
         """Returns the ffn role's shards of an array of both roles."""
-        return self._shards(array)[self._programs.mesh.size :]
+        return self._shards(array)[self._local :]
 
     def joined(
         self, array: jax.Array, others: Sequence[jax.Array], both: jax.ShapeDtypeStruct
     ) -> jax.Array:
         """Returns an array of both roles that is made of this one and the ffn role's shards."""
-        assemble = self._assemble(both.shape, both.dtype, both.sharding)
-        return assemble([*self._shards(array), *others])
+        whole = self._assemble(both.shape, both.dtype, both.sharding)
+        return whole([*self._shards(array), *others])
+
+    def with_empty(self, half: jax.Array, both: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns an array of both roles that is made of zeros and the ffn role's half."""
+        own = cached_sharding(self._programs.mesh, PIECES)
+        return self.joined(sharded_zeros(half.shape, half.dtype, own), self._shards(half), both)
 
     def taken(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Returns the attention mesh's half of an array of both roles, which lies there so."""
-        programs, kind = self._programs, (spec, *_kind(array))
-        if kind not in self._known:
-            (first, *rest), sharding = array.shape, cached_sharding(programs.mesh, spec)
-            self._known[kind] = self._assemble((first // 2, *rest), array.dtype, sharding), []
-        return self._known[kind][0](self._shards(array)[: programs.mesh.size])
-
-
-def _kind(array: jax.Array) -> tuple[object, ...]:
-    return array.shape, array.dtype, array.sharding
+        (first, *rest), sharding = array.shape, cached_sharding(self._programs.mesh, spec)
+        whole = self._assemble((first // 2, *rest), array.dtype, sharding)
+        return whole(self._shards(array)[: self._local])

@@ -12,7 +12,8 @@ Two lanes need the answer of the turn before at once. A lane alone waits for its
 turn.
 
 Arrays of a program have the same shape on all of its devices. Each device therefore has memory for
-the weights and pages of both roles. Embedding, head and sampler are programs of the attention mesh.
+the weights and pages of both roles; on TPUs pages and experts share it (`shared_pools.py`).
+Embedding, head and sampler are programs of the attention mesh.
 """
 
 from collections.abc import Sequence
@@ -35,17 +36,13 @@ from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.expert_programs import (
-    Bank,
-    ExpertPrograms,
-    add_load,
-    bank_arrays,
-    stacked_banks,
-)
+from jaxserve.roles.expert_programs import ExpertPrograms, add_load, bank_arrays, stacked_banks
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
+from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
 from jaxserve.roles.token_programs import StepContext
+from pallas_kernels.quantize.words import LANES, Words
 
 ROLE = "role"
 _DIVIDED = ("ep",)
@@ -54,9 +51,8 @@ _DIVIDED = ("ep",)
 def refusal(deployment: Deployment) -> str:
     """Returns why one process cannot run the steps of both roles; empty if it can."""
     attention, ffn = deployment.attention.tp, deployment.ffn.tp
-    if attention in (1, ffn):
-        return ""
-    return f"attention.tp = {attention} must be 1 or ffn.tp = {ffn}"
+    reason = f"attention.tp = {attention} must be 1 or ffn.tp = {ffn}"
+    return "" if attention in (1, ffn) else reason
 
 
 def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, str]:
@@ -66,21 +62,14 @@ def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, st
     product of all but the last one.
 
     Raises:
-      ConfigError: the devices are not those of CPUs in one process, or the roles' meshes have no
-        common axes.
+      ConfigError: the devices are not CPUs or TPUs, or the roles' meshes have no common axes.
     """
     devices = np.array([*meshes.attention.devices.flat, *meshes.ffn.devices.flat])
     attention, ffn, platform = deployment.attention, deployment.ffn, devices[0].platform
-    reason = refusal(deployment)
-    if platform != "cpu":
-        reason = f"a {platform} device would hold the weights and pages of both roles"
-    if len({device.process_index for device in devices}) > 1:
-        reason = "several processes have devices of both roles"
-    if reason:
-        raise ConfigError(
-            f"pipeline = step: {reason}; start a process for each role (--processes 2), or take "
-            "pipeline = layer"
-        )
+    whole = f"a {platform} device would hold the weights and pages of both roles"
+    if reason := refusal(deployment) or ("" if platform in ("cpu", "tpu") else whole):
+        advice = "start a process for each role (--processes 2), or take pipeline = layer"
+        raise ConfigError(f"pipeline = step: {reason}; {advice}")
     sizes = 2, ffn.ep, ffn.tp // attention.tp, attention.tp
     mesh = Mesh(devices.reshape(sizes), (ROLE, "ep", "ffn_tp", "tp"))
     return mesh, "ffn_tp" if attention.tp == 1 else "tp"
@@ -94,7 +83,10 @@ class BothRolesPrograms(AttentionPrograms):
       union: the mesh of both roles.
       tensor: its axis that divides every expert's d_ff.
       rules: sharding rules of ffn blocks on it.
-      pages: shapes of the pages of all layers on it. The ffn role's half is never used.
+      pages: shapes of the pages of all layers on it, or of the pools that hold keys and values.
+        The ffn role's half holds nothing but experts.
+      shared: where pages and experts lie in pools; None: they have arrays of their own.
+      runs: runs of equal layers.
       banks, experts: see `ColocatedPrograms`.
     """
 
@@ -109,14 +101,20 @@ class BothRolesPrograms(AttentionPrograms):
         self.rules: Rules = {name: own[axes] for name, axes in FFN_RULES.items()}
         axes, combine = Axes(*everywhere, rows=everywhere), self.contract.combine
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
+        self.shared: SharedPools | None = None
         self.pages = [self._on_both(array) for array in self.all_pages]
-        self.banks = stacked_banks(self.config, templates.slots)
+        self.runs: Sequence[Run] = [Run(*run) for run in self.config.runs()]
+        if self.config.platform == "tpu":
+            self.shared = SharedPools(deployment, templates, meshes)
+            self.runs, pages = self.shared.runs, self.shared.arrays
+            lines = self.mesh.size * self.shared.lines
+            pool = self._on_both(self.shape(lines, LANES, spec=PIECES))
+            self.pages[: len(pages)] = [pool] * len(pages)
+        self.banks = stacked_banks(self.runs, templates.slots)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
-            settings, rules = deployment.experts, self.rules
-            self.experts = ExpertPrograms(
-                templates, settings, self.union, rules, _DIVIDED, stacked=True
-            )
+            given = templates, deployment.experts, self.union, self.rules, _DIVIDED
+            self.experts = ExpertPrograms(*given, stacked=True)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Sharding of an array whose first half lies on the attention mesh as this spec says."""
@@ -140,7 +138,7 @@ class BothRolesPrograms(AttentionPrograms):
         A lane's results are the residual stream after the last layer (`AttentionPrograms.stream`).
         Arrays of lanes are those of the attention mesh; the other half is anything.
         """
-        runs, templates = self.config.runs(), self.templates
+        runs, templates = self.runs, self.templates
 
         def body(
             steps: Sequence[Arrays], pages: Pages, counts: Arrays, tables: Arrays, leaves: Any
@@ -151,7 +149,7 @@ class BothRolesPrograms(AttentionPrograms):
             step = _Step(self, contexts, leaves, tables)
             turn = step.begin([x for *_, x in steps], pages)
             before: _Place | None = None
-            for run, (_, start, stop) in enumerate(runs):
+            for run, (_, start, stop, *_) in enumerate(runs):
                 # The first layer of a run serves messages of the run before.
                 turn, count = step.layer(turn, _Place(run, 0), before), stop - start
 
@@ -168,43 +166,38 @@ class BothRolesPrograms(AttentionPrograms):
 
         of_lane = *self.step_shapes(bucket), self.stream_shapes(bucket)[0]
         counts, tables = bank_arrays(self.union, self.banks, _DIVIDED)
+        leaves = [
+            (
+                templates.attention[kind].arrays(self.union, ATTENTION_RULES, stop - start),
+                self._beside_pools(kind, stop - start),
+            )
+            for kind, start, stop, *_ in runs
+        ]
+        steps = [[self._on_both(array) for array in of_lane]] * lanes
         stream = self.sharding(ROWS).spec, self.sharding(PIECES).spec
-        return Program(
-            f"step_{lanes}",
-            body,
-            self.union,
-            (
-                [[self._on_both(array) for array in of_lane]] * lanes,
-                self.pages,
-                counts,
-                tables,
-                [
-                    (
-                        templates.attention[kind].arrays(self.union, ATTENTION_RULES, stop - start),
-                        templates.ffn[kind.ffn].arrays(self.union, self.rules, stop - start),
-                    )
-                    for kind, start, stop in runs
-                ],
-            ),
-            (
-                *stream * lanes,
-                *[array.sharding.spec for array in self.pages],
-                *[Bank.counts_spec(_DIVIDED)] * len(counts),
-            ),
-            donates=(1, 2),
-        )
+        state = *self.pages, *counts
+        specs = *stream * lanes, *[array.sharding.spec for array in state]
+        inputs = steps, self.pages, counts, tables, leaves
+        return Program(f"step_{lanes}", body, self.union, inputs, specs, donates=(1, 2))
 
     def layer(
         self, kind: LayerKind, stream: Arrays, pages: Pages, batch: RaggedBatch, leaves: list[Any]
     ) -> Arrays:
         """Runs attention's part of a layer inside a program; see `attend`."""
-        return self._attend(kind, self.stream(stream), pages, batch, leaves)
+        held: Any = pages if self.shared is None else self.shared.in_arrays(pages)
+        made: Any = self._attend(kind, self.stream(stream), held, batch, leaves)
+        return tuple(array.pool() if isinstance(array, Words) else array for array in made)
+
+    def _beside_pools(self, kind: LayerKind, layers: int) -> Sequence[Any]:
+        """Returns the stacked leaves of ffn blocks; None for those that are in pools."""
+        leaves = self.templates.ffn[kind.ffn].arrays(self.union, self.rules, layers)
+        held = self.shared.matrices if self.shared and kind.ffn.router else {}
+        return [None if place in held else leaf for place, leaf in enumerate(leaves)]
 
     def _on_both(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         first, *rest = array.shape
-        return jax.ShapeDtypeStruct(
-            (2 * first, *rest), array.dtype, sharding=self.sharding(array.sharding.spec)
-        )
+        both = self.sharding(array.sharding.spec)
+        return array.update(shape=(2 * first, *rest), sharding=both)
 
 
 class _Place(NamedTuple):
@@ -234,22 +227,16 @@ class _Step:
     """The turns of one step."""
 
     def __init__(
-        self,
-        programs: BothRolesPrograms,
-        contexts: Sequence[StepContext],
-        leaves: Sequence[tuple[Arrays, Arrays]],
-        tables: Arrays,
+        self, programs: BothRolesPrograms, contexts: Sequence[StepContext], leaves: Any, tables: Any
     ):
         self.programs, self.contexts = programs, contexts
-        self.runs, self.lanes = programs.config.runs(), len(contexts)
+        self.runs, self.lanes = programs.runs, len(contexts)
         self.attends = jax.lax.axis_index(ROLE) == 0
         templates = programs.templates
+        stacks = StackedLeaves.of
         self.stacks = [
-            (
-                StackedLeaves.of(templates.attention[kind], attention),
-                StackedLeaves.of(templates.ffn[kind.ffn], ffn),
-            )
-            for (kind, *_), (attention, ffn) in zip(self.runs, leaves, strict=True)
+            (stacks(templates.attention[kind], own), stacks(templates.ffn[kind.ffn], others))
+            for (kind, *_), (own, others) in zip(self.runs, leaves, strict=True)
         ]
         with_experts = [run for run, (kind, *_) in enumerate(self.runs) if kind.ffn.router]
         self.banks, self.tables = {run: bank for bank, run in enumerate(with_experts)}, tables
@@ -261,7 +248,7 @@ class _Step:
         widest = max(forms, key=lambda form: form.width)
         no_answer = jnp.zeros((rows, answers.width), answers.dtype)
         message = jnp.zeros((rows, widest.width), widest.word)
-        layers = [stop - start for kind, start, stop in self.runs if kind.ffn.router]
+        layers = (run.stop - run.start for run in self.runs if run.kind.ffn.router)
         loads = [jnp.zeros((count, experts), jnp.int32) for count in layers]
         return _Turn(x, [no_answer] * self.lanes, message, no_answer, pages, loads)
 
@@ -298,7 +285,7 @@ class _Step:
 
     def attend(self, turn: _Turn, lane: int, at: _Place) -> _Turn:
         """Runs a layer of a lane on the devices of the attention role."""
-        programs, (kind, start, _) = self.programs, self.runs[at.run]
+        programs, (kind, start, *_) = self.programs, self.runs[at.run]
         batch, place = self.contexts[lane].batch, jnp.asarray(at.layer, jnp.int32)
         where, shifted = with_own_pages(programs, kind, start, place, batch)
         width = turn.waiting.shape[1]
@@ -313,20 +300,20 @@ class _Step:
 
         own = turn.x[lane], turn.answers[lane], tuple(turn.pages[where])
         x, message, pages = jax.lax.cond(self.attends, run, keep, *own)
-        return turn._replace(
-            x=[x if number == lane else other for number, other in enumerate(turn.x)],
-            waiting=message,
-            pages=(*turn.pages[: where.start], *pages, *turn.pages[where.stop :]),
-        )
+        streams, pages = [*turn.x], (*turn.pages[: where.start], *pages, *turn.pages[where.stop :])
+        streams[lane] = x
+        return turn._replace(x=streams, waiting=message, pages=pages)
 
     def serve(self, turn: _Turn, at: _Place, arrived: Array) -> _Turn:
         """Runs a layer's FFN for a message on the devices of the ffn role."""
         programs, kind, bank = self.programs, self.runs[at.run][0].ffn, self.banks.get(at.run)
         form, (_, stack) = programs.formats[kind.kind], self.stacks[at.run]
-        place, none = (
-            jnp.asarray(at.layer, jnp.int32),
-            jnp.zeros(programs.config.experts, jnp.int32),
-        )
+        place = jnp.asarray(at.layer, jnp.int32)
+        none = jnp.zeros(programs.config.experts, jnp.int32)
+        if programs.shared is not None and bank is not None:
+            _, start, stop, pool, first = self.runs[at.run]
+            matrices = programs.shared.in_matrices(turn.pages[pool], first, stop - start)
+            stack = stack._replace(whole={**stack.whole, **matrices})
 
         def run(packed: Array) -> Any:
             block = programs.templates.ffn[kind].merge(_of_layer(stack, place))
@@ -342,10 +329,9 @@ class _Step:
             return jnp.zeros_like(turn.ahead), none
 
         sent, load = jax.lax.cond(self.attends, nothing, run, arrived)
-        loads = [
-            total.at[place].add(load) if number == bank else total
-            for number, total in enumerate(turn.loads)
-        ]
+        loads = [*turn.loads]
+        if bank is not None:
+            loads[bank] = loads[bank].at[place].add(load)
         return turn._replace(ahead=sent, loads=loads)
 
 
@@ -355,8 +341,8 @@ def _exchanged(array: Array) -> Array:
 
 
 def _answered(turn: _Turn, lane: int, answer: Array) -> _Turn:
-    lane %= len(turn.answers)
-    answers = [answer if place == lane else other for place, other in enumerate(turn.answers)]
+    answers = [*turn.answers]
+    answers[lane] = answer
     return turn._replace(answers=answers)
 
 

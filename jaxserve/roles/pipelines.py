@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
+from jaxserve.roles.role_bytes import role_bytes
 
 if TYPE_CHECKING:
     from jaxserve.checkpoint.source import CheckpointNames
@@ -46,6 +47,12 @@ def build(model: OpenModel, deployment: Deployment, observer: Any) -> Any:
     elif in_one_program(deployment, model.meshes):
         name = "step of both roles"
     return pkgutil.resolve_name(f"jaxserve.roles.{PIPELINES[name]}")(model, deployment, observer)
+
+
+def sizes_of(deployment: Deployment, meshes: "Submeshes") -> Any:
+    """Returns the function (`capacity.Sizes`) that computes the bytes of the roles' devices."""
+    alone = "jaxserve.roles.shared_pools:one_program_bytes"
+    return pkgutil.resolve_name(alone) if in_one_program(deployment, meshes) else role_bytes
 
 
 def in_one_program(deployment: Deployment, meshes: "Submeshes") -> bool:

@@ -23,15 +23,6 @@ def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, 
     return (on_one_mesh(attention, ffn),)
 
 
-def one_program_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:
-    """Returns the bytes on a device of each role where steps are one program of both
-    (`one_program.py`): arrays have equal shapes on all devices. Counts embedding and head on the
-    ffn role's devices, too, which lack them."""
-    attention, ffn = role_bytes(config, deployment)
-    both = on_one_mesh(attention, ffn)
-    return both, both._replace(role=ffn.role, devices=ffn.devices)
-
-
 def on_one_mesh(attention: RoleBytes, ffn: RoleBytes) -> RoleBytes:
     """Returns the bytes on a device that has both roles."""
     return attention._replace(

@@ -29,12 +29,13 @@ class StackedLeaves(NamedTuple):
     """Leaves that the scan slices."""
 
     @classmethod
-    def of(cls, template: Template, stacks: Sequence[Array]) -> "StackedLeaves":
-        """Divides the stacked leaves of a block."""
+    def of(cls, template: Template, stacks: Sequence[Array | None]) -> "StackedLeaves":
+        """Divides the stacked leaves of a block. None: the leaf has no stack of its own."""
         whole: dict[int, Any] = {}
         sliced: dict[int, Any] = {}
         multiplied_in_stacks = current_target().backend == "mosaic_tpu"
-        for place, stack in enumerate(map(sliceable, stacks)):
+        held = {place: sliceable(stack) for place, stack in enumerate(stacks) if stack is not None}
+        for place, stack in held.items():
             if template.leaves[place].of_slots:
                 whole[place] = stack.reshape(-1, *stack.shape[2:])
             elif template.leaves[place].input_major:

@@ -5,19 +5,16 @@ All processes get the same plans in the same order, so they make the same dispat
 
 from collections.abc import Sequence
 
-import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES
-from jaxserve.roles.compilation import Get, compile_all, compile_steps
-from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
+from jaxserve.roles.compilation import compile_all, compile_steps
 from jaxserve.roles.expert_slots import open_slots
-from jaxserve.roles.lane_steps import StepPipeline
+from jaxserve.roles.lane_steps import StepPipeline, options
 from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
+from jaxserve.roles.program import Arrays
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
@@ -26,7 +23,7 @@ from jaxserve.roles.step_programs import (
     union_mesh,
 )
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.token_programs import zeroed
 from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer, Passed
 
@@ -37,10 +34,6 @@ class RolePipeline(StepPipeline):
     def renew(self) -> bool:
         """Returns False: after a lost step the two roles' processes cannot begin anew."""
         return False
-
-    def kv_arrays(self, domain: int = 0) -> KVArrays:
-        """Raises ConfigError: pages of this pipeline are not handed over."""
-        raise ConfigError("pipeline = step: pages cannot be handed over to or from other workers")
 
 
 class AttentionPipeline(RolePipeline):
@@ -63,27 +56,17 @@ class AttentionPipeline(RolePipeline):
         self.executables = compile_all(
             {(b, n): programs.step(b, n) for b in buckets for n in lanes}
         )
-        self._ends = compile_steps(_ends, programs, buckets)
+        self._ends = compile_steps(options, programs, buckets)
         self._pages = zeroed(programs.all_pages, mesh)
         self._tokens = TokenLanes(programs, head)
 
-    def _run(self, plans: Sequence[StepPlan]) -> list[Finished]:
-        bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
-        sampling, drafting = self._ends[bucket]
-        steps = []
-        for plan in plans:
-            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
-            steps.append((*self._tokens.begin(plan, drafting, batch), table))
-        step = self.executables[bucket, len(plans)]
+    def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
+        step, lanes = self.executables[bucket, len(steps)], len(steps)
         made = step(*(array for one in steps for array in one), *self._pages, *self._leaves)
-        width = (len(made) - 1 - len(self._pages)) // len(plans)
-        self._pages = made[width * len(plans) : -1]
-        finished = []
-        for number, (plan, arrays) in enumerate(zip(plans, steps, strict=True)):
-            *left, x = made[width * number : width * (number + 1)]
-            end = self._tokens.end(plan, (sampling, drafting), arrays, tuple(left), (x,))
-            finished.append(end[0])
-        return finished
+        width = (len(made) - 1 - len(self._pages)) // lanes
+        self._pages = made[width * lanes : -1]
+        each = (made[width * lane : width * (lane + 1)] for lane in range(lanes))
+        return [(tuple(left), (x,)) for *left, x in each]
 
 
 class FFNPipeline(RolePipeline):
@@ -130,15 +113,3 @@ def build_pipeline(
     role = (AttentionPipeline if attends else FFNPipeline)(model, deployment, mesh, observer)
     role.exchanges = f", exchanges = {exchanges_digest(role.executables, meshes.ffn.size)}"
     return role
-
-
-def _ends(
-    programs: AttentionStepPrograms, buckets: Sequence[Bucket], get: Get
-) -> dict[Bucket, tuple[SamplingExecutables | None, DraftingExecutables | None]]:
-    return {
-        bucket: (
-            sampling_executables(programs, bucket, get),
-            drafting_executables(programs, bucket, get),
-        )
-        for bucket in buckets
-    }

@@ -75,7 +75,7 @@ def union_mesh(attention: Mesh, ffn: Mesh, own: Mesh) -> Mesh:
       ConfigError: the devices are TPUs, whose cores must all run one program.
     """
     if own.devices.flat[0].platform == "tpu":
-        raise ConfigError("pipeline = step: not on TPUs, take pipeline = layer")
+        raise ConfigError("pipeline = step: TPUs need attention.processes = ffn.processes = all")
     devices = np.array([*attention.devices.flat, *ffn.devices.flat])
     return Mesh(devices.reshape(2, *own.devices.shape), (ROLE, *own.axis_names))
 
@@ -183,11 +183,7 @@ class AttentionStepPrograms(AttentionPrograms):
             return *made, *pages, token
 
         def turns(
-            run: tuple[LayerKind, int, int],
-            stack: StackedLeaves,
-            contexts: Sequence[StepContext],
-            carry: Any,
-            inputs: Any,
+            run: Any, stack: StackedLeaves, contexts: Sequence[StepContext], carry: Any, inputs: Any
         ) -> tuple[Any, None]:
             (kind, start, _), (x, answers, pages, token, *waiting) = run, carry
             (place, (sliced,), _), x, answers = inputs, [*x], [*answers]
@@ -214,21 +210,18 @@ class AttentionStepPrograms(AttentionPrograms):
                     answers[lane - 1], token = wire.exchange(packed, wire.answer, token)
             return (x, answers, pages, token, *waiting), None
 
+        ends = self.leaves(templates.embedding, templates.head)
+        stacks = [
+            templates.attention[kind].arrays(self.mesh, ATTENTION_RULES, stop - start)
+            for kind, start, stop in runs
+        ]
         lengths = [ROWS] if bucket.drafts else []
         of_lane = ROWS, REPLICATED, self.logits_spec, *lengths, ROWS
         return Program(
             f"step_{lanes}",
             body,
             self.mesh,
-            (
-                [self.step_shapes(bucket)] * lanes,
-                self.all_pages,
-                self.leaves(templates.embedding, templates.head),
-                [
-                    templates.attention[kind].arrays(self.mesh, ATTENTION_RULES, stop - start)
-                    for kind, start, stop in runs
-                ],
-            ),
+            ([self.step_shapes(bucket)] * lanes, self.all_pages, ends, stacks),
             (*of_lane * lanes, *self.pages_specs(*self.pools), REPLICATED),
             donates=(1,),
             cuda_graphs="branches",
@@ -250,7 +243,7 @@ class FFNStepPrograms(FFNPrograms):
     def __init__(self, templates: ModelTemplates, deployment: Deployment, own: Mesh, union: Mesh):
         super().__init__(templates, deployment, own)
         self.mesh = union
-        self.banks = stacked_banks(self.config, templates.slots)
+        self.banks = stacked_banks(self.config.runs(), templates.slots)
         if templates.moe:
             self.experts = ExpertPrograms(
                 templates, deployment.experts, union, FFN_RULES, _DIVIDED, stacked=True
@@ -303,18 +296,15 @@ class FFNStepPrograms(FFNPrograms):
             return (sent, token, *ahead), sum(loads[1:], loads[0]) if loads else None
 
         counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
+        leaves = [
+            templates.ffn[kind.ffn].arrays(self.mesh, FFN_RULES, stop - start)
+            for kind, start, stop in runs
+        ]
         return Program(
             f"ffn_step_{lanes}",
             body,
             self.mesh,
-            (
-                tables,
-                counts,
-                [
-                    templates.ffn[kind.ffn].arrays(self.mesh, FFN_RULES, stop - start)
-                    for kind, start, stop in runs
-                ],
-            ),
+            (tables, counts, leaves),
             (*[Bank.counts_spec(_DIVIDED)] * len(counts), REPLICATED),
             donates=(1,),
             ragged=templates.exchange == "alltoall",

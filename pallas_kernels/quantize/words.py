@@ -11,6 +11,7 @@ programs may disagree about an array of 8 bits in a pool, but not about words.
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,3 +129,60 @@ def in_arrays[T](tree: T) -> T:
 
     replaced: T = jax.tree.map(plain, tree, is_leaf=lambda leaf: isinstance(leaf, Words))
     return replaced
+
+
+class PoolLayout:
+    """Pools of one size. A pool holds an array or, in its place, matrices of several layers.
+
+    Args:
+      count: number of layers with matrices.
+
+    Attributes:
+      arrays: the array of each pool.
+      matrices: the matrices of one layer, by name: [entries, rows, width], all of them with equally
+        many entries and words.
+      of_layer: entries of a layer's matrices.
+      lines: size of a pool.
+      layers: number of layers whose matrices a pool holds; all pools together hold `count`.
+      bytes, arrays_bytes, matrices_bytes: of all pools; and of the arrays, and the matrices of all
+        layers, without pools.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[jax.ShapeDtypeStruct],
+        matrices: Mapping[int, jax.ShapeDtypeStruct],
+        count: int,
+    ):
+        self.arrays, self.matrices = arrays, matrices
+        self._entries = next((each.shape[0] for each in matrices.values()), 0)
+        self.of_layer = max(1, len(matrices) * self._entries)
+        matrix = max(map(entry_words, matrices.values()), default=1)
+        sizes = [each.shape[0] * entry_words(each) for each in arrays]
+        unit = math.lcm(*map(entry_words, [*arrays, *matrices.values()]))
+        words = max(-(-count // len(arrays)) * self.of_layer * matrix, *sizes)
+        words = -(-words // unit) * unit
+        self.lines, self.layers = words // LANES, words // (matrix * self.of_layer)
+        self.bytes, self.arrays_bytes = 4 * words * len(arrays), 4 * sum(sizes)
+        self.matrices_bytes = 4 * count * self.of_layer * matrix if matrices else 0
+
+    def in_arrays(self, pools: Sequence[Any]) -> list[Any]:
+        """Returns the arrays as views of these pools, and what is behind the pools as it is."""
+        return [*map(Words.in_pool, pools, self.arrays), *pools[len(self.arrays) :]]
+
+    def in_matrices(self, pool: Array, first: int, layers: int) -> dict[int, Words]:
+        """Returns the matrices of several layers as views of a pool, by name.
+
+        Args:
+          first: entries before them.
+        """
+        found = {}
+        for name, at in self.firsts(first, layers).items():
+            _, *one = self.matrices[name].shape
+            whole = self.matrices[name].update(shape=(layers * self._entries, *one))
+            found[name] = Words.in_pool(pool, whole, at)
+        return found
+
+    def firsts(self, first: int, layers: int) -> dict[int, int]:
+        """Returns the entries before each matrix of several layers, by name."""
+        return {n: first + turn * layers * self._entries for turn, n in enumerate(self.matrices)}

@@ -12,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+from jax.sharding import Mesh
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import TokenOutput
 from jaxserve.fleet import bootstrap
@@ -22,6 +24,7 @@ from jaxserve.fleet.arguments import add_arguments, from_arguments
 from jaxserve.fleet.assembly import DEFAULTS, open_engine, open_follower
 from jaxserve.fleet.following import Following
 from jaxserve.fleet.leader import Leader
+from jaxserve.model import matrix_formats
 from jaxserve.roles import expert_slots
 from jaxserve.roles.expert_balancer import ExpertBalancer
 from jaxserve.roles.step_programs import Wire
@@ -41,7 +44,10 @@ def main() -> None:
     parser.add_argument("--moving", action="store_true")
     parser.add_argument("--crowded", action="store_true")
     parser.add_argument("--reordered", action="store_true")
+    parser.add_argument("--as-on-tpus", action="store_true")
     options = parser.parse_args()
+    if options.as_on_tpus:
+        as_on_tpus().start()
     deployment = layouts.deployment(options.model, options.overrides)
     with bootstrap.joined(from_arguments(options), deployment) as peers:
         if isinstance(peers, Leader):
@@ -87,6 +93,16 @@ def move(engine: Engine, *, fails: bool = True) -> None:
             assert time.monotonic() < deadline
             layouts.generate(engine)
         assert (experts.view().moves > 0) == (number > 0 or not fails)
+
+
+def as_on_tpus() -> Any:
+    """A patch: programs are those of TPUs, on CPU devices."""
+    found = matrix_formats.placed
+
+    def placed(config: ModelConfig, mesh: Mesh) -> ModelConfig:
+        return msgspec.structs.replace(found(config, mesh), platform="tpu")
+
+    return patch.object(matrix_formats, "placed", placed)
 
 
 def crowded(engine: Engine) -> list[list[int]]:

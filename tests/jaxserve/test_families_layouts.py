@@ -52,14 +52,6 @@ def test_every_layout_gives_the_references_tokens(name, layout, exchange, tmp_pa
     assert got == Expected.golden(name).tokens
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-def test_one_program_of_both_roles_gives_them(name, tmp_path):
-    """Attention's `tp` is there another axis than the one that divides experts."""
-    sizes = {"pipeline": "step", "lanes": 2, "attention.dp": 2, "ffn.tp": 2}
-    assert tokens(CATALOGUE[name].write(tmp_path), sizes) == Expected.golden(name).tokens
-
-
 def eight_bits(format: str) -> dict[str, Any]:
     """Every place that can be in 8 bits."""
     places = ("attention.weights", "ffn.weights", "cache.format", "link.dispatch")

@@ -14,14 +14,13 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import AbstractSubmeshes, Submeshes
-from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
-from jaxserve.roles.role_bytes import one_program_bytes, role_bytes
+from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.shared_pools import one_program_bytes
 from jaxserve.roles.token_programs import zeroed
 from tests import golden
 from tests.jaxserve import layouts
@@ -82,11 +81,6 @@ class TestParameters:
                 shapes |= dict(zip(source.names, source.shapes, strict=True))
         assert sum(map(math.prod, shapes.values())) == PUBLISHED[name].total
         assert sum(map(math.prod, names.unloaded.values())) == PUBLISHED[name].prediction
-
-    def test_the_format_of_files_is_no_matter(self):
-        config, _ = load("deepseek-v3")
-        plain = msgspec.structs.replace(config, stored="plain")
-        assert count_parameters(plain) == count_parameters(config)
 
     def test_a_tied_head_counts_once_and_is_met(self):
         config, _ = load("qwen3-32b")
@@ -197,16 +191,6 @@ class TestAgainstWhatIsAllocated:
             ]
             assert sum(held) == attention.cache
 
-    @pytest.mark.parametrize("mode", ["afd", "colocated"])
-    def test_abstract_templates_are_the_real_ones(self, tiny_model, mode):
-        layout = {"mode": mode, "attention.tp": 2, "ffn.ep": 2, "ffn.tp": 2, "ffn.weights": "fp8"}
-        deployment = layouts.deployment(tiny_model, layout)
-        config, _ = read_config(tiny_model)
-        abstract = ModelTemplates(config, deployment, AbstractSubmeshes(deployment))
-        real = ModelTemplates(config, deployment, Submeshes(deployment))
-        assert abstract.ranks == real.ranks
-        assert abstract.moe.leaves == real.moe.leaves
-
     def test_colocated_holds_both_roles(self, tiny_model):
         config, _ = read_config(tiny_model)
         attention, ffn = role_bytes(config, layouts.deployment(tiny_model, {}))
@@ -216,8 +200,10 @@ class TestAgainstWhatIsAllocated:
         programs = programs_of(ColocatedPrograms, deployment, config)
         pages = sum(math.prod(a.shape) * a.dtype.itemsize for a in programs.all_pages)
         assert both.cache == pages == attention.cache
+        config = msgspec.structs.replace(config, platform="cpu")
         alike = one_program_bytes(config, layouts.deployment(tiny_model, {"pipeline": "step"}))
-        assert [part.total for part in alike] == [both.total] * 2
+        ends = (2 * 161 * 64 + 64) * 4
+        assert [part.total for part in alike] == [both.total, both.total - ends]
 
 
 class TestFit:

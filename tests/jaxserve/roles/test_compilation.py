@@ -99,15 +99,6 @@ def test_every_process_compiles_programs_of_drafts_in_the_order_of_the_buckets(t
     assert asked == [(name, tokens) for tokens in SIZES for name in ("resolve", "draft")]
 
 
-def test_an_error_of_the_compiler_is_raised(tmp_path, monkeypatch):
-    def fail(program):
-        raise RuntimeError(f"cannot compile {program.name}")
-
-    monkeypatch.setattr(Program, "compile", fail)
-    with pytest.raises(RuntimeError, match="cannot compile"):
-        compile_steps(attention_executables, attention_of(tmp_path), BUCKETS[:1])
-
-
 def test_hot_call_returns_what_the_program_does_or_the_program():
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
     call = hot_call(compiled)

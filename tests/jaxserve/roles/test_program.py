@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.module import rms_norm
 from jaxserve.roles import program
-from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, Program, compiler_options
@@ -111,15 +110,6 @@ def test_other_platforms_know_nothing_of_gpus():
 def test_xla_flags_win(monkeypatch, flag):
     monkeypatch.setenv("XLA_FLAGS", f"--{flag}=1")
     assert flag not in compiler_options("cuda", "off", ragged=True)
-
-
-def test_programs_of_a_layer_have_no_graphs_and_the_sampler_has_branches():
-    config, deployment = load("step3")
-    attention = programs_of(AttentionPrograms, deployment, config, AbstractSubmeshes(deployment))
-    bucket, kind = Bucket(128, 64), config.layer(4)
-    assert attention.attend(bucket, kind).cuda_graphs == "off"
-    assert attention.enter(bucket, kind).cuda_graphs == "off"
-    assert attention.leave(bucket).cuda_graphs == "branches"
 
 
 @pytest.mark.parametrize(("name", "ragged"), [("step3", False), ("step3-alltoall", True)])

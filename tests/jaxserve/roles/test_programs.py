@@ -17,7 +17,6 @@ from pallas_kernels.target import Target, use_target
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
-from tests.reference.tiny_step3 import TinyStep3
 
 
 def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
@@ -83,14 +82,6 @@ def test_pieces_are_the_attention_mesh_s(layout, rows, answers, ranks, tmp_path)
     assert ffn.donated == (len(answers) + 1,)
 
 
-def test_layers_of_a_kind_share_their_programs(tmp_path):
-    p = programs(tmp_path, ColocatedPrograms)
-    runs = [(kind.ffn.kind, start, stop) for kind, start, stop in p.config.runs()]
-    assert runs == [("dense", 0, 1), ("moe", 1, 3), ("dense", 3, 4)]
-    dense = programs(tmp_path, sizes=TinyStep3(moe_layers=()))
-    assert list(dense.formats) == ["dense"]
-
-
 @golden.table("roles/norm_quantises.yaml")
 def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
     seen = []
@@ -104,15 +95,6 @@ def test_norm_quantises_for_the_link(overrides, calls, tmp_path, monkeypatch):
     program = made.attend(Bucket(24, 18), made.config.layer(1))
     jax.eval_shape(program.mapped(), *program.arguments)
     assert len(seen) == calls
-
-
-def test_weights_of_a_run_are_stacked(tmp_path):
-    p = programs(tmp_path, ColocatedPrograms)
-    step = p.step(Bucket(24, 18))
-    assert step.arguments[3].shape == (4 * 160, 1, 8, 32)
-    shapes = [argument.shape for argument in step.arguments]
-    assert (2, 7, 64, 33) in shapes  # experts' gate of the two MoE layers
-    assert (1, 64, 98) in shapes  # a dense layer's gate
 
 
 @pytest.mark.parametrize(("backend", "whole"), [("mosaic_tpu", True), ("reference", False)])

@@ -166,11 +166,3 @@ def test_at_most_one_result_is_on_hold(layers, lanes, wishes):
             combine = play.stages.index(Stage("combine", stage.lane, stage.layer), index)
             between = [s.name for s in play.stages[index + 1 : combine] if s.name != "leave"]
             assert between in ([], ["attend", "dispatch"])
-
-
-@plays
-def test_a_turn_is_one_layer_or_a_leave(layers, lanes, wishes):
-    for turn in Played(layers, lanes, wishes).turns:
-        names = [stage.name for stage in turn if stage.name != "combine"]
-        assert names in (["attend", "dispatch", "ffn"], ["leave"])
-        assert len({stage.lane for stage in turn if stage.name != "combine"}) == 1

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.mesh import Submeshes
+from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.one_program import BothRolesPrograms
@@ -38,7 +39,7 @@ def test_both_roles_compile_the_order_of_the_schedule(lanes):
     sizes = {"lanes": lanes, "attention.dp": 2, "ffn.tp": 2, "cache.pages": 4000}
     deployment = layouts.deployment(".", sizes)
     meshes = Submeshes(deployment)
-    templates = ModelTemplates(CONFIG, deployment, meshes)
+    templates = ModelTemplates(placed(CONFIG, meshes.ffn), deployment, meshes)
     own = meshes.attention, meshes.ffn
     attention, ffn = (union_mesh(*own, mesh) for mesh in own)
     for program in (

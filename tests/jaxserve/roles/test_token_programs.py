@@ -35,11 +35,3 @@ def test_rows(put):
     found = {shard.device.id: shard.data.tolist() for shard in arrived.addressable_shards}
     first, second, third, last = ([row] for row in array.tolist())
     assert found == {7: first, 6: first, 5: second, 4: second, 3: third, 2: third, 1: last, 0: last}
-
-
-def test_a_shape_has_a_call_of_its_own(put):
-    tables = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
-    for array in (tables, tables[..., 0].copy(), tables + 1, tables.view(np.uint32)):
-        arrived = put.rows(array)
-        assert arrived.dtype == array.dtype
-        np.testing.assert_array_equal(arrived, array)
