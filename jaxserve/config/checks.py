@@ -83,7 +83,7 @@ def complete(deployment: Deployment) -> Deployment:
         raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
-    if _tpu(deployment):
+    if (deployment.attention.hardware or deployment.ffn.hardware).startswith("v"):  # TPUs
         check_slices(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
