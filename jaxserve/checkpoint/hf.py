@@ -35,7 +35,8 @@ from jaxserve.checkpoint.arrays import (
 )
 from jaxserve.checkpoint.expert_stacks import GROUP, MXFP4, ExpertStack, join_stacks
 from jaxserve.checkpoint.fingerprint import check_revision
-from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
+from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
+from jaxserve.checkpoint.packed_values import read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import SCALE_BLOCK, SCALES, Region, read_regions
 from jaxserve.checkpoint.regions import Ranges, block_scales, source_regions

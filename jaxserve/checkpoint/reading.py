@@ -52,7 +52,7 @@ class Region(NamedTuple):
     """A rectangle of a row-major matrix in a file, and its destination."""
 
     tensor: Any
-    """A `Tensor`, or a `PackedTensor`, whose regions `packed.py` reads."""
+    """A `Tensor`, or a `PackedTensor`, whose regions `packed_values.py` reads."""
     first: int
     """Index of its first element in the tensor."""
     stride: int

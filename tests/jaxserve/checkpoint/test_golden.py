@@ -20,7 +20,8 @@ import yaml
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.entries import Entries
-from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts, read_packed
+from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
+from jaxserve.checkpoint.packed_values import read_packed
 from jaxserve.checkpoint.quantization_config import packing_of, stored_format
 from jaxserve.checkpoint.reading import read_regions
 from jaxserve.checkpoint.regions import source_regions

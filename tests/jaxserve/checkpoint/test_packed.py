@@ -8,7 +8,8 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint import arrays, conversion
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.packed import join_parts, read_packed
+from jaxserve.checkpoint.packed import join_parts
+from jaxserve.checkpoint.packed_values import read_packed
 from jaxserve.checkpoint.quantization_config import packing_of
 from jaxserve.checkpoint.reading import Region, aligned_empty
 from jaxserve.checkpoint.tensors import list_tensors
