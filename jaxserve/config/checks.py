@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.config.deployment import Deployment, check_slices, scratch_pages
+from jaxserve.config.deployment import Deployment, check_slice, runtime_roles, scratch_pages
 from jaxserve.config.formats import FORMATS, choices, scaled
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
@@ -24,6 +24,9 @@ _CACHES = (
     "platforms (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs and "
     "TPUs from v7x on"
 )
+
+_SLICE_STEP = 64
+"""TPU slices have 1, 2, 4, 8, … devices; multiples of this number may be one, too."""
 
 
 def refuse_formats(deployment: Deployment) -> None:
@@ -84,7 +87,7 @@ def complete(deployment: Deployment) -> Deployment:
     _check_runtimes(deployment)
     _check_pipeline(deployment)
     if (deployment.attention.hardware or deployment.ffn.hardware).startswith("v"):  # TPUs
-        check_slices(deployment)
+        _check_slices(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
@@ -106,6 +109,15 @@ def complete(deployment: Deployment) -> Deployment:
         )
     made = msgspec.structs.replace(limits, token_buckets=token_buckets, page_buckets=page_buckets)
     return msgspec.structs.replace(deployment, scheduler=made)
+
+
+def _check_slices(deployment: Deployment) -> None:
+    """Checks each runtime on the least TPU slice that holds it, of which it may leave a part
+    unused; raises as `check_slice`."""
+    runtimes = runtime_roles(deployment)
+    for roles in runtimes:
+        least = deployment.devices if len(runtimes) == 1 else sum(roles.values())
+        check_slice(least if least % _SLICE_STEP == 0 else 1 << (least - 1).bit_length(), roles)
 
 
 def _check_runtimes(deployment: Deployment) -> None:

@@ -166,25 +166,12 @@ def divide_slice(size: int, counts: Iterable[int]) -> bool:
     return all(size % count == 0 for count in counts)
 
 
-SLICE_STEP = 64
-"""TPU slices have 1, 2, 4, 8, … devices; multiples of this number may be one, too."""
-
-
 def runtime_roles(deployment: Deployment) -> list[dict[str, int]]:
     """Devices by role of each runtime: over `pull` each role has one of its own."""
     a, f = deployment.attention.devices, deployment.ffn.devices
     if deployment.topology.crosses_runtimes:
         return [{"attention": a}, {"ffn": f // deployment.ffn.instances}]
     return [{"attention": a} | ({"ffn": f} if deployment.topology.has("ffn") else {})]
-
-
-def check_slices(deployment: Deployment) -> None:
-    """Checks each runtime on the least TPU slice that holds it, of which it may leave a part
-    unused; raises as `check_slice`."""
-    runtimes = runtime_roles(deployment)
-    for roles in runtimes:
-        least = deployment.devices if len(runtimes) == 1 else sum(roles.values())
-        check_slice(least if least % SLICE_STEP == 0 else 1 << (least - 1).bit_length(), roles)
 
 
 def check_slice(size: int, roles: Mapping[str, int]) -> None:
