@@ -25,10 +25,10 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
 from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.channel import Channel, Deadlines, address_of
+from jaxserve.link.session.channel import Channel, Deadlines
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
-from jaxserve.link.session.listener import Listener
+from jaxserve.link.session.listener import Listener, address_of
 from jaxserve.link.session.listening import listen
 from jaxserve.link.session.working import WorkingSession
 

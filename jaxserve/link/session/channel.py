@@ -346,12 +346,6 @@ def is_path(address: str) -> bool:
     return address.startswith("/")
 
 
-def address_of(sock: socket.socket) -> str:
-    """Returns the address at which a socket listens, for `dial`."""
-    name = sock.getsockname()
-    return name if isinstance(name, str) else join_address(*name[:2])
-
-
 def split_address(address: str, name: str = "link address") -> tuple[str, int]:
     """Host, without brackets, and port of `host:port` or `[host]:port`.
 

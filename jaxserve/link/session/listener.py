@@ -17,8 +17,8 @@ from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
     accept,
-    address_of,
     closed_on_error,
+    join_address,
 )
 
 MOST_HANDSHAKES = 64
@@ -132,3 +132,9 @@ def shut(sock: socket.socket) -> None:
     """Wakes the thread that accepts or reads."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
+
+
+def address_of(sock: socket.socket) -> str:
+    """Returns the address at which a socket listens, for `dial`."""
+    name = sock.getsockname()
+    return name if isinstance(name, str) else join_address(*name[:2])
