@@ -193,17 +193,16 @@ class Placement:
             return False
         if request.direct or request.job.whole:
             return False
-        length = len(request.job.prompt) + len(request.emitted)
         prefills = self._roles["prefill"]
         if self._absent["prefill"] is not None or not self.prefilled_alike(request):
             bound = self._pages.recompute_tokens
-            return self._pages.on_failure == "fail" or bool(bound and length > bound)
+            return self._pages.on_failure == "fail" or bool(bound and request.length > bound)
         page = next(iter(prefills.values())).facts.page_size
-        if length <= page:
+        if request.length <= page:
             return False
         hits = self.index.hits(request.blocks)
         known = max((hits.get(name, 0) for name in self._roles["domain"]), default=0) if hits else 0
-        return length - known > page
+        return request.length - known > page
 
     def prefilled_alike(self, request: Routed) -> bool:
         """Returns whether a prefill worker could compute for a request: it has the request's
@@ -226,9 +225,8 @@ class Placement:
 
     def cost(self, request: Routed, worker: Worker) -> float:
         """Returns the cost of a request's prompt for a prefill worker, in tokens."""
-        length = len(request.job.prompt) + len(request.emitted)
         hits = self.index.hits(request.blocks).get(worker.name, 0)
-        return self.estimates.cost(length, min(hits, length - 1))
+        return self.estimates.cost(request.length, min(hits, request.length - 1))
 
     def choose_prefill(self, request: Routed) -> Worker | None:
         """Returns the worker expected to finish the prompt first; None if none has room."""
@@ -241,8 +239,7 @@ class Placement:
         usable &= table["count"] < self._fleet.prefill_waiting + self._pages.held
         if not usable.any():
             return None
-        estimates = self.estimates
-        length = len(request.job.prompt) + len(request.emitted)
+        estimates, length = self.estimates, request.length
         rows, known = table.of(self.index.hits(request.blocks))
         costs = np.full(len(usable), estimates.cost(length, 0))
         costs[rows] = [estimates.cost(length, min(found, length - 1)) for found in known.tolist()]
@@ -267,9 +264,8 @@ class Placement:
             usable = reached if reached.any() else usable
         if not usable.any():
             return None
-        length = len(request.job.prompt) + len(request.emitted)
         rows, known = table.of(self.index.hits(request.blocks))
-        lacking = np.full(len(usable), length)
+        lacking = np.full(len(usable), request.length)
         lacking[rows] -= known
         full = count >= slots
         target = self._fleet.tpot_seconds
@@ -376,11 +372,11 @@ class Placement:
 
     def _is_long(self, request: Routed) -> bool:
         bound = self._prefill.long_tokens
-        length = len(request.job.prompt) + len(request.emitted)
-        if not bound or length < bound:
+        if not bound or request.length < bound:
             return False
         hits = self.index.hits(request.blocks)
-        return length - max((hits.get(n, 0) for n in self._roles["prefill"]), default=0) >= bound
+        known = max((hits.get(n, 0) for n in self._roles["prefill"]), default=0)
+        return request.length - known >= bound
 
     def _usable(self, role: WorkerRole) -> Iterator[Worker]:
         now = self._clock()

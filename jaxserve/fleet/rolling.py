@@ -163,11 +163,12 @@ class Rolling:
             future.set_result(WorkerProposal(frame.proposal, frame.why))
 
     def _place(self, address: str) -> Place:
-        for place in self._registry.places():
-            if place.address == address:
-                return place
-        known = ", ".join(place.address for place in self._registry.places())
-        raise ConfigError(f"worker {address}: not one of the fleet, which has {known}")
+        places = {place.address: place for place in self._registry.places()}
+        if address not in places:
+            raise ConfigError(
+                f"worker {address}: not one of the fleet, which has {', '.join(places)}"
+            )
+        return places[address]
 
     def _connected(self, address: str) -> Worker:
         self._place(address)

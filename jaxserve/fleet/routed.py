@@ -91,6 +91,11 @@ class Routed:
         """Prompt and token log, joined."""
         return self.job.prompt + self.emitted
 
+    @property
+    def length(self) -> int:
+        """Number of tokens in prompt and token log."""
+        return len(self.job.prompt) + len(self.emitted)
+
     def cached(self, output: TokenOutput) -> int:
         """Returns the prompt tokens that no worker had to compute, given the domain's first output.
 
