@@ -26,8 +26,8 @@ VALUES = {
 }
 
 
-def save(folder, values, **handler):
-    options = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False} | handler
+def save(folder, values):
+    options = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
     tree = {name: jax.device_put(value) for name, value in values.items()}
     arguments = ocp.args.PyTreeSave(
         tree, save_args={name: ocp.SaveArgs(chunk_byte_size=1024) for name in tree}
@@ -41,15 +41,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("orbax") / "block"
     save(path, VALUES)
     return path
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_all_of_an_array(name, folder):
-    array = open_array(folder / name)
-    values = read_array(array)
-    assert array.nbytes == VALUES[name].nbytes
-    assert values.dtype == VALUES[name].dtype
-    np.testing.assert_array_equal(values.view(np.uint8), VALUES[name].view(np.uint8))
 
 
 def test_there_are_several_chunks(folder):
@@ -121,12 +112,6 @@ def test_damaged_metadata(change, folder, tmp_path):
     path.write_text(json.dumps(tree))
     with pytest.raises(CheckpointError, match="matrix: no array that can be read"):
         open_array(path.parent)
-
-
-def test_an_older_zarr(tmp_path):
-    save(tmp_path / "block", {"matrix": VALUES["matrix"]}, use_zarr3=False)
-    with pytest.raises(CheckpointError, match="matrix: no array: it has no zarr"):
-        open_array(tmp_path / "block" / "matrix")
 
 
 @pytest.mark.parametrize(

@@ -266,16 +266,6 @@ class TestChoices:
         world.submit("d", 0, prompt=[*range(320), *[5] * 64], cache_salt="another tenant")
         assert world.sent[-1].worker == "p1"
 
-    def test_a_faster_one_gets_more(self):
-        world = World()
-        for name in ("p0", "p1", "d0"):
-            world.join(name, slots=100)
-        world.speeds(p0=3000.0, p1=1000.0)
-        for n in range(1, 9):
-            world.submit(f"r{n}", 100)
-        chosen = [a.worker for a in world.sent if isinstance(a, orders.SendPrefill)]
-        assert (chosen.count("p0"), chosen.count("p1")) == (6, 2)
-
     def test_long_prompts_are_due_later(self):
         world = World.of("p0", "p1", "d0")
         for n, length in enumerate((100, 2100, 5000, 30_000), start=1):

@@ -133,13 +133,6 @@ def test_shutdown_wakes_a_receiver_in_another_thread(ends) -> None:
         client.receive()
 
 
-def test_frame_beyond_the_cap_is_refused(ends) -> None:
-    client, server = ends
-    client._socket.sendall((1048577).to_bytes(4) + bytes(8))
-    with pytest.raises(EOFError, match="a frame of 1048577 bytes"):
-        server.receive()
-
-
 def test_another_token_is_refused_by_both_ends(listener, accept_one) -> None:
     accepted = accept_one()
     with pytest.raises(AuthenticationError, match="another token than that of 127"):
