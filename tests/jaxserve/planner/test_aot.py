@@ -127,8 +127,10 @@ def test_a_decode_step(tmp_path, capsys, model, hardware, weights):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("hardware", "bucket"), [("v6e", "32x32"), ("v7x", "128x32")])
-def test_a_step_of_both_roles_as_one_program(hardware, bucket, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("hardware", "bucket", "alone"), [("v6e", "32x32", 3), ("v7x", "128x32", 4)]
+)
+def test_a_step_of_both_roles_as_one_program(hardware, bucket, alone, tmp_path, capsys):
     """Step-3's 61 layers and three lanes. Its pools, 12 and 65 GB, are not copied. Exchanges begin
     before a role's computation and end after it, but for those of the last turns."""
     path, text = tmp_path / "step.yaml", (CONFIGS / f"step3-{hardware}.yaml").read_text()
@@ -137,7 +139,7 @@ def test_a_step_of_both_roles_as_one_program(hardware, bucket, tmp_path, capsys)
     code, found, errors = compile_for(*where, timeout=3500, as_on_the_pod=True)
     assert code == 0, errors
     (step,) = [program for program in found["programs"] if program["name"] == "step_3"]
-    assert step["waited_for"] == 3
+    assert step["waited_for"] == alone
     assert step["temporaries"] < 0.03 * found["memory"][0]["cache"]
     check_memory(path, found["memory"], capsys)
 
@@ -146,8 +148,9 @@ def check_memory(path, memory, capsys):
     """The bytes of a role's devices are those of `--check`."""
     assert serve(["--config", str(path), "--check"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    said = {row[0]: float(row[-2]) for row in rows if row[1:2] == [str(memory[0]["devices"])]}
     totals = {part["role"]: part["total"] / 1e9 for part in memory}
+    devices = str(memory[0]["devices"])
+    said = {row[0]: float(row[-2]) for row in rows if row[1:2] == [devices] and row[0] in totals}
     assert totals == pytest.approx(said, rel=0.05, abs=0.5)
 
 
