@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # names of dtypes
 import numpy as np
@@ -17,8 +17,9 @@ from jaxserve.checkpoint.manifest import PACKED, Packed
 from jaxserve.checkpoint.reading import aligned_empty
 from jaxserve.checkpoint.regions import Ranges
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context
-from jaxserve.storage.files import LocalFile, array_store
+from jaxserve.storage.bucket import ANSWER_SECONDS, LEAST_BYTES_PER_SECOND, context, kvstore
+from jaxserve.storage.files import LocalFile
+from jaxserve.storage.mirror import origin_of
 
 # Chunks in flight take memory in addition to the target array, so their number is limited.
 _CONTEXT = tensorstore.Context(
@@ -165,7 +166,7 @@ def open_array(path: Path, packed: Packed | None = None) -> StoredArray:
     Raises:
       CheckpointError: the folder has no readable Zarr 3 array, or none of the bytes of `packed`.
     """
-    store = array_store(path)
+    store = _place(path)
     spec = {
         "driver": "zarr3",
         "kvstore": store,
@@ -188,6 +189,15 @@ def open_array(path: Path, packed: Packed | None = None) -> StoredArray:
         name = packed.dtype.upper()
         raise CheckpointError(f"{path} is {found[0]}{list(found[1])}, no {name} {packed.shape}")
     return array._replace(packed=packed)
+
+
+def _place(path: Path) -> dict[str, Any]:
+    """TensorStore's description of where the files of an array are, by its folder's path."""
+    for folder in path.parents:
+        origin = origin_of(folder)
+        if origin is not None:
+            return kvstore(f"{origin.url}/{path.relative_to(folder)}")
+    return {"driver": "file", "path": str(path.absolute())}
 
 
 def read_array(array: StoredArray) -> np.ndarray:

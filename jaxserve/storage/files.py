@@ -10,10 +10,10 @@ import hashlib
 import os
 from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxserve.errors import CheckpointError
-from jaxserve.storage.bucket import ByteSpan, StorageBucket, kvstore
+from jaxserve.storage.bucket import ByteSpan, StorageBucket
 from jaxserve.storage.mirror import origin_of
 
 
@@ -177,12 +177,3 @@ def stamp(*paths: Path) -> str:
 def bucket_of(url: str) -> StorageBucket:
     """The bucket, opened once."""
     return StorageBucket(url)
-
-
-def array_store(path: Path) -> dict[str, Any]:
-    """TensorStore's description of where the files of an array are, by its folder's path."""
-    for folder in path.parents:
-        origin = origin_of(folder)
-        if origin is not None:
-            return kvstore(f"{origin.url}/{path.relative_to(folder)}")
-    return {"driver": "file", "path": str(path.absolute())}
