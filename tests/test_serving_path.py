@@ -61,18 +61,18 @@ RUNS = {
 """Pipelines, which are imported by name, by part; a process runs one of them. `layer` alone has
 transports, of which a process opens the one of `link.transport`."""
 LIMITS = {
-    "leader, colocated": 14_900,
-    "leader, attention and ffn": 15_855,
-    "follower, attention and ffn": 11_655,
-    "alone, colocated": 14_815,
-    "alone, attention and ffn": 15_860,
-    "attention": 13_300,
-    "ffn": 10_860,
+    "leader, colocated": 14_800,
+    "leader, attention and ffn": 15_580,
+    "follower, attention and ffn": 11_420,
+    "alone, colocated": 14_700,
+    "alone, attention and ffn": 15_480,
+    "attention": 13_140,
+    "ffn": 10_800,
     "router": 3_360,
     "serve": 28_250,
-    "alone, with host pages": 15_720,
-    "attention, of shards": 13_450,
-    "ffn, a shard": 10_920,
+    "alone, with host pages": 15_710,
+    "attention, of shards": 13_300,
+    "ffn, a shard": 10_860,
 }
 
 
