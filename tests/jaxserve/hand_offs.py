@@ -4,6 +4,7 @@ Used by the tests of the hand-off. The two share the process's devices, not thei
 """
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,16 +119,17 @@ def hand_over(
     params: SamplingParams,
     change: Callable[[PagesSource], PagesSource] = lambda source: source,
 ) -> list[list[int]]:
-    """The tokens after the prompts, all prefilled by one engine and decoded by another."""
-    waiting = []
-    for prompt in prompts:
-        held = Held()
-        source_engine.prefill(prompt, held)
-        waiting.append(held)
-    collector = Collector()
-    for prompt, held in zip(prompts, waiting, strict=True):
-        collector.submit(engine, prompt, params, source=change(held.wait()))
-    return [output.token_ids for output in collector.wait(120).values()]
+    """The tokens after the prompts, all prefilled by one engine and decoded by another, each as
+    soon as it is held: room for the next is made by those that are fetched."""
+    held, collector = queue.SimpleQueue[tuple[int, Any]](), Collector()
+    for number, prompt in enumerate(prompts):
+        source_engine.prefill(prompt, lambda news, number=number: held.put((number, news)))
+    for _ in prompts:
+        number, news = held.get(timeout=60.0)
+        source = change(news)
+        collector.submit(engine, prompts[number], params, request_id=str(number), source=source)
+    outputs = collector.wait(120)
+    return [outputs[str(number)].token_ids for number in range(len(prompts))]
 
 
 def check_handed_over(
