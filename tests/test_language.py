@@ -6,7 +6,7 @@ import re
 from tests.conftest import REPOSITORY
 
 FORMS = {
-    r"\A(Of|As|By|For which|That|Those|These|It|They|Its|Their|What|Whose|So)\b(?! is a | are )": 2,
+    r"\A(Of|As|By|For which|That|Those|These|It|They|Its|Their|What|Whose|So)\b(?! is a | are )": 0,
     r"\bso (many|much)\b|(?i:\b(whoever|nobody|somebody|who (has|is|gets|takes|asks|names))\b)": 1,
     r"(?i:\b(there (is|are|was|were)|(is|are|was|were) there)\b)": 88,
     r"\b[Ww]hat (is|are|has|comes|goes|came|was)\b": 56,

@@ -1,6 +1,6 @@
-"""What processes of a deployment must agree on before they compute together.
+"""Lists the facts that processes of a deployment must agree on before they compute together.
 
-Called where they introduce themselves: `bootstrap.py`, `role_runtime.py` and `pages_link.py`.
+Called where processes introduce themselves: `bootstrap.py`, `role_runtime.py` and `pages_link.py`.
 """
 
 from collections.abc import Mapping

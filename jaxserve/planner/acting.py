@@ -1,8 +1,8 @@
-"""Has the workers of a running fleet change their role, as `plan verify --act` advises.
+"""Carries out the advice of `plan verify --act`: workers of a running fleet change their role.
 
-It asks the first router which workers are there, and tells every router how many of them are to be
-domains (`POST /roles/domains`, `fleet/stand_ins.py`). It acts only where all workers are ready, so
-one change is over before the next begins.
+This asks the first router for the fleet's workers, and tells every router how many domains the
+fleet should have (`POST /roles/domains`, `fleet/stand_ins.py`). It acts only while all workers are
+ready, so one change is over before the next begins.
 """
 
 import urllib.error

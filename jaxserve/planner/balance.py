@@ -134,7 +134,7 @@ class Requests(NamedTuple):
     slots: int
 
     def fits(self, more: int) -> bool:
-        """Whether `more` workers, or fewer where that is negative, could run all that is there."""
+        """Whether all held requests could run on `more` additional workers (negative: fewer)."""
         workers = self.workers + more
         return workers > 0 and self.held <= workers * self.slots
 

@@ -201,9 +201,9 @@ def load_of(one: Measurement) -> tuple[int, ...]:
 def balance(
     made: Scenario, one: Observed, share: float = 1.0
 ) -> tuple[Balance, tuple[float, float]]:
-    """Returns how long both roles of a deployment take for a lane's step with a share of a load,
-    and its messages to the ffn role and back. What was measured changes with the load as the
-    prediction does, as it does where there are twice as many DP groups.
+    """Returns the seconds that both roles of a deployment take for a lane's step with a share of a
+    load, and those of its messages to the ffn role and back. Measured seconds are scaled as the
+    prediction changes, both with the load and with twice the number of DP groups.
     """
     kinds, stages = made.attention.model.order, one.stages
 

@@ -55,12 +55,12 @@ class Checked(NamedTuple):
         return balance(self.made, self.most)[0]
 
     def advice(self, workers: int, share: float = 1.0) -> Advice:
-        """Returns how many attention workers there should be, where the trace has the ffn role's
+        """Returns the advised number of attention workers. The trace must have the ffn role's
         stages.
 
         Args:
-          workers: attention workers that there are.
-          share: of the measured load, that each of them has.
+          workers: present number of attention workers.
+          share: each worker's load, as a share of the measured one.
         """
         times, moving = balance(self.made, self.most, share)
         layout, roles = self.made.layout, self.made.roles

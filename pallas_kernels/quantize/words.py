@@ -167,7 +167,7 @@ class PoolLayout:
         self.matrices_bytes = 4 * count * self.of_layer * matrix if matrices else 0
 
     def in_arrays(self, pools: Sequence[Any]) -> list[Any]:
-        """Returns the arrays as views of these pools, and what is behind the pools as it is."""
+        """Returns the arrays as views of these pools, then the other arrays, unchanged."""
         return [*map(Words.in_pool, pools, self.arrays), *pools[len(self.arrays) :]]
 
     def in_matrices(self, pool: Array, first: int, layers: int) -> dict[int, Words]:

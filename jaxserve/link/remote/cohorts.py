@@ -97,7 +97,7 @@ class Parts:
 
 
 FORGETS = 0.9
-"""What is left of a lane's `waited` after a layer."""
+"""Factor by which a lane's `waited` shrinks with every layer."""
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
 FIRST_ITERATION = 0.05
