@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.config.deployment import Deployment, check_slice, runtime_roles, scratch_pages
+from jaxserve.config.deployment import (
+    Deployment,
+    check_slice,
+    least_slice,
+    runtime_roles,
+    scratch_pages,
+)
 from jaxserve.config.formats import FORMATS, choices, scaled
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
@@ -26,7 +32,7 @@ _CACHES = (
 )
 
 _SLICE_STEP = 64
-"""TPU slices have 1, 2, 4, 8, … devices; multiples of this number may be one, too."""
+"""Multiples of this number of devices may be a TPU slice, too, which no plan rents."""
 
 
 def refuse_formats(deployment: Deployment) -> None:
@@ -117,7 +123,7 @@ def _check_slices(deployment: Deployment) -> None:
     runtimes = runtime_roles(deployment)
     for roles in runtimes:
         least = deployment.devices if len(runtimes) == 1 else sum(roles.values())
-        check_slice(least if least % _SLICE_STEP == 0 else 1 << (least - 1).bit_length(), roles)
+        check_slice(least if least % _SLICE_STEP == 0 else least_slice(least), roles)
 
 
 def _check_runtimes(deployment: Deployment) -> None:

@@ -12,7 +12,8 @@ from jaxserve.config.load import deployment_of
 from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import process_shares
-from jaxserve.planner.hardware import Hardware, TpuSlice, load_hardware, tpu_slice
+from jaxserve.launch.tpu_slice import TpuSlice, tpu_slice
+from jaxserve.planner.hardware import Hardware, load_hardware
 
 WORKER_PORT, FFN_PORT, COORDINATOR_PORT, CONTROL_PORT = 9100, 9000, 9001, 9002
 """Ports on which workers listen for routers, ffn workers for attention workers, and process 0 of a

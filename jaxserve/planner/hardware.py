@@ -12,12 +12,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import yaml
 from msgspec import Meta
 
+from jaxserve.config.deployment import least_slice
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeMesh, alltoall_moves, gather_moves
@@ -123,10 +124,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.device_kinds[0].replace(" ", "-") if self.device_kinds else ""
 
     def slice_of(self, devices: int) -> bool:
-        """Whether this number of JAX devices can be rented: TPUs come as slices of 1, 2, 4, 8, …
-        chips."""
+        """Whether this number of JAX devices can be rented: TPUs come in slices of chips."""
         chips, rest = divmod(devices, self.jax_devices)
-        return self.platform != "tpu" or (rest == 0 and chips & (chips - 1) == 0)
+        return self.platform != "tpu" or (rest == 0 and least_slice(chips) == chips)
 
     def stores(self, number_format: str) -> bool:
         """Whether weights and cache may be kept in this format there. A GPU widens what it cannot
@@ -238,10 +238,6 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"{what} {name!r} is not known{hint or '.'} Known: {', '.join(known)}"
 
 
-LARGEST = 4096
-"""Chips of the largest slice that Google Cloud lists by its dimensions."""
-
-
 def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
     """Chips along each dimension of a slice, ascending: 16 chips are 4 × 4, or 2 × 2 × 4."""
     sizes = [1] * hardware.torus
@@ -308,47 +304,6 @@ def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
 def _link(hardware: Hardware) -> float:
     """Bytes/s of a JAX device, one way, over one of its chip's links."""
     return hardware.link / (2 * hardware.torus)
-
-
-class TpuSlice(NamedTuple):
-    """A slice: `hosts` machines of `chips_per_host` chips each."""
-
-    kind: TpuNames
-    topology: str
-    hosts: int
-    chips_per_host: int
-
-    @property
-    def chips(self) -> int:
-        return self.hosts * self.chips_per_host
-
-    @property
-    def accelerator_type(self) -> str:
-        """Name of the slice in `gcloud compute tpus`, like `v6e-64`."""
-        return f"{self.kind.slice_type}-{self.chips * self.kind.counts}"
-
-
-def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
-    """Returns the slice with `chips` chips.
-
-    Args:
-      name: name of the hardware, for messages.
-      hardware: a JAX device of it.
-
-    Raises:
-      ConfigError: no such slice exists; lists the existing slices.
-    """
-    if hardware.tpu is None:
-        raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
-    most, flat = min(LARGEST, hardware.link_devices // hardware.jax_devices), hardware.torus == 2
-    known = [1] * flat + [4 << power for power in range(11) if 4 << power <= most]
-    if chips not in known:
-        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}")
-    sizes = shape(hardware, chips * hardware.jax_devices)
-    whole = chips if flat and chips <= 8 else 4
-    # A dimension of one chip comes last: 2x2x1.
-    text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))
-    return TpuSlice(hardware.tpu, text, chips // whole, whole)
 
 
 def gather_seconds(

@@ -1,0 +1,50 @@
+"""TPU slices as Google Cloud rents and names them."""
+
+from typing import NamedTuple
+
+from jaxserve.errors import ConfigError
+from jaxserve.planner.hardware import Hardware, TpuNames, shape
+
+LARGEST = 4096
+"""Chips of the largest slice that Google Cloud lists by its dimensions."""
+
+
+class TpuSlice(NamedTuple):
+    """A slice: `hosts` machines of `chips_per_host` chips each."""
+
+    kind: TpuNames
+    topology: str
+    hosts: int
+    chips_per_host: int
+
+    @property
+    def chips(self) -> int:
+        return self.hosts * self.chips_per_host
+
+    @property
+    def accelerator_type(self) -> str:
+        """Name of the slice in `gcloud compute tpus`, like `v6e-64`."""
+        return f"{self.kind.slice_type}-{self.chips * self.kind.counts}"
+
+
+def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
+    """Returns the slice with `chips` chips.
+
+    Args:
+      name: name of the hardware, for messages.
+      hardware: a JAX device of it.
+
+    Raises:
+      ConfigError: no such slice exists; lists the existing slices.
+    """
+    if hardware.tpu is None:
+        raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
+    most, flat = min(LARGEST, hardware.link_devices // hardware.jax_devices), hardware.torus == 2
+    known = [1] * flat + [4 << power for power in range(11) if 4 << power <= most]
+    if chips not in known:
+        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}")
+    sizes = shape(hardware, chips * hardware.jax_devices)
+    whole = chips if flat and chips <= 8 else 4
+    # A dimension of one chip comes last: 2x2x1.
+    text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))
+    return TpuSlice(hardware.tpu, text, chips // whole, whole)
