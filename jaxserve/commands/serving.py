@@ -21,6 +21,7 @@ from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.leading import collect_spans
+from jaxserve.fleet.worker_frames import Become
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.merging import merge
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from jaxserve.fleet.prepared import Prepared
 
 HURRY_SECONDS = 2.0
-"""For what a prefill worker has that is to become a domain."""
+"""For what a prefill worker has that is to stand in for a lost domain."""
 
 logger = logging.getLogger("jaxserve.serve")
 
@@ -96,17 +97,17 @@ class Serving(Life):
             if self._successor and not self._signals:
                 os.execv(sys.executable, self._successor)
 
-    def _become(self, domain: bool, why: str) -> None:
+    def _become(self, order: Become) -> None:
         """Ends as on a signal, and goes on in the other role."""
         assert self._part is not None
-        if domain == (self._part.role == "domain"):
+        if order.domain == (self._part.role == "domain"):
             return
         own = [word for word in sys.orig_argv[1:] if word != STAND_IN]
         self._successor = [sys.executable, *own, *[STAND_IN] * (not self._part.stands_in)]
-        if domain:  # nobody is there who could take what is held here
+        if order.hurry:
             server = msgspec.structs.replace(self._deployment.server, drain_seconds=HURRY_SECONDS)
             self._deployment = msgspec.structs.replace(self._deployment, server=server)
-        self._drain_reason = self._drain_reason or f"to become another role: {why}"
+        self._drain_reason = self._drain_reason or f"to become another role: {order.why}"
 
     def _prepare(self, engine: Engine) -> None:
         """Gives an engine that is not started yet its ends of links to other workers."""

@@ -15,7 +15,7 @@ from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
 from jaxserve.fleet.request_frames import GrammarOf
-from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole, hello_of
+from jaxserve.fleet.worker_frames import Become, WorkerFacts, WorkerRole, hello_of
 from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.server import choice
 from jaxserve.text.structured import GrammarCompiler
@@ -89,7 +89,7 @@ def worker_port(
     deployment: Deployment,
     part: WorkerPart,
     token: str,
-    on_become: Callable[[bool, str], None] | None,
+    on_become: Callable[[Become], None] | None,
 ) -> WorkerPort:
     """The port of a worker; arguments and errors as of `WorkerPort`. It names the weights and end
     tokens that the model's folder has now, before anything is loaded."""

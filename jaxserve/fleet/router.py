@@ -281,10 +281,10 @@ class RouterEngine:
             ended = self._send(self._coordinator.tick())
             workers = self._coordinator.placement.workers
             orders = self._stand_ins.decide(self._registry.places(), workers)
-        for worker, domain, why in orders:
+        for worker, domain, why, hurry in orders:
             role = "a domain" if domain else "a prefill worker"
             logger.warning("worker %s is to become %s: %s", worker, role, why)
-            self.connections.send(worker, frames.Become(domain, why))
+            self.connections.send(worker, frames.Become(domain, why, hurry))
         self._deliver(ended)
 
     def received(self, place: Place, frame: Any) -> None:

@@ -29,6 +29,8 @@ class Order(NamedTuple):
     domain: bool
     """True: as a domain; False: as a prefill worker."""
     why: str
+    hurry: bool
+    """Whether fewer domains are there than the fleet needs at least."""
 
 
 class StandIns:
@@ -109,7 +111,8 @@ class StandIns:
         kept = 0 if self._recomputes and not domains and not coming else 1
         most = max(0, min(lacking, len(free) - kept))
         why = f"{len(domains)} domains were there for {seconds:.1f} s, of {goal} ({whose})"
-        return self._orders([w.name for w in able[::-1][:most]], True, why)
+        hurry = len(domains) < self._least
+        return self._orders([w.name for w in able[::-1][:most]], True, why, hurry)
 
     def _coming(self, now: float, unchanged: set[str]) -> set[str]:
         """Returns workers that were told to become domains and had no time for it yet. Some of the
@@ -121,12 +124,14 @@ class StandIns:
             if domain and now - when < limits[name in unchanged]
         }
 
-    def _orders(self, names: Sequence[str], domain: bool, why: str) -> list[Order]:
+    def _orders(
+        self, names: Sequence[str], domain: bool, why: str, hurry: bool = False
+    ) -> list[Order]:
         """Returns orders for the workers that did not get the same one just now."""
         now, orders = self._clock(), []
         for name in names:
             known = self._told.get(name)
             if known is None or known[0] != domain or now - known[1] >= ASK_AGAIN_SECONDS:
                 self._told[name] = domain, now
-                orders.append(Order(name, domain, why))
+                orders.append(Order(name, domain, why, hurry))
         return orders

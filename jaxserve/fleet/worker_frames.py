@@ -162,6 +162,8 @@ class Become(Frame):
 
     domain: bool
     why: str = ""
+    hurry: bool = False
+    """Whether it has to be there before it has finished what it has."""
 
 
 class AskPipeline(Frame):

@@ -64,8 +64,7 @@ class WorkerPort:
       facts: Describes the worker, given its engine.
       restore: Builds a grammar from its serialised form; slow.
       resume_seconds: Time for which requests with keys outlive their router.
-      on_become: Starts this worker again as a domain (True) or as the prefill worker that it was;
-        gets the reason, too. None: it cannot.
+      on_become: Starts this worker again in the other role. None: it cannot.
 
     Attributes:
       address: Address on which it listens.
@@ -82,7 +81,7 @@ class WorkerPort:
         facts: "Callable[[Engine], frames.WorkerFacts]",
         restore: Callable[[GrammarOf, int], Any],
         resume_seconds: float = 0.0,
-        on_become: Callable[[bool, str], None] | None = None,
+        on_become: Callable[[frames.Become], None] | None = None,
     ):
         self.on_become, self.hello = on_become, hello
         self._make_facts, self._restore = facts, restore
@@ -133,7 +132,7 @@ class WorkerPort:
         self.drain = mode
         self._send_state()
 
-    def becomes(self, domain: bool, why: str) -> None:
+    def becomes(self, order: frames.Become) -> None:
         """Starts again in another role; its requests go elsewhere first.
 
         One router that lacks domains makes it one. It goes back only when every router can do
@@ -141,10 +140,10 @@ class WorkerPort:
         """
         latest = time.monotonic() - AGREED_SECONDS
         spared = self._opened < latest and all(r.spared > latest for r in self._connected())
-        if self.on_become is not None and (domain or spared):
+        if self.on_become is not None and (order.domain or spared):
             self.becoming = True
             self.drains("move")
-            self.on_become(domain, why)
+            self.on_become(order)
 
     def stop(self, grace: float) -> None:
         """Ends all connections, once their last outputs are sent or `grace` seconds are over."""
@@ -362,7 +361,7 @@ class RouterConnection(WorkingSession[Item]):
 
     def _become(self, frame: frames.Become) -> None:
         self.spared = -math.inf if frame.domain else time.monotonic()
-        self._port.becomes(frame.domain, frame.why)
+        self._port.becomes(frame)
 
     def _reset(self, frame: frames.Reset) -> None:
         """Waits for the engine's thread, as compiling does."""

@@ -40,7 +40,7 @@ class Fleet:
         self.stand_ins = StandIns(load_deployment(REPOSITORY, values), lambda: self.now)
         self.places = [Place(f"p{n}:1", "prefill", n == 2) for n in range(3)]
         self.places += [Place(f"d{n}:1", "domain") for n in range(2)]
-        self.workers: dict[str, Worker] = {}
+        self.workers, self.hurried = dict[str, Worker](), list[bool]()
         self.join(*names)
 
     def join(self, *names: str, stands_in: bool = False, **options: Any) -> None:
@@ -61,6 +61,7 @@ class Fleet:
             self.now += 0.1
             orders = self.stand_ins.decide(self.places, self.workers)
             found += [(order.worker.partition(":")[0], order.domain) for order in orders]
+            self.hurried = [order.hurry for order in orders] or self.hurried
         return found
 
     def becomes(self, name: str, stands_in: bool) -> None:
@@ -90,6 +91,7 @@ def test_there_and_back():
     assert fleet.after(100) == []
     fleet.leave("d0")
     assert fleet.after(5.2) == [("p1", True)], "and again"
+    assert fleet.hurried == [True]
 
 
 def test_a_domain_that_is_started_again_in_time():
@@ -155,7 +157,7 @@ def test_another_number_of_domains_is_asked_for():
     fleet = whole(fleet__rebalance_roles=True, fleet__least_domains=0)
     for domains, name, becomes in [(3, "p1", True), (2, "p1", False), (1, "d0", False)]:
         fleet.stand_ins.want(domains, 5)
-        assert fleet.after(5.2) == [(name, becomes)]
+        assert (fleet.after(5.2), fleet.hurried) == ([(name, becomes)], [False])
         fleet.becomes(name, becomes != name.startswith("d"))
         assert fleet.after(100) == []
     fleet.stand_ins.want(2, 5)
@@ -200,7 +202,7 @@ class Changing:
             self._listen(worker)
 
     def _listen(self, worker: FakeWorker) -> None:
-        worker.port.on_become = lambda domain, why: self.told.append((worker, domain))
+        worker.port.on_become = lambda order: self.told.append((worker, order.domain))
 
     def change(self, number: int, *, stands_in: bool) -> FakeWorker:
         """Ends the worker that was told last, which is the one of this number, and starts it."""

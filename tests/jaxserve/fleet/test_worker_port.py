@@ -273,7 +273,7 @@ def told(monkeypatch) -> Iterator[tuple[FakeWorker, list[bool]]]:
     monkeypatch.setattr(worker_port, "AGREED_SECONDS", 60.0, raising=False)
     found: list[bool] = []
     with a_worker() as worker:
-        worker.port.on_become = lambda domain, why: found.append(domain)
+        worker.port.on_become = lambda order: found.append(order.domain)
         worker.port._opened = -math.inf
         yield worker, found
 
