@@ -3,7 +3,7 @@
 With `--every` it is a process beside the fleet, which asks a server or a router for measured steps
 again and again and serves what it finds at `/metrics`; `launch/prometheus-rules.yaml` has an alarm.
 With `--act` it also has the routers' workers change their role (`fleet.rebalance_roles`), one at a
-time, after as many checks as an advice takes.
+time, after as many checks as an advice takes, and never against `fleet.ttft_seconds`.
 """
 
 import argparse
@@ -216,6 +216,7 @@ def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurem
                 stages = checked.stages
                 parted = any(one.parted for one in stages.values())
                 told = [f"{n} {one.error:+.0%}{' ALARM' * one.parted}" for n, one in stages.items()]
-                print(", ".join(told) + (f"; {advised.text}" if advised else ""), flush=True)
+                texts = filter(None, (", ".join(told), advised and advised.text, roles.text))
+                print("; ".join(texts), flush=True)
             time.sleep(max(0.0, begun + options.every - time.monotonic()))
     return 1 if parted else 0

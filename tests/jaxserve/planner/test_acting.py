@@ -3,12 +3,14 @@ and back when the load has gone."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.planner import acting
 from jaxserve.planner.acting import RECENT, Roles
-from jaxserve.planner.balance import Advice, Balance, Requests, advice, next_workers
+from jaxserve.planner.balance import Advice, Balance, advice
+from jaxserve.server.metrics import Metrics
 from tests.conftest import REPOSITORY
 from tests.jaxserve.fleet.test_stand_ins import VALUES
 
@@ -22,14 +24,22 @@ class Table:
     Attributes:
       requests, prompts: at domains and at prefill workers, of the whole fleet.
       changes: numbers of domains that were asked for.
+      rate: first tokens a check at either router.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, domains: int, requests: int):
-        values = VALUES | {"fleet.rebalance_roles": True, "scheduler.slots": SLOTS}
+    def __init__(self, monkeypatch: Any, domains: int, requests: int, more: Any = ()):
+        values = VALUES | {"fleet.rebalance_roles": True, "scheduler.slots": SLOTS} | dict(more)
         self.roles = Roles(["a", "b"], load_deployment(REPOSITORY, values))
         self.domains, self.requests, self.prompts = domains, requests, 0
         self.away, self.changes = 0, list[int]()
+        self.rate, self.first = 0, np.zeros(2)
         monkeypatch.setattr(acting, "_call", self.call)
+        monkeypatch.setattr(acting, "_first_tokens", self.first_tokens)
+
+    def first_tokens(self, router: str, target: float) -> Any:
+        """A prefill worker has ten in time from one check to the next."""
+        self.first += self.rate, max(0, self.rate - 10 * (WORKERS - self.domains))
+        return acting._First(*self.first)
 
     def call(self, router: str, wanted: int | None = None) -> Any:
         if wanted not in (None, self.domains, *self.changes[-1:]):
@@ -77,10 +87,24 @@ def test_a_fleet_comes_to_rest(monkeypatch, requests, domains):
     assert fleet.check() == 3
 
 
-def test_a_worker_that_would_be_asked_back_stays():
-    now, back = Advice(2, 3, 0.2), Advice(3, 2, 0.2)
-    full, free = Requests(2, 128, 64), Requests(2, 10, 64)
-    for after, prefills, found in [(back, free, 2), (now, free, 3), (now, full, 2)]:
-        assert next_workers(now, lambda count, share, after=after: after, full, prefills) == found
-    assert next_workers(back, lambda count, share: now, Requests(3, 150, 64), free) == 3
-    assert next_workers(back, lambda count, share: back, Requests(3, 128, 64), full) == 2
+@pytest.mark.parametrize(("requests", "domains"), [(126, 2), (180, 3)])
+def test_prompts_get_workers_while_first_tokens_are_late(monkeypatch, requests, domains):
+    """A domain becomes a prefill worker, unless the others lack slots for its requests then; it is
+    one again once fewer prompts come."""
+    fleet = Table(monkeypatch, 3, requests, {"fleet.ttft_seconds": 2.0})
+    fleet.rate = 40
+    assert (fleet.check(), fleet.changes) == (domains, [2] * (domains == 2))
+    assert "first tokens are later than 2 s beside 3 domains" in fleet.roles.text
+    fleet.rate = 20
+    assert (fleet.check(), fleet.roles.text) == (3, "")
+    fleet.rate, fleet.requests = 100, 10**3
+    assert fleet.check() >= 3, "requests wait for domains"
+
+
+def test_late_first_tokens_are_counted(monkeypatch):
+    metrics = Metrics("model")
+    for seconds in (0.1, 0.4, 1.0, 2.0, 3000.0):
+        metrics.first_token(seconds, 0.0)
+    monkeypatch.setattr(acting, "_answer", lambda router, path: metrics.text())
+    for target, late in ((0.6, 3), (0.9, 2.5), (1.2, 2), (9999.0, 1)):
+        assert acting._first_tokens("router", target) == pytest.approx((5, late))

@@ -1,12 +1,10 @@
-"""Requests that stand for all, targets as they are typed, and spare servers."""
+"""Requests that stand for all, and spare servers."""
 
-import argparse
 import math
 
 import pytest
 
-from jaxserve.planner.demand import Demand, Level, Spares
-from jaxserve.planner.options import READERS
+from jaxserve.planner.demand import Demand, Spares
 
 
 def test_equal_ones():
@@ -37,21 +35,6 @@ def test_quantiles_of_prompts():
     # Lognormal: 1000 e^(1.645 σ - σ²/2) with σ² = ln 1.25
     assert prompt == pytest.approx(1000 * math.exp(1.645 * 0.4724 - 0.1116), rel=0.02)
     assert found == prompt // 2 // 64 * 64
-
-
-def test_levels():
-    level, failures = READERS["level"], READERS["failures"]
-    assert level("p95=2s") == Level(95.0, 2.0)
-    assert level("p99.9=50ms") == Level(99.9, 0.05)
-    assert level("50ms") == Level(95.0, 0.05)
-    assert Level(95.0, 0.05).text == "p95=50ms"
-    assert failures("1000h:12h") == (1000, 12)
-    texts = "p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"
-    times = "1000:10", "10h:1000h", "h:1h", "1000h", "1..0h:1h"
-    for read, wrong in ((level, texts), (failures, times)):
-        for text in wrong:
-            with pytest.raises(argparse.ArgumentTypeError, match="expected"):
-                read(text)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
+from jaxserve.planner import options
 from jaxserve.planner.assumptions import Assumptions
-from jaxserve.planner.noise import Jitter
 from jaxserve.planner.options import (
     PAPER,
+    READERS,
     TABLE,
     acceptance,
     add_command,
     assumptions,
-    jitter,
     number,
     price,
     seconds,
@@ -28,7 +28,7 @@ from tests import golden
 
 def test_texts():
     """`golden/planner/options.txt` lists them."""
-    golden.check_values("planner/options.txt", lambda value: value, globals())
+    golden.check_values("planner/options.txt", lambda value: value, globals() | vars(options))
 
 
 WRONG = [
@@ -37,6 +37,8 @@ WRONG = [
     (price, ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
     (spread, ["11", "-1", "head=0.1", "ffn=x", "nan"]),
     (number(1, 8), ["0", "9", "1.5", "x"]),
+    (READERS["level"], ["p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"]),
+    (READERS["failures"], ["1000:10", "10h:1000h", "h:1h", "1000h", "1..0h:1h"]),
 ]
 
 
@@ -62,8 +64,7 @@ def test_each_command_prints_its_options(command):
 
 
 def test_assumptions():
-    assert assumptions([]) == Assumptions()
-    assert assumptions(["paper"]) == PAPER
+    assert (assumptions([]), assumptions(["paper"])) == (Assumptions(), PAPER)
     given = assumptions(["compute=0.5", "broadcast=true"])
     assert given == Assumptions(compute=0.5, broadcast=True)
     with pytest.raises(ConfigError, match="expected one of compute, memory, network"):
@@ -72,13 +73,6 @@ def test_assumptions():
         assumptions(["compute=2"])
     with pytest.raises(ConfigError, match="--assume: "):
         assumptions(["compute=fast"])
-
-
-def test_jitter_of_all_stages_and_of_one():
-    assert jitter(argparse.Namespace(jitter=[])) == Jitter()
-    given = [spread("0.05"), spread("combine=0.3")]
-    spreads = {"attend": 0.05, "dispatch": 0.05, "ffn": 0.05, "combine": 0.3}
-    assert jitter(argparse.Namespace(jitter=given)) == Jitter(spread=spreads)
 
 
 @pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])
