@@ -83,21 +83,6 @@ class AttentionLayers(NamedTuple):
         latent = self.latent
         return latent.kv_latent + latent.rope_dim if latent else self.spec.head_dim  # type: ignore[union-attr]
 
-    def seen(self, context: int) -> int:
-        """Cached rows that a token sees: those of its window's tokens, and compressed ones; a state
-        counts as one."""
-        if self.has_state:
-            return 1
-        if isinstance(self.spec, Compressed):
-            return min(context, self.spec.window) + self.scored(context)
-        return min(context, self.spec.window) if self.spec.window else context
-
-    def scored(self, context: int) -> int:
-        """Cached rows among which an indexer chooses, or compressed rows without an indexer."""
-        if isinstance(self.spec, Compressed):
-            return context // self.spec.every if self.spec.every else 0
-        return self.seen(context)
-
     @property
     def rows_a_token(self) -> float:
         """Cached rows that a token adds to a long sequence: none to a state or to windows alone

@@ -22,7 +22,7 @@ from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, load_model
 from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
-from jaxserve.planner.stage_times import attend
+from jaxserve.planner.stage_times import Rows, attend, attending
 from jaxserve.planner.stages import Calculator
 from jaxserve.planner.view import Part, grid, json_text
 from tests import golden
@@ -58,19 +58,20 @@ def token_cost(model: CostModel, context: int) -> TokenCost:
     return TokenCost(read, flops, 2.0 * linear, 2.0 * model.ffn_activated)
 
 
-def cached_numbers(group: AttentionLayers, context: int) -> int:
+def cached_numbers(group: AttentionLayers, context: int) -> float:
     """Numbers of keys and values, or of states, that one token reads in one layer."""
     if group.has_state:
         return group.state_numbers
-    index = group.indexer.head_dim * group.scored(context) if group.indexer else 0
+    work = attended(group, context)
+    index = group.indexer.head_dim * work.scored[0] if group.indexer else 0
     arrays = (1 if isinstance(group.spec, MLA | Compressed) else 2) * group.spec.kv_heads
-    return arrays * group.key_dim * attended(group, context) + index
+    return arrays * group.key_dim * work.pairs + index
 
 
-def attended(group: AttentionLayers, context: int) -> int:
-    """Cached rows that a token attends to, after an indexer's choice."""
-    seen, scored = group.seen(context), group.scored(context)
-    return seen - scored + min(scored, group.indexer.top_k) if group.indexer else seen
+def attended(group: AttentionLayers, context: int) -> Any:
+    """What a token that decodes attends to, and scores."""
+    rows = Rows(1, np.zeros(1, int), np.ones(1, int), np.array([context]), 1)
+    return attending(group, 1, 1, rows, whole=False).of(1)
 
 
 def attention_flops(group: AttentionLayers, context: int) -> float:
@@ -78,8 +79,9 @@ def attention_flops(group: AttentionLayers, context: int) -> float:
     576, for both; the true cost of the absorbed form is 5.6 % less."""
     if group.has_state:
         return LIGHTNING_FLOPS * group.state_numbers
-    core = 4.0 * group.spec.q_heads * group.key_dim * attended(group, context)
-    return core + group.index_flops * group.scored(context)
+    work = attended(group, context)
+    width = 4.0 * group.spec.q_heads * group.key_dim
+    return width * work.pairs + group.index_flops * work.scored[0]
 
 
 def peak(hardware: Hardware) -> float:

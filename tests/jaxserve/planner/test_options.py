@@ -67,12 +67,6 @@ def test_assumptions():
     assert (assumptions([]), assumptions(["paper"])) == (Assumptions(), PAPER)
     given = assumptions(["compute=0.5", "broadcast=true"])
     assert given == Assumptions(compute=0.5, broadcast=True)
-    with pytest.raises(ConfigError, match="expected one of compute, memory, network"):
-        assumptions(["speed=1"])
-    with pytest.raises(ConfigError, match=r"Expected `float` <= 1.0 - at `\$.compute`"):
-        assumptions(["compute=2"])
-    with pytest.raises(ConfigError, match="--assume: "):
-        assumptions(["compute=fast"])
 
 
 @pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])

@@ -206,7 +206,7 @@ class TestHybrids:
 
     def test_llama_sees_no_more_than_a_chunk_in_most_layers(self):
         groups = load_model("llama-4-maverick").attention
-        assert [(group.layers, group.seen(32768)) for group in groups] == [(12, 32768), (36, 8192)]
+        assert [(group.layers, group.spec.window) for group in groups] == [(12, 0), (36, 8192)]
 
 
 @pytest.mark.parametrize("dispatch", ["bfloat16", "fp8", "int8"])
