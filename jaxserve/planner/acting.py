@@ -81,7 +81,7 @@ class Roles:
         """Says what first tokens allow; empty: anything."""
         if self._late_at is None:
             return ""
-        return f"first tokens are later than {self._target:g} s beside {self._late_at[0]} domains"
+        return f"first tokens are later than {self._target:g} s (domains: {self._late_at[0]})"
 
     def settled(self, advised: Callable[[int, float], Advice]) -> Advice:
         """Returns the median of the latest advices, and has the routers act on it.

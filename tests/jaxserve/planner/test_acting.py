@@ -94,7 +94,7 @@ def test_prompts_get_workers_while_first_tokens_are_late(monkeypatch, requests, 
     fleet = Table(monkeypatch, 3, requests, {"fleet.ttft_seconds": 2.0})
     fleet.rate = 40
     assert (fleet.check(), fleet.changes) == (domains, [2] * (domains == 2))
-    assert "first tokens are later than 2 s beside 3 domains" in fleet.roles.text
+    assert "first tokens are later than 2 s (domains: 3)" in fleet.roles.text
     fleet.rate = 20
     assert (fleet.check(), fleet.roles.text) == (3, "")
     fleet.rate, fleet.requests = 100, 10**3
