@@ -188,6 +188,14 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the memory that weights and cache leave: half of it for the compiler, and the other
     half for activations, which take more of the cache's where they need it."""
 
+    def at(self, speed: float) -> "Assumptions":
+        """Returns the constants of hardware and hosts that have a part of this speed."""
+        shares = ("compute", "memory", "network", "pull_gb_s")
+        seconds = [name for name in self.__struct_fields__ if name.endswith("_seconds")]
+        changed = {name: speed * getattr(self, name) for name in shares}
+        changed |= {name: getattr(self, name) / speed for name in seconds}
+        return msgspec.structs.replace(self, **changed)
+
     @property
     def beyond_engine(self) -> list[str]:
         """Names of what is assumed of other systems, which this engine does not do."""

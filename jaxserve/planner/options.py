@@ -23,7 +23,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import STAGES
-from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats
+from jaxserve.planner.assumptions import PLANNED, Assumptions, Formats, measured_speed
 from jaxserve.planner.demand import Level
 from jaxserve.planner.hardware import MONTH, Hardware, load_hardware
 from jaxserve.planner.layouts import MODES, Target
@@ -200,7 +200,8 @@ PUBLISHED = msgspec.structs.replace(
 
 def assumptions(items: Sequence[str]) -> Assumptions:
     """Reads `compute=0.8`, `broadcast=true`. `paper` stands for `PAPER`, `published` for
-    `PUBLISHED`.
+    `PUBLISHED`; `slow` makes whatever the others say as slow as the tenth of published systems that
+    was slowest beside its prediction.
 
     Raises:
       ConfigError: an unknown name (lists the known ones) or a value out of range.
@@ -208,7 +209,7 @@ def assumptions(items: Sequence[str]) -> Assumptions:
     named = {"paper": PAPER, "published": PUBLISHED}
     chosen = [named[item] for item in items if item in named]
     tree = msgspec.to_builtins(chosen[-1] if chosen else Assumptions())
-    for item in (item for item in items if item not in named):
+    for item in (item for item in items if item not in (*named, "slow")):
         name, equals, text = item.partition("=")
         if not equals or name not in tree:
             raise ConfigError(
@@ -216,9 +217,10 @@ def assumptions(items: Sequence[str]) -> Assumptions:
             )
         tree[name] = text
     try:
-        return msgspec.convert(tree, Assumptions, strict=False)
+        made = msgspec.convert(tree, Assumptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--assume: {error}") from None
+    return made.at(measured_speed().systems.p10) if "slow" in items else made
 
 
 def acceptance(text: str, most: int) -> tuple[float, ...]:
