@@ -5,6 +5,7 @@ Called by `stages.py`, and by modules that read or make them.
 """
 
 import functools
+import math
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import Meta
 
 from jaxserve.config.formats import FORMATS, FormatName, scaled
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.config.topology import TRANSPORTS, PlannedMode
+from jaxserve.config.topology import HOSTS_EACH, TRANSPORTS, PlannedMode
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import Hardware, read_json
 
@@ -112,6 +113,9 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
         return self.rows
 
 
+NCCL_HOST = 290e-6
+"""Most host seconds of a layer and lane on GPUs by what is published: two NCCL batches of 88 µs
+(openxla/xla #35113) and the launches around them take 190 to 290 µs."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
 Seconds = Annotated[float, Meta(ge=0, le=1)]
@@ -148,10 +152,14 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     hop_seconds: Seconds = 1e-6
     """More of it for every link between the two farthest devices of a torus. A guess."""
     host_seconds: Seconds = 3e-6
-    """Host time of a layer and lane: the driver's own Python (docs/measurements/serving.md)."""
+    """Host time of a layer and lane with `pipeline: layer`: the driver's own Python
+    (docs/measurements/serving.md)."""
     host_device_seconds: Seconds = 10e-6
     """And for each device of the process: a call and a message with its answer take 36 and 44 µs
     with eight devices (the same table, CPU devices)."""
+    host_gpu_seconds: Seconds = 115e-6
+    """And for each GPU of the process, an estimate: 24 launches at 3 µs, and 43 µs of NCCL's calls
+    for a message and its answer. See `NCCL_HOST`."""
     plan_seconds: Seconds = 140e-6
     """Time of the process that leads others, for a step's plan of 2,048 sequences."""
     plan_below_seconds: Seconds = 14e-6
@@ -195,6 +203,27 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
         changed = {name: speed * getattr(self, name) for name in shares}
         changed |= {name: getattr(self, name) / speed for name in seconds}
         return msgspec.structs.replace(self, **changed)
+
+    def host(self, on: tuple[Hardware, Hardware], devices: tuple[int, int], layers: int) -> float:
+        """Returns the host seconds of the busiest process for a layer and lane, with a call a stage
+        and layer. The process that leads also sends a step's plan to the others of its host and,
+        once each, to a few other hosts (`fleet/joining.py`).
+
+        Args:
+          on: hardware of the attention and the ffn role.
+          devices: devices of either role.
+        """
+        first, everywhere, of_role = on[0], sum(devices), []
+        for hardware, count in zip(on, devices, strict=True):
+            here = min(count, hardware.process_devices)
+            device = self.host_device_seconds
+            device += self.host_gpu_seconds * (hardware.platform == "gpu")
+            of_role.append(self.host_seconds + here * device)
+        neighbours = math.ceil(min(everywhere, first.devices_per_host) / first.process_devices) - 1
+        hosts = math.ceil(everywhere / first.devices_per_host)
+        if below := neighbours + min(hosts - 1, HOSTS_EACH):
+            of_role[0] += (self.plan_seconds + below * self.plan_below_seconds) / layers
+        return max(of_role)
 
     @property
     def beyond_engine(self) -> list[str]:

@@ -22,15 +22,15 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.model.row_width import deployment_row_bytes
-from jaxserve.planner.assumptions import Formats, measured_speed
+from jaxserve.planner.assumptions import NCCL_HOST, Assumptions, Formats, measured_speed
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.hardware import read_json
-from jaxserve.planner.lanes import step_seconds
+from jaxserve.planner.hardware import load_hardware, read_json
+from jaxserve.planner.lanes import Disaggregated, OneDispatch, step_seconds
 from jaxserve.planner.measurements import SIZES, Measurement, read_measurements
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.options import read_deployment
 from jaxserve.planner.scheduled import ProgramCounts
-from jaxserve.planner.stage_times import StepTimes
+from jaxserve.planner.stage_times import WAITS, StepTimes
 from jaxserve.planner.view import Part, Report, declared, json_text, show
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
@@ -87,6 +87,11 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def devices(self) -> int:
         """Devices of both roles."""
         return self.dp * self.tp + self.ep * self.ffn_tp
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return sum(one.layers for name, one in self.programs.items() if role_of(name) == "ffn")
 
     def by_layer(self, role: Role, seconds: Mapping[str, float]) -> list[float]:
         """Returns the seconds of a role's programs layer by layer, without a step's end.
@@ -176,7 +181,7 @@ def stages(counts: Counts) -> dict[str, ProgramSeconds]:
 
 
 class Figure(NamedTuple):
-    """A deployment's speed, as the engine's schedule makes it of its stages."""
+    """A deployment's speed, as the engine's schedule makes it of its stages, without the host."""
 
     counts: Counts
     step: float
@@ -203,17 +208,21 @@ class Figure(NamedTuple):
         )
 
 
-def figure(counts: Counts, instead: Mapping[str, float] | None = None) -> Figure:
+def figure(
+    counts: Counts, instead: Mapping[str, float] | None = None, *, whole: bool = False
+) -> Figure:
     """Returns the speed that follows from the counts.
 
     Args:
       instead: seconds of programs by name, in place of the counted ones.
+      whole: True with `pipeline: step`, where messages are collectives of the programs.
     """
+    latency = assumed("h200.collective") if whole else 0.0
     seconds = {name: one.seconds for name, one in stages(counts).items()} | dict(instead or {})
     attend, ffn = counts.by_layer("attention", seconds), counts.by_layer("ffn", seconds)
-    leave, layers = seconds.get("leave", 0.0), len(ffn)
+    leave, layers = seconds.get("leave", 0.0), counts.layers
     crossing = {
-        stage: counts.instances * size / assumed("h200.network")
+        stage: latency + (1 if whole else counts.instances) * size / assumed("h200.network")
         for stage, size in counts.message.items()
     }
     times = StepTimes(
@@ -222,10 +231,39 @@ def figure(counts: Counts, instead: Mapping[str, float] | None = None) -> Figure
         leave=leave,
         dispatch=[crossing["dispatch"]] * layers,
         combine=[crossing["combine"]] * layers,
+        waits=WAITS["gpu"],
     )
     bounds = {"attention": (sum(attend) + leave) / layers, "ffn": sum(ffn) / layers}
     bounds["network"] = max(crossing.values())
-    return Figure(counts, step_seconds(times, counts.lanes, 1), bounds)
+    kind = OneDispatch if whole else Disaggregated
+    return Figure(counts, step_seconds(times, counts.lanes, 1, kind=kind), bounds)
+
+
+class Paced(NamedTuple):
+    """A pipeline's host, and the time between a sequence's tokens with it, least and most."""
+
+    pipeline: str
+    host: tuple[float, float]
+    """Seconds of a layer and lane."""
+    step: tuple[float, float]
+    """Seconds, with devices as fast beside their predictions as measured systems (p90, p10)."""
+
+
+def paced(counts: Counts) -> list[Paced]:
+    """Returns both pipelines of a deployment. Lanes share a process's host, so a step takes at
+    least the host's time for all of its layers and lanes."""
+    hardware, layers = load_hardware("h200"), counts.layers
+    devices = counts.dp * counts.tp, counts.ep * counts.ffn_tp
+    host = Assumptions().host((hardware, hardware), devices, layers), NCCL_HOST
+    speed, turns = measured_speed().systems, counts.lanes * layers
+    found = []
+    for pipeline, each in (("layer", host), ("step", (0.0, 0.0))):
+        alone = figure(counts, whole=pipeline == "step").step
+        least, most = alone / speed.p90, alone / speed.p10
+        found.append(
+            Paced(pipeline, each, (max(least, turns * each[0]), max(most, turns * each[1])))
+        )
+    return found
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -234,7 +272,9 @@ def figure(counts: Counts, instead: Mapping[str, float] | None = None) -> Figure
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
     told = {"stages": stages(counts), "own": figure(counts), "measured": measured_speed().systems}
-    (part,) = declared("estimate", counts=counts, title=heading(counts), **told)
+    (part,) = declared(
+        "estimate", counts=counts, title=heading(counts), paced=paced(counts), **told
+    )
     return list(part.lines)
 
 

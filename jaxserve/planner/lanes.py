@@ -4,11 +4,12 @@ Called by `simulate.py` and `deploy.py`. `Disaggregated` follows the order of
 `roles/schedule.py`, in which the driver enqueues, so no event queue is needed: a stage starts when
 its input has arrived, its devices are free (they work in the order of enqueueing) and the host has
 enqueued it. Each direction between the roles is a link of its own. Lanes of all domains are
-numbered together; lane i belongs to domain i mod domains. `Colocated` runs one step, which is one
-program, after the other.
+numbered together; lane i belongs to domain i mod domains. `OneDispatch` runs the steps of all lanes
+as one program of each role, and `Colocated` one step, which is one program, after the other.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,6 +195,64 @@ class Disaggregated(_Pipeline):
         return start + seconds
 
 
+class OneDispatch(_Pipeline):
+    """Attention and FFN where one dispatch runs the steps that have begun, with the messages
+    between the roles (`pipeline: step`, `roles/step_programs.py`).
+
+    Roles take turns together. With three lanes and more, a turn has a layer of attention, the FFN
+    of the message two turns before, and two exchanges, beside which the roles compute but for
+    `StepTimes.waits`. With two lanes a message and an answer cross at once, before the FFN. A lane
+    alone does one after the other. The last results end the dispatch, and the roles wait for it.
+    """
+
+    def __init__(self, **setting: Any):
+        super().__init__(**(setting | {"domains": 1}))
+        self._free = 0.0
+        self._left = deque[int]()
+
+    def advance(self, now: float) -> tuple[int, float]:
+        """Runs all steps that have begun, or returns the next lane of those that did run: (lane,
+        time when the last device had sampled)."""
+        if not self._left:
+            self._run([*self._inside.values()], max(self._free, now))
+            self._left.extend(self._inside)
+        lane = self._left.popleft()
+        return lane, self._inside.pop(lane).on_ffn
+
+    def _run(self, steps: Sequence[_Step], at: float) -> None:
+        """Runs one dispatch, after which `on_ffn` of its steps is their end."""
+        order = [(step, layer) for layer in range(self._layers) for step in steps]
+        late = min(len(steps), 3) - 1
+        for turn in range(len(order) + late):
+            step, layer = order[min(turn, len(order) - 1)]
+            times, attend, ffn = step.times, 0.0, 0.0
+            there, back = times.dispatch[layer], times.combine[layer]
+            if turn < len(order):
+                each = self._disturb("attend", times.attend[layer])
+                attend = float(each.max())
+                self._busy += (each.mean(), 0.0, there, back)
+                self._tell("attend", step, layer, at, at + each)
+                self._tell("dispatch", step, layer, at, at + there)
+                self._tell("combine", step, layer, at, at + back)
+            if turn >= late:
+                step, layer = order[turn - late]
+                ffn = float(self._disturb("ffn", np.array([step.times.ffn[layer]]))[0])
+                begun = at if late else at + attend + there
+                self._busy[1] += ffn
+                self._tell("ffn", step, layer, begun, begun + ffn)
+            if late < 2:
+                at += max(attend, ffn) + max(there, back) if late else attend + ffn + there + back
+            else:
+                waits = [share * (there + back) for share in times.waits]
+                at += max(attend + waits[0], ffn + waits[1], there + back)
+        for step in steps:
+            self._tell("attend", step, self._layers, at, at + step.times.leave)
+            self._busy[0] += step.times.leave
+            at += step.times.leave
+        for step in steps:
+            step.on_ffn = self._free = at
+
+
 class Colocated(_Pipeline):
     """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
     that wait for the last device.
@@ -242,11 +301,17 @@ class Colocated(_Pipeline):
         return float(self._free.max())
 
 
-def step_seconds(times: StepTimes, lanes: int, groups: int, domains: int = 1) -> float:
+def step_seconds(
+    times: StepTimes,
+    lanes: int,
+    groups: int,
+    domains: int = 1,
+    kind: type[Disaggregated] | type[OneDispatch] = Disaggregated,
+) -> float:
     """Seconds from one step of a lane to its next one along the engine's schedule, when all lanes
     take these times and repeat their step at once. The host enqueues a lane's step once it has read
     the lane's step before the last. `domains` attention meshes have `lanes` lanes each."""
-    pipeline = Disaggregated(layers=len(times.ffn), lanes=lanes, groups=groups, domains=domains)
+    pipeline = kind(layers=len(times.ffn), lanes=lanes, groups=groups, domains=domains)
     ends: list[list[float]] = [[] for _ in range(lanes * domains)]
     host = 0.0
     for lane in range(lanes * domains):

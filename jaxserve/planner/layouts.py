@@ -47,6 +47,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """True with `ffn.shared: whole`; a search does not try it."""
     instances: int = 1
     """The deployment's `ffn.instances`; a search does not try it."""
+    whole_steps: bool = False
+    """True with `pipeline: step`; a search does not try it."""
     transport: TransportName = "auto"
     """The deployment's `link.transport`: between two kinds of hardware, or two TPU slices, `pull`,
     which joins a runtime a host of attention and one for the FFN, with a process a host."""

@@ -187,6 +187,7 @@ PAPER = Assumptions(
     broadcast=True,
     host_seconds=0.0,
     host_device_seconds=0.0,
+    host_gpu_seconds=0.0,
     plan_seconds=0.0,
     plan_below_seconds=0.0,
     pull_gb_s=0.0,

@@ -175,7 +175,7 @@ def expert_pool(
         rows=rows,
         link=float(np.mean(one.dispatch + one.combine)),
         attend=(attend[0], 0.0, 1000 * (attend[1] - attend[0]) / (context * rows)),
-        head=one.leave + one.host,
+        head=one.leave + made.attention.step_host(made.roles.attention),
         context=context,
         spread=spread,
         jitter=jitter,

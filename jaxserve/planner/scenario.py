@@ -132,6 +132,7 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
         shared_ranks=f.shared_ranks,
         whole_shared=f.shared == "whole",
         instances=1 if colocated else f.instances,
+        whole_steps=deployment.pipeline == "step",
         transport=deployment.link.transport,
     )
 

@@ -124,7 +124,9 @@ class Searcher:
         self.acceptance = acceptance
         self._attend = functools.lru_cache(4096)(self._attend_of)
         self._exchanged = functools.lru_cache(512)(self._exchanged_of)
-        self.host_seconds = functools.lru_cache(512)(self._host_seconds)
+        self.host_seconds = functools.lru_cache(512)(
+            lambda layout: calculator.host(layout, *self.memory.on(layout))
+        )
         overlapped, skewed = calculator.assumed.overlapped, skew is not None
         layouts = Layouts(calculator.model, attention, ffn, skewed=skewed, overlapped=overlapped)
         self.layouts = layouts.of
@@ -239,18 +241,6 @@ class Searcher:
             overlapped = layout.overlapped(self.calculator.assumed)
             return overlapped_seconds(seconds) if overlapped else layout.lanes * sum(seconds)
         return max(layer_seconds(seconds, layout.lanes), layout.lanes * self.host_seconds(layout))
-
-    def _host_seconds(self, layout: Layout) -> float:
-        """Seconds of the busiest process for a layer and lane; 0 if colocated, where a step is one
-        program."""
-        if layout.topology.has("colocated"):
-            return 0.0
-        a, f = self.memory.on(layout)
-        leading = self.calculator.plans(a, layout.attention_devices + layout.ffn_devices)
-        return max(
-            self.calculator.host(a, layout.attention_devices) + leading,
-            self.calculator.host(f, layout.ffn_devices),
-        )
 
     def balance(self, layout: Layout, batch: int) -> Balance:
         """Returns how long both roles of a layout take for a lane's step."""

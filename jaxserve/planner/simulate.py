@@ -32,7 +32,15 @@ from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.lanes import Busy, Colocated, Disaggregated, Disturb, Note, undisturbed
+from jaxserve.planner.lanes import (
+    Busy,
+    Colocated,
+    Disaggregated,
+    Disturb,
+    Note,
+    OneDispatch,
+    undisturbed,
+)
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
 from jaxserve.roles.step_plan import StepPlan
@@ -167,8 +175,10 @@ class SimulatedEngine:
         self.deployment = deployment
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
         groups, lanes = deployment.attention.dp, deployment.lanes
-        pipeline = Disaggregated if deployment.topology.has("ffn") else Colocated
-        self._pipeline: Disaggregated | Colocated = pipeline(
+        whole = deployment.pipeline == "step"
+        apart = OneDispatch if whole else Disaggregated
+        pipeline = apart if deployment.topology.has("ffn") else Colocated
+        self._pipeline: Disaggregated | OneDispatch | Colocated = pipeline(
             layers=times.layers,
             lanes=lanes,
             groups=groups,
@@ -260,6 +270,7 @@ class SimulatedEngine:
                     times = self._times.step(self._rows(plan))
                     self._pipeline.begin(lane, self._steps, self.now, times)
                     self._steps += 1
+                    self.now += times.host
                 self.now += self._host
                 lane, end = self._pipeline.advance(self.now)
                 self._loop.enqueued(lane)

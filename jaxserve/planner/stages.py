@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxserve.config.formats import scaled
 from jaxserve.config.model import Platform, platform_of
-from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.model.ffn.traffic import ExchangeKind, ExchangeMesh, choose, ranks_met, reach
 from jaxserve.model.row_width import RowBytes, row_bytes
 from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
@@ -174,21 +173,13 @@ class Calculator(NamedTuple):
         for it; else 0."""
         return float(self.measured.seconds(self._key("host", hardware), Terms(0.0, 0.0), 0.0))
 
-    def host(self, hardware: Hardware, devices: int) -> float:
-        """Host seconds of a process per layer and lane, for a role of `devices` devices."""
-        here = min(devices, hardware.process_devices)
-        return self.assumed.host_seconds + here * self.assumed.host_device_seconds
-
-    def plans(self, hardware: Hardware, devices: int) -> float:
-        """Seconds more of the process that leads `devices` devices of all roles: a step's plan goes
-        to the others of its host and, once each, to a few other hosts (`fleet/joining.py`)."""
-        here = min(devices, hardware.devices_per_host)
-        hosts = math.ceil(devices / hardware.devices_per_host)
-        below = math.ceil(here / hardware.process_devices) - 1 + min(hosts - 1, HOSTS_EACH)
-        if below == 0:
+    def host(self, layout: Layout, attention: Hardware, ffn: Hardware) -> float:
+        """Host seconds of the busiest process for a layer and lane; 0 where one call runs all
+        layers."""
+        if layout.whole_steps or layout.topology.has("colocated"):
             return 0.0
-        step = self.assumed.plan_seconds + below * self.assumed.plan_below_seconds
-        return step / self.model.layers
+        devices = layout.attention_devices, layout.ffn_devices
+        return self.assumed.host((attention, ffn), devices, self.model.layers)
 
     def crossings(
         self, layout: Layout, attention: Hardware, ffn: Hardware, batch: int
@@ -219,6 +210,8 @@ class Calculator(NamedTuple):
         assumed = self.assumed
         # `pull` was measured whole; other links have the peak of their hardware.
         latency, share = assumed.crossing_seconds, assumed.network
+        if layout.whole_steps:
+            latency = assumed.collective_seconds
         if pulled:
             latency, share = assumed.pull_seconds, 1.0
 

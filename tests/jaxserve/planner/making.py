@@ -64,7 +64,7 @@ class Given:
         self.layers = layers
         there, work, back = ([s[name]] * layers for name in ("dispatch", "ffn", "combine"))
         attend = [np.full(groups, s["attend"])] * layers
-        self._times = StepTimes(attend, there, work, back, leave)
+        self._times = StepTimes(attend, there, work, back, leave, s.get("host", 0.0), (0, 0.25))
 
     def step(self, rows: Rows | None = None) -> StepTimes:
         """The given ones."""

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxserve.planner.calibration import NEAR, NOTHING, Asked, Calibration, Fit, FitKey, Terms, fit
+from jaxserve.planner.calibration import NEAR, NOTHING, Calibration, Fit, FitKey, Terms, fit
 
 KEY = FitKey("ffn", "A", "step3", "fp8", 1)
 POINTS = [Terms(1.0, 4.0), Terms(2.0, 1.0), Terms(10.0, 3.0), Terms(4.0, 9.0)]
@@ -97,11 +97,3 @@ def test_a_fit_is_for_a_stage_of_a_model_on_hardware_in_a_format():
     assert attend.seconds(KEY._replace(stage="leave"), terms, roof) == roof
     several = Terms(np.array([1.0, 2.0]), np.array([0.0, 1.0]))
     assert found.seconds(KEY, several, roof).tolist() == [3.0, 8.0]
-
-
-def test_what_was_asked_for():
-    asked = Asked()
-    several = Terms(np.array([1.0, 2.0]), 3.0)
-    roof = np.array([4.0, 5.0])
-    assert asked.seconds(KEY, several, roof) is roof
-    assert asked.terms == {KEY: (Terms(2.0, 3.0), 5.0)}

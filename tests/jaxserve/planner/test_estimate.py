@@ -8,7 +8,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner import estimate
-from jaxserve.planner.estimate import COMMITTED
+from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import (
     Measurement,
@@ -25,14 +25,11 @@ COUNTS = read_json(golden.FOLDER / "planner" / "counts.json", estimate.Counts)
 
 
 def test_stages():
-    """Launches of 1.7 µs, bytes at 4.3 TB/s, and what kernels take beyond them."""
+    """Launches of 1.7 µs, bytes at 4.3 TB/s, and what kernels take beyond them. Sorts take 11 µs
+    each, of which a launch is among the program's."""
     found = estimate.stages(COUNTS)
     assert found["attend_moe"].seconds == pytest.approx(17e-6 + 1e-6 + 10e-6 + 10e-6)
     assert found["ffn_moe"].seconds == pytest.approx(34e-6 + 100e-6 + 10e-6 + 20e-6)
-
-
-def test_sorts_take_longer_than_a_launch():
-    """11 µs each, of which the launch of 1.7 is among the program's."""
     counts = msgspec.structs.replace(COUNTS, sorts=2)
     assert estimate.stages(counts)["ffn_moe"].seconds == pytest.approx(164e-6 + 2 * 9.3e-6)
 
@@ -50,10 +47,21 @@ def test_the_figure():
     assert estimate.figure(two).bounds["network"] == pytest.approx(40e-6)
 
 
+def test_pipelines():
+    """A process a GPU takes 128 µs for a layer and lane, and a step's plan, 182 µs, goes to three
+    others; or 290 µs by what is published. Whole steps have a collective of 10 µs a direction, for
+    half of which the FFN waits, and two turns more."""
+    layer, step = estimate.paced(COUNTS)
+    assert layer.host == pytest.approx((128e-6 + 182e-6 / 2, 290e-6))
+    assert layer.step == pytest.approx((6 * layer.host[0], 6 * 290e-6))
+    speed = measured_speed().systems
+    whole = 6 * (164 + (20 + 30) / 2) * 1e-6 + 2 * 50e-6
+    assert step.step == pytest.approx((whole / speed.p90, whole / speed.p10))
+
+
 @pytest.mark.parametrize(
     ("name", "seconds"),
     [
-        ("all-gather", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
         ("all-gather over ep tp", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
         ("all-to-all over tp", 10e-6 + 160e6 * 7 / 8 / 450e9),
         ("all-to-all over ep", 10e-6 + 160e6 / 2 / 50e9),
@@ -67,19 +75,15 @@ def test_where_a_collective_goes(name, seconds):
     assert estimate.collective_seconds(name, 160_000_000, 2, 8) == pytest.approx(seconds)
 
 
-def test_committed_counts(tmp_path, capsys):
-    """They are read, shown as what they are, and taken for a calibration."""
+def test_committed_counts(tmp_path):
+    """They are taken for a calibration, as what they are."""
     written = tmp_path / "stages.json"
     assert main(["estimate", "--write", str(written)]) == 0
-    assert capsys.readouterr().out.startswith("ESTIMATE of step3 on h200:4x8 at 4096")
     found = read_measurements(written)
     assert {one.op for one in found} == {"attend", "ffn", "leave"}
     assert all(one.source == "estimate" for one in found)
     assert estimated(found) == "3 of 3 stages are ESTIMATES from compiled programs, not measured"
     assert len(calibration(found).fits) == 3
-    counts = read_json(COMMITTED, estimate.Counts)
-    assert (counts.tokens, counts.devices) == (2048, 32)
-    assert counts.programs["attend_moe"].layers + counts.programs["attend_dense"].layers + 1 == 61
 
 
 def test_counts_of_deployments(capsys):

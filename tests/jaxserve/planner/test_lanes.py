@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.observe.spans import STAGES, Span
-from jaxserve.planner.lanes import Colocated, Disaggregated
+from jaxserve.planner.lanes import Colocated, Disaggregated, OneDispatch, step_seconds
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.stage_times import StepTimes
 from tests.jaxserve.planner.making import Given
@@ -85,6 +85,27 @@ def test_a_late_device_holds_the_others_up_at_the_experts():
     assert pipeline.advance(0.0) == (0, pytest.approx(18.0))
     assert pipeline.busy.attention == pytest.approx(9.0)  # of the mean device
     assert pipeline.busy.ffn == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "seconds"),
+    [(1, 10 * (4 + 1 + 5 + 2)), (2, 21 * 2 + 4 + 19 * 5 + 5), (3, 2 * 4 + 28 * 5.75 + 2 * 5.75)],
+)
+def test_whole_steps_take_turns(lanes, seconds):
+    """Both roles end a turn together. Two lanes: an exchange of 2 follows the longer of a layer's
+    attention and the FFN of the turn before. Three: the FFN is two turns late, and waits for a
+    quarter of 3 in exchanges. All lanes' heads end the dispatch, before the next one begins."""
+    times = Given(layers=10, groups=2, leave=1.0, attend=4, dispatch=1, ffn=5, combine=2).step()
+    pipeline = OneDispatch(layers=10, lanes=lanes, groups=2)
+    for number in (1, 2):
+        for lane in pipeline.idle_lanes:
+            pipeline.begin(lane, number, 0.0, times)
+        end = pytest.approx(number * (seconds + lanes))
+        assert [pipeline.advance(0.0) for _ in range(lanes)] == [
+            (lane, end) for lane in range(lanes)
+        ]
+    assert step_seconds(times, lanes, 2, kind=OneDispatch) == pytest.approx(seconds + lanes)
+    assert pipeline.busy.ffn == pytest.approx(2 * lanes * 10 * 5)
 
 
 class TestColocated:

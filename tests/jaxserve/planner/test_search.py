@@ -47,16 +47,18 @@ def test_two_batches_are_tried_where_they_are_assumed():
 
 class TestHost:
     def test_lanes_are_as_slow_as_their_host(self):
-        """A process a GPU: 3 µs of the driver and 10 of a call and a message a lane. The process
+        """A process a GPU: 3 µs of the driver, and 125 of launches, calls and messages. The process
         that leads sends a step's plan to its 7 neighbours and 3 other hosts."""
-        free = Assumptions(
-            host_seconds=0.0, host_device_seconds=0.0, plan_seconds=0.0, stage_seconds=0.0
-        )
+        parts = ("host", "host_device", "host_gpu", "plan", "stage")
+        free = Assumptions(**{f"{part}_seconds": 0.0 for part in parts})
         busy = msgspec.structs.replace(free, host_device_seconds=800e-6)
         layout = afd(16, lanes=4)
         plans = [searcher(assumed=each).evaluate(layout, 1) for each in (free, busy)]
         assert plans[0].tpot < 61 * 4 * 800e-6 < plans[1].tpot
-        assert searcher().host_seconds(layout) == pytest.approx(13e-6 + (140 + 10 * 14) / 61 * 1e-6)
+        leads = (140 + 10 * 14) / 61 * 1e-6
+        assert searcher().host_seconds(layout) == pytest.approx(128e-6 + leads)
+        whole = msgspec.structs.replace(layout, whole_steps=True)
+        assert searcher().host_seconds(whole) == 0.0
         colocated = msgspec.structs.replace(layout, mode="ep", lanes=1)
         assert searcher().host_seconds(colocated) == 0.0
 

@@ -16,36 +16,22 @@ def test_as_text_page_and_timeline(capsys, tmp_path):
     more = ["--jitter", "0.1", "--html", str(page), "--timeline", str(folder)]
     assert main([*ASKED, *more]) == 0
     text = capsys.readouterr().out
-    for part in ("TPOT ms", "tokens/s/device", "attention busy", "bubble"):
-        assert part in text
     assert "as simulated" in page.read_text(encoding="utf-8")
-    for shown in (text, page.read_text(encoding="utf-8")):
-        assert "decode only, every slot taken: prompts come computed" in shown
+    for part in ("TPOT ms", "tokens/s/device", "bubble", "decode only, every slot taken: prompts"):
+        assert part in text
     assert len(list(folder.iterdir())) == 3
 
 
 def test_for_programs(capsys):
-    more = ["--json", "--skew", "0.5", "--jitter", "0.1"]
-    assert main([*ASKED, *more]) == 0
+    more = ["--json", "--skew", "zipf:1.2", "--placed", "--jitter", "0.1"]
+    assert main([*ASKED, *more, "--set", "ffn.redundant_slots=2"]) == 0
     tree = json.loads(capsys.readouterr().out)
+    assert tree["result"]["balance"] > 0.95
     assert set(tree) == {"scope", "lengths", "conditions", "result"}
     assert tree["conditions"]["jitter"]["spread"]["ffn"] == 0.1
     assert tree["result"]["tpot"]["p50"] > 0
     assert main([*ASKED, "--json", "--rate", "20", "--requests", "20"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["ttft"]["p50"] > 0
-
-
-def test_what_a_rebalance_brings(capsys):
-    more = ["--skew", "zipf:1.2", "--set", "ffn.redundant_slots=2", "--json"]
-    more += ["--assume", "compute=0.01", "--set", "scheduler.slots=64"]
-    more += ["--steps", "3", "--warm-up", "1"]
-    results = []
-    for placed in ([], ["--placed"]):
-        assert main([*ASKED, *more, *placed]) == 0
-        results.append(json.loads(capsys.readouterr().out)["result"])
-    home, placed = results
-    assert home["balance"] < 0.75 < 0.95 < placed["balance"]
-    assert home["tokens_per_second"] < placed["tokens_per_second"]
 
 
 @pytest.mark.nightly
