@@ -1,134 +1,94 @@
-"""Host time per layer and lane on 1A1F in one process: the driver against a bare loop; part of
-`bench pipeline`.
+"""Host time of a step of 61 layers and three lanes, by pipeline: part of `bench pipeline`.
 
-The bare loop is the lower bound: the driver's own programs and copies, called one after the other
-by a straight loop that knows everything beforehand. Both run the same model, tiny, so that devices
-wait for the host; they take turns, and each ratio is the median of the ratios of single rounds. The
-clock runs while one step is enqueued onto empty queues.
+With `pipeline: layer` the host makes a call a stage, layer and lane, and with `pipeline: step` one
+for all of them. The pipelines are the engine's, over a tiny random model. They take turns in a
+process with both roles, and in two processes with a role each. Core time of the enqueuing thread
+counts: neither the wait for a device's queue nor other threads. It includes the embedding, the
+head and the sampler of all lanes.
 """
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from jaxserve.bench.random_model import RandomModel, build, decode_plan, deployment_of, idle_experts
-from jaxserve.bench.report import Measure, Part, median_ratio
+from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of
+from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
-from jaxserve.roles.hot_call import hot_call
-from jaxserve.roles.token_programs import GroupPut, zeroed
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.devices import initialise
+from jaxserve.ports import free_port
 
-LAYERS = 16
-"""A quarter of a real model's, and fewer than the CPU backend allows in flight on a device (32)."""
-KV_LENGTH = 3
+LAYERS, LANES, KV_LENGTH = 61, 3, 3
+"""Step-3's layers and the paper's lanes."""
 KIND = LayerKind(
     MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4)),
     FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
 )
+CONFIG = ModelConfig(
+    vocab=64, d_model=16, decoder=(KIND,) * LAYERS, norm_epsilon=1e-5, max_positions=64
+)
+PIPELINES = ("layer", "step")
+LIMIT_MS = 1.0
+"""Target of a whole step and role with `pipeline: step`."""
 _SECONDS = 900.0
-LIMIT = 1.15
-"""Target of the driver's time over that of the bare loop."""
-LOOPS = ("driver", "bare")
 
 
 def measure(quick: bool) -> Iterator[Part]:
-    """Measures in a process with a device of each role."""
-    rounds = 20 if quick else 400
-    found = run_worker(Worker(compare, {"rounds": rounds}, devices=2), _SECONDS)
-    # A step's seconds by the clock and of the enqueuing thread, for each loop and round.
-    wall, cpu = ({loop: [one[at] for one in found[loop]] for loop in LOOPS} for at in (0, 1))
+    """Measures in a process with a device of each role, and in two processes."""
+    rounds = 3 if quick else 100
+    found = {"both roles": run_worker(Worker(enqueue, {"rounds": rounds}, devices=2), _SECONDS)}
+    given = {"rounds": rounds, "address": f"127.0.0.1:{free_port()}"}
+    pair = [Worker(enqueue, given | {"process": process}) for process in (0, 1)]
+    found |= zip(("attention", "ffn"), run_workers(pair, _SECONDS), strict=True)
     measures = []
-    for clock, times, most in (("wall", wall, LIMIT), ("CPU", cpu, None)):
-        ratio = median_ratio(times["driver"], times["bare"])
-        measures.append(Measure(f"driver ÷ bare loop, {clock}", ratio, "", most))
-    for loop in LOOPS:
-        median = statistics.median(wall[loop]) / LAYERS
-        measures.append(Measure(f"{loop}, a layer", median * 1e6, "µs"))
+    for roles, times in found.items():
+        layer, step = (statistics.median(times[pipeline]) * 1e3 for pipeline in PIPELINES)
+        measures.append(Measure(f"{roles}: pipeline: step", step, "ms", LIMIT_MS))
+        measures.append(Measure("  pipeline: layer", layer, "ms"))
+        measures.append(Measure("  a layer and lane of it", layer / LAYERS / LANES * 1e3, "µs"))
     notes = [
-        "Medians. Targets: wall time on an idle machine; CPU is the enqueuing thread's own time."
+        "Medians of core time of the enqueuing thread, in one process and in two, a role each."
     ]
-    title = "host time per layer and lane, 1A1F in one process"
-    yield Part("host", title, measures, notes, {"wall": wall, "cpu": cpu})
+    title = f"host time of a step of {LAYERS} layers and {LANES} lanes"
+    yield Part("host", title, measures, notes, found)
 
 
-def tiny_model() -> RandomModel:
-    """MoE layers whose programs take less time than their calls; INT8 on the wire."""
-    config = ModelConfig(
-        vocab=64,
-        d_model=16,
-        decoder=(KIND,) * LAYERS,
-        norm_epsilon=1e-5,
-        max_positions=64,
-    )
-    wire: dict[str, Any] = {"link.dispatch": "int8"}
-    return build(deployment_of(slots=4, max_length=32, page_size=16, **wire), config)
+def deployment(pipeline: str) -> Deployment:
+    """1A1F with INT8 on the wire."""
+    shared: dict[str, Any] = {"lanes": LANES, "link.dispatch": "int8", "pipeline": pipeline}
+    return deployment_of(slots=4, max_length=32, page_size=16, **shared)
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of enqueuing one step, by the clock and of this thread; waits for its arrays."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    arrays = call()
-    cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-    jax.block_until_ready(arrays)
-    return wall, cpu
+def enqueue(rounds: int, address: str = "", process: int = 0) -> dict[str, list[float]]:
+    """In a process with both roles or, with the address of a coordinator, with one of them: core
+    seconds of every step, by pipeline; the first tenth of the rounds warms up."""
+    if address:
+        joined = ProcessArguments(process_id=process, processes=2, coordinator=address)
+        initialise(joined, deployment("layer"))
+    ways = {}
+    for pipeline in PIPELINES:
+        made = deployment(pipeline)
+        plans = [decode_plan(made, lane, KV_LENGTH) for lane in range(LANES)]
+        ways[pipeline] = functools.partial(_enqueue, build_driver(made, CONFIG), plans)
+    found = take_turns(ways, rounds, warm_ups=rounds // 10 + 1)
+    if address:
+        leave_runtime(process)
+    return found
 
 
-def bare_loop(model: RandomModel) -> Callable[[], tuple[float, float]]:
-    """Returns what runs one step of the cheapest loop over the driver's own calls. Pages, last
-    tokens and counts are its own."""
-    executables, weights, programs = model.executables, model.weights, model.attention
-    tokens, link, mesh = model.bucket.tokens, model.link, model.ffn.mesh
-    attend = hot_call(executables.attend[KIND])
-    ffn = hot_call(model.ffn_executables[KIND.ffn, model.ffn.contract.size(tokens)])
-    dispatch, combine = link.dispatch(0, tokens).copier(), link.combine[tokens].copier()
-    state = [idle_experts(model.ffn.slots, mesh) for _ in range(LAYERS)]
-    tables, counts = map(list, zip(*state, strict=True))
-    arrays = programs.pools[0].arrays
-    pages = [tuple(zeroed(arrays, programs.mesh)) for _ in range(LAYERS)]
-    put, plan = GroupPut(programs), decode_plan(model.deployment, 0, KV_LENGTH)
-    last = put.last_tokens()
-
-    def experts(layer: int, message: jax.Array) -> jax.Array:
-        (arrived,) = dispatch((message,))
-        leaves = model.ffn_weights.blocks[layer]
-        answer, counts[layer] = ffn(arrived, tables[layer], counts[layer], *leaves)
-        (combined,) = combine((answer,))
-        return combined
-
-    def step(batch: jax.Array, table: jax.Array) -> Any:
-        nonlocal last
-        x, message, k, v, *shared = executables.enter(
-            last, table, batch, *pages[0], *weights.embedding, *weights.layers[0]
-        )
-        pages[0] = k, v
-        combined = experts(0, message)
-        for layer in range(1, LAYERS):
-            k, v = pages[layer]
-            x, message, k, v = attend(x, table, *shared, k, v, combined, *weights.layers[layer])
-            pages[layer] = k, v
-            combined = experts(layer, message)
-        last, _, logits = executables.leave(x, last, batch, combined, *weights.head)
-        return logits
-
-    def run() -> tuple[float, float]:
-        batch, table = put(plan)
-        return timed(lambda: step(batch, table))
-
-    return run
-
-
-def compare(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of every loop and round; the first tenth of the rounds warms up."""
-    model = tiny_model()
-    driver, plan = model.cell(), decode_plan(model.deployment, 0, KV_LENGTH)
-
-    def run_driver() -> tuple[float, float]:
+def _enqueue(driver: Any, plans: list[Any]) -> float:
+    """Core seconds of this thread for a step of each lane; then waits for the devices."""
+    core = time.thread_time()
+    for plan in plans:
         driver.begin(plan)
-        return timed(lambda: driver.advance().last)
-
-    ways = {"driver": run_driver, "bare": bare_loop(model)}
-    return take_turns(ways, rounds, warm_ups=rounds // 10 + 1)
+    made = [driver.advance() for _ in plans]
+    core = time.thread_time() - core
+    jax.block_until_ready([one.last for one in made])
+    return core

@@ -22,7 +22,7 @@ from jaxserve.bench.random_model import (
     RandomModel,
     bucket_of,
     build,
-    build_local_cell,
+    build_driver,
     decode_plan,
     deployment_of,
     idle_experts,
@@ -253,7 +253,7 @@ def run_joined(
     """One of two processes of one runtime, whose coordinator is at the address."""
     settings = deployment(max(LANES), transport)
     initialise(ProcessArguments(process_id=process, processes=2, coordinator=address), settings)
-    driver = build_local_cell(settings, model_config(width))
+    driver = build_driver(settings, model_config(width))
     measured = measure_lanes(settings, driver, steps, rounds)
     leave_runtime(process)
     return measured

@@ -22,7 +22,7 @@ from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
 from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.attention import AttentionWorker, Cell, Workers
+from jaxserve.roles import pipelines
 from jaxserve.roles.attention_programs import (
     AttentionExecutables,
     AttentionPrograms,
@@ -33,12 +33,10 @@ from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank
 from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNExecutables, FFNPrograms, FFNWeights, FFNWorker, build_ffn
-from jaxserve.roles.layer_pipeline import build_cell
+from jaxserve.roles.ffn import FFNPrograms, FFNWeights, build_ffn
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.program import REPLICATED
-from jaxserve.roles.schedule import Rotation
 from jaxserve.roles.step_plan import StepPlan
 
 
@@ -51,21 +49,10 @@ class RandomModel(NamedTuple):
     attention: AttentionPrograms
     ffn: FFNPrograms
     executables: AttentionExecutables
-    ffn_executables: FFNExecutables
     weights: AttentionWeights
     ffn_weights: FFNWeights
     slots: ExpertSlots | None
     link: RuntimeLink
-
-    def cell(self) -> Cell:
-        """Builds workers over these programs."""
-        bound = {self.bucket: self.executables}
-        worker = AttentionWorker(self.attention, bound, self.weights, self.link.attention)
-        ffn_worker = FFNWorker(self.ffn, self.ffn_executables, self.ffn_weights, self.slots)
-        ffn_worker.attach(self.link.ffn, [self.bucket.tokens])
-        lanes = self.deployment.lanes
-        workers = Workers((worker,), (ffn_worker,))
-        return Cell(workers, Rotation(self.config.layers, lanes), lanes)
 
 
 def decode_plan(deployment: Deployment, lane: int, kv_length: int) -> StepPlan:
@@ -128,9 +115,7 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     attention, executables, weights = build_attention(
         templates, deployment, meshes.attention, source, names
     )
-    ffn, ffn_executables, ffn_weights, slots = build_ffn(
-        templates, deployment, meshes.ffn, source, names
-    )
+    ffn, _, ffn_weights, slots = build_ffn(templates, deployment, meshes.ffn, source, names)
     return RandomModel(
         deployment,
         config,
@@ -138,7 +123,6 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
         attention,
         ffn,
         executables[bucket],
-        ffn_executables,
         weights,
         ffn_weights,
         slots,
@@ -152,9 +136,9 @@ def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
     )
 
 
-def build_local_cell(deployment: Deployment, config: ModelConfig) -> Cell:
-    """The workers of the roles that this process has devices of."""
+def build_driver(deployment: Deployment, config: ModelConfig) -> Any:
+    """Builds this process's part of the deployment's pipeline, as the engine does."""
     use_compilation_cache()
     templates, meshes = templates_of(deployment, config)
     model = OpenModel(templates.config, step3_names(config), meshes, templates, RandomLeaves())
-    return build_cell(model, deployment)
+    return pipelines.build(model, deployment, None)

@@ -34,11 +34,8 @@ def test_all_parts(parts, capsys):
     printed = capsys.readouterr()
     assert "number  1.00  ≤ 1  met" in printed.out
     assert printed.err == "\nmissed: two: number\n"
-
-
-def test_only_one_part_quickly(parts):
     assert command.main(["pipeline", "--quick", "--only", "one"]) == 0
-    assert parts == [("one", True)]
+    assert parts[2:] == [("one", True)]
 
 
 def test_a_part_that_cannot_run(monkeypatch, capsys):

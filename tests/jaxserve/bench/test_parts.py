@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.bench import compare, drafts, long, mixes
+from jaxserve.bench import compare, drafts, long
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
 from tests import golden
@@ -41,15 +41,6 @@ def test_time_to_the_first_token_may_grow_as_the_operations_do_and_a_little_fast
     }
     part = long.part_of({"lengths": runs, "sizes": "colocated"}, [1.0, 8.0, 84.0])
     golden.check("bench/long.txt", table(part) + "\n")
-
-
-def test_a_grammar_of_even_and_odd_tokens_by_turns():
-    grammar = mixes.EveryOther(70)
-    assert grammar.mask().tolist() == [0x55555555] * 3
-    grammar.accept(4)
-    assert grammar.mask().tolist() == [0xAAAAAAAA] * 3
-    with pytest.raises(ValueError, match="token 4 is not allowed"):
-        grammar.accept(4)
 
 
 @pytest.mark.parametrize(
