@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from jaxserve.config.deployment import least_slice
 from jaxserve.config.shipped import CONFIGS
+from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import ExchangeMesh, alltoall_moves, gather_moves
 from jaxserve.model.row_width import RowBytes
@@ -212,9 +212,9 @@ def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
     """Reads a YAML file as a strict struct.
 
     Raises:
-      ConfigError: it is not YAML, a key is unknown or missing, or a value is wrong.
+      ConfigError: it is not YAML, a key is unknown, missing or there twice, or a value is wrong.
     """
-    return _read(path, lambda data: msgspec.convert(yaml.safe_load(data), kind))
+    return _read(path, lambda data: msgspec.convert(read_yaml(data.decode(), str(path)), kind))
 
 
 def read_json[Kind](path: Path, kind: type[Kind]) -> Kind:
@@ -227,7 +227,7 @@ def _read[Kind](path: Path, decode: Callable[[bytes], Kind]) -> Kind:
         return decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, yaml.YAMLError, msgspec.DecodeError) as error:
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

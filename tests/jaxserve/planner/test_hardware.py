@@ -29,6 +29,9 @@ def test_figures_of_the_users(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("price: 2.0", "price: 1.5", 1), encoding="utf-8")
     assert load_hardware(str(path)).price == 1.5
+    path.write_text(f"{text}\nprice: 1.5\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"key 'price' is in line \d+ already"):
+        load_hardware(str(path))
 
 
 def test_wrong_files_are_refused(tmp_path):
