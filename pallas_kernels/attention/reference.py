@@ -32,9 +32,9 @@ PRODUCT_TOKENS = 512
 TILE_TOKENS = 64
 """Tokens of a batch that are taken together, in batches of at least this many."""
 
-MOST_RUNS = 8
-"""Most sequences of a tile whose tokens share blocks; with more, every token is by itself. A pass
-for one sequence multiplies by the queries of the whole tile."""
+SHARING_TOKENS = 16
+"""Fewest tokens of a sequence in a tile that share blocks; others are by themselves. A pass for one
+sequence multiplies by the queries of the whole tile."""
 
 CHUNK_ROWS = 128
 """Queries per block of `chunk_attention`, which bounds the memory of scores."""
@@ -151,8 +151,8 @@ def paged_attention(
     Positions are taken block by block of `BLOCK_TOKENS` or `FIRST_TOKENS`, from the first that is
     seen to the last: the time is proportional to the sequences or to the window, not to the tables,
     and a table's width changes no bit. Larger batches are taken `TILE_TOKENS` tokens at a time. In
-    a tile with few sequences, which is part of a prefill chunk, the tokens of a sequence share
-    every block, which is gathered once and multiplied by all their queries.
+    a tile the tokens of a sequence with many, a piece of a prefill chunk, share every block, which
+    is gathered once and multiplied by all their queries.
     """
     cache, where = call.cache, call.where
     tokens, q_heads, head_dim = call.queries.shape
@@ -163,12 +163,10 @@ def paged_attention(
         queries, sequence, position = some
         begins = jnp.concatenate([jnp.ones(1, bool), sequence[1:] != sequence[:-1]])
         run = jnp.cumsum(begins) - 1
-        # One of the two attends to nothing. On CPUs a branch of `lax.cond` would copy the pool.
-        shares = run[-1] < MOST_RUNS
+        shares = jnp.sum(run[:, None] == run, axis=1) >= SHARING_TOKENS
         apart = _attend_tokens(queries, sequence, jnp.where(shares, -1, position), call)
-        runs = jnp.where(shares, run[-1] + 1, 0)
-        shared = _attend_runs(queries, sequence, position, run, runs, call)
-        return jax.tree.map(functools.partial(jnp.where, shares), shared, apart)
+        run = jnp.where(shares, jnp.cumsum(begins & shares) - 1, -1)
+        return _attend_runs(queries, sequence, position, run, apart, call)
 
     arrays = queries, where.sequence_of_token, where.position
     if tokens < TILE_TOKENS:
@@ -205,11 +203,11 @@ def _attend_runs(
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
     run: Int32[Array, " tokens"],
-    runs: Int32[Array, ""],
+    start: tuple[Array, Array],
     call: PagedCall,
 ) -> tuple[Float[Array, "tokens kv_heads group v_width"], Float32[Array, "tokens kv_heads group"]]:
     """Attends from the tokens of one run (tokens with the same `run`, of one sequence) after the
-    other, up to the first `runs` runs."""
+    other. Tokens of run -1 keep their results in `start`."""
     tokens, kv_heads, group, head_dim = queries.shape
     columns = jnp.transpose(queries, (1, 3, 0, 2)).reshape(1, kv_heads, head_dim, tokens * group)
 
@@ -225,12 +223,7 @@ def _attend_runs(
             jnp.where(mine[:, None, None], lse, state[1]),
         )
 
-    shape = tokens, kv_heads, group
-    start = jnp.zeros((*shape, call.cache.v_width), queries.dtype), jnp.zeros(shape, jnp.float32)
-    others = queries, sequence_of_token, position, *call.cache.arrays().values()
-    start = jax.tree.map(lambda array: vary_like(array, others), start)
-    output, lse = jax.lax.fori_loop(0, runs, attend, start)
-    return output, lse
+    return jax.lax.fori_loop(0, jnp.max(run) + 1, attend, start)
 
 
 def _attend_tokens(
@@ -267,8 +260,9 @@ def _attend_some(
     normalizer calculation for softmax").
 
     A part has tokens of one sequence; its rows of queries are those of its first token, then those
-    of the next. Tokens at position -1 see nothing. Where parts have one token, the first blocks are
-    shorter. Where they have several and no window, blocks that all these tokens see need no mask.
+    of the next. Tokens at position -1 see nothing. Without a window the first blocks are shorter
+    where parts have one token or one block; where they have several tokens, blocks that all of
+    these see need no mask.
 
     Parts of several tokens have queries and outputs as columns, [parts, kv_heads, head_dim, rows].
     XLA:CPU then takes maxima and sums over a block for a whole vector of queries at once; over
@@ -330,14 +324,16 @@ def _attend_some(
     start = jax.tree.map(lambda array: vary_like(array, others), start)
     state, done = start, jnp.int32(0)
     if not (window or cache.int8_products):
-        if several:
-            done = jnp.min(lowest + 1) // (count * page_size)
-            state = jax.lax.fori_loop(0, done, functools.partial(step, count, False), state)
-        elif count % (few := -(-FIRST_TOKENS // page_size)) == 0 and few < count:
+        if count % (few := -(-FIRST_TOKENS // page_size)) == 0 and few < count:
             blocks = jnp.max(last + few * page_size) // (few * page_size)
             blocks = jnp.minimum(blocks, count // few)
+            if several:  # four short blocks take twice the time of a long one
+                blocks = jnp.where(jnp.max(last) < count * page_size, blocks, 0)
             state = jax.lax.fori_loop(0, blocks, functools.partial(step, few, True), state)
-            done = jnp.int32(1)
+            done = jnp.minimum(blocks, 1)
+        if several:
+            begin, done = done, jnp.maximum(done, jnp.min(lowest + 1) // (count * page_size))
+            state = jax.lax.fori_loop(begin, done, functools.partial(step, count, False), state)
     blocks = jnp.max((last + count * page_size) // (count * page_size) - first)
     largest, total, mixed = jax.lax.fori_loop(
         done, blocks, functools.partial(step, count, True), state

@@ -34,9 +34,9 @@ class TestReference(RotatedPartSuite):
     )
     def test_tiles(self, sizes, monkeypatch):
         """Tiles of four tokens: of one chunk, of two, of single tokens, of a chunk with padding,
-        and one that is not full. Chunks share their blocks, not in tiles with more of them."""
+        and one that is not full. Tokens of a sequence share blocks, single ones do not."""
         monkeypatch.setattr(reference, "TILE_TOKENS", 4)
-        monkeypatch.setattr(reference, "MOST_RUNS", 2)
+        monkeypatch.setattr(reference, "SHARING_TOKENS", 2)
         page = self.page_size
         chunks = [(9 * page + 3, 6), (130, 2), (3, 1), (page, 1), (7, 1), (1, 1), PADDING, (5, 5)]
         self.check(self.case(sizes, chunks))
