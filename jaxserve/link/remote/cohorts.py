@@ -10,7 +10,7 @@ travel, parts that run one after the other are faster: each is answered sooner, 
 time for more passes. See `docs/decisions/expert-pools-batch-by-cohort.md`.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -100,6 +100,9 @@ FORGETS = 0.9
 """Factor by which a lane's `waited` shrinks with every layer."""
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
+USUAL = 12
+"""Mean deviations up to which a late message is taken to be about to come, within 0.3 of one. Of
+hundreds of calm lanes one is always late; only beyond what chance explains does one stall."""
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
 
@@ -107,7 +110,8 @@ FIRST_ITERATION = 0.05
 class _Lane:
     """A lane that has been served, and when its next message is expected: a moving mean after the
     answer. The first layers have their own, since they follow the sampler or fill the lane's
-    pipeline."""
+    pipeline. Their first values say little: passes of few messages follow each other at the start.
+    """
 
     def __init__(self, siblings: "list[_Lane]") -> None:
         self.siblings = siblings
@@ -115,30 +119,43 @@ class _Lane:
         self.cohort: Hashable = None
         self.home = _Cohort()
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
-        self.layer = self._last = -1
+        self.layer = self.last = -1
         self.answered = self.due = self.came = 0.0
         self.late = self.waited = 0.0
         """Seconds that the messages of others waited for this lane: at its last layer, and lately
         at layers that followed one at which they waited as long. A straggler is late at every
         layer, by less than its price each time; a single stall foretells nothing."""
-        self._means = [0.0] * 4
+        self._means, self._deviation = [0.0] * 4, 0.0
 
     def arrives(self, layer: int, now: float) -> None:
         """Learns from a message how long the lane takes, and after which layer its step ends. A
         stall moves the mean little: the pool would wait for the lane in the next steps, too."""
         self.came = now
         if self.answered:
-            self._last = self.layer if layer <= self.layer else self._last
+            self.last = self.layer if layer <= self.layer else self.last
             at, seconds = layer if layer < 3 else 3, now - self.answered
             mean = self._means[at] or seconds
             late = seconds - mean
-            self._means[at] = mean + (0.2 * late if late < mean / 2 else 0.02 * min(late, 7 * mean))
+            if late < mean / 2:
+                self._deviation += 0.02 * (abs(late) - self._deviation)
+                late *= 0.5 if late < -mean / 2 else 0.2
+            else:
+                late = 0.02 * min(late, 7 * mean)
+            self._means[at] = mean + late
 
     def leaves(self, layer: int, now: float) -> None:
         """Expects the next message; `now` is when the answer was computed."""
         self.layer, self.answered = layer, now
-        following = 0 if layer == self._last else layer + 1
+        following = 0 if layer == self.last else layer + 1
         self.due = now + 1.02 * self._means[following if following < 3 else 3]
+
+    def further(self, now: float) -> float:
+        """Returns how many seconds from now the message is expected. One that is later than usual
+        is assumed to take as long again."""
+        late = now - self.due
+        if 0 < late < USUAL * self._deviation:
+            return min(late, 0.3 * self._deviation)
+        return abs(late)
 
 
 class _Cohort:
@@ -253,20 +270,27 @@ class Cohorts(Turns):
         self._ready = deque(filter(None, rest))
 
     def _divide(self) -> None:
-        """Deals the lanes to the present number of parts. A part goes on where the largest share of
-        its lanes in step is."""
-        old = sorted(self._cohorts.values(), key=lambda one: len(one.in_step), reverse=True)
-        self._cohorts, sources = defaultdict(_Cohort), dict[_Cohort, _Cohort]()
+        """Deals the lanes to the present number of parts. All lanes in step stay so. A part goes on
+        where those of its lanes that are ahead wait least until it comes by."""
+        old, self._cohorts = [*self._cohorts.values()], defaultdict(_Cohort)
         for place, lanes in enumerate(self._domains.values()):
             for lane in lanes:
                 lane.home = self._cohorts[lane.cohort, place % self._parts.count]
+        sources = defaultdict[_Cohort, Counter[_Cohort]](Counter)
         for cohort in old:
             for lane in cohort.in_step:
-                home = lane.home
-                if sources.setdefault(home, cohort) is cohort:
-                    home.layer, home.ran, home.began = cohort.layer, cohort.ran, cohort.began
-                    home.in_step.add(lane)
-                    home.missing = home.in_step & cohort.missing
+                sources[lane.home][cohort] += 1
+                lane.home.in_step.add(lane)
+            for lane in cohort.missing:
+                lane.home.missing.add(lane)
+        layers = 1 + max((max(one.layer, one.last) for one in self._lanes.values()), default=0)
+        for home, counts in sources.items():
+            waits = {
+                at: sum(n * ((one.layer - at.layer) % layers) for one, n in counts.items())
+                for at in counts
+            }
+            first = min(waits, key=waits.__getitem__)
+            home.layer, home.ran, home.began = first.layer, first.ran, first.began
         for lane, message in self._messages.items():
             lane.home.waiting.setdefault(message.layer, {})[lane] = message
 
@@ -309,9 +333,7 @@ class Cohorts(Turns):
 
     def _note_waits(self, cohort: _Cohort, layer: int) -> None:
         """Charges lanes in step for the time in which the idle pool and their cohort waited for
-        them at a layer. Those that are left behind begin anew."""
-        for lane in cohort.missing:
-            lane.late = lane.waited = 0.0
+        them at a layer."""
         waiting, before, waited = cohort.waiting[layer], self._ended, 0.0
         for present, (lane, message) in enumerate(waiting.items()):
             if message.arrived > before:
@@ -354,11 +376,9 @@ class Cohorts(Turns):
         # A domain takes its answers in order, so it sends nothing before its older message has run.
         if all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
-        # A lane that is overdue is assumed to take as long again.
         price = self._price * self.iteration
         waits = sorted(
-            (abs(lane.due - now), max(price - lane.waited, LEAST * price))
-            for lane in cohort.missing
+            (lane.further(now), max(price - lane.waited, LEAST * price)) for lane in cohort.missing
         )
         present, cost, left = len(cohort.waiting[cohort.position]), 0.0, 0
         # Leave the last ones behind if waiting for them costs more than they are worth.

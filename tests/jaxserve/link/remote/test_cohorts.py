@@ -43,14 +43,6 @@ def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_wort
         now = decision.at
     assert [one.domain for one in decision.batch] == ["a", "b", "c"]
     assert 0.9 * FIRST_ITERATION / 3 < now - 0.013 < 1.1 * FIRST_ITERATION / 3
-    # The straggler waits at its layer for the next iteration, and longer than 1.3 for nobody.
-    policy.put(message("d", 13), now)
-    policy.served(decision.batch, now)
-    for name in "abc":
-        policy.put(message(name, 14), now + 0.001)
-    assert taken(policy, now + 0.001) == "abc"
-    assert taken(policy, now + 0.99 * 1.3 * policy.iteration) == ""
-    assert taken(policy, now + 1.01 * 1.3 * policy.iteration) == "d"
 
 
 @pytest.mark.parametrize(("late", "left_behind"), [("dddddd", 1), ("dcbadcba", 0)])
@@ -102,16 +94,16 @@ def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():
     assert taken(policy, now) == "abcd"
 
 
-def test_parts_stay_in_step_and_a_larger_part_goes_on_when_they_become_one():
+def test_parts_stay_in_step_and_the_one_behind_goes_on_when_they_become_one():
     policy = Cohorts(most=8)
     now = in_step(policy, domains="abcde", layers=4)
-    for count, ran in ((2, ["ace", "bd", "ace"]), (1, ["ace"])):
+    for count, ran in ((2, ["ace", "bd", "ace"]), (1, ["bd", "abcde"])):
         policy._parts.count = count
         policy._divide()
         for batch in ran:
             decision = policy.take(now, idle=True)
             policy.served(decision.batch, now)
-            assert "".join(one.domain for one in decision.batch) == batch
+            assert sorted(one.domain for one in decision.batch) == [*batch]
             for one in decision.batch:
                 policy.put(message(one.domain, one.layer + 1), now)
 
@@ -151,7 +143,7 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
                 assert one.domain not in lost
                 assert waiting.pop(one.key) is one  # once
                 limit = 1.3 * max(getattr(policy, "iteration", 1.0), FIRST_ITERATION)
-                assert now - one.arrived <= limit + 0.05
+                assert now - one.arrived <= limit + 8e-4  # a pass
         following = end if running else decision.at
         now = max(now, min(following, arrivals[0][0] if arrivals else following))
         if now > 0.4:
