@@ -25,7 +25,7 @@ class MessageSize(NamedTuple):
     """Messages, each of these pieces, that an ffn worker runs side by side."""
 
 
-MOST_MESSAGES = 16
+MOST_MESSAGES = 512
 """Most messages that an ffn worker runs side by side, where its memory allows it."""
 
 

@@ -36,8 +36,9 @@ def messages(contract, kind, pieces, count):
     [("gather", "float32"), ("alltoall", "int8"), ("gather", "fp8"), ("alltoall", "bfloat16")],
 )
 def test_an_answer_does_not_depend_on_the_other_messages_of_a_pass(tiny_model, exchange, dispatch):
-    """Three messages, and padding in place of a fourth, for which no expert counts a token. Their
-    pieces fill two devices or do not."""
+    """Three or 99 messages, and padding up to a power of two, for which no expert counts a token.
+    Their pieces fill two devices or do not."""
+    many = 99 if dispatch == "bfloat16" else 3
     overrides = FFN | {
         "link.addresses": ["127.0.0.1:1"], "link.dispatch": dispatch, "ffn.exchange": exchange,
     }  # fmt: skip
@@ -45,25 +46,25 @@ def test_an_answer_does_not_depend_on_the_other_messages_of_a_pass(tiny_model, e
     _, work = message_server(role, *rest, "a secret", "127.0.0.1:0")
     for pieces in (2, 3) if dispatch == "float32" else (1,):
         size = MessageSize(pieces, ROWS)
-        sizes = [size._replace(messages=count) for count in (1, 4)]
+        sizes = [size._replace(messages=count) for count in (1, 1 << many.bit_length())]
         work.compile(sizes)
         assert work.ready(sizes)
         work.warm_up(sizes)
         for kind in dict.fromkeys(role.contract.layers):
             layer = role.contract.layers.index(kind)
-            sent = messages(role.contract, kind, pieces, 3)
+            sent = messages(role.contract, kind, pieces, many)
             landed = [work.land(kind, size, one) for one in sent]
             before = tokens(work)
             alone = [work.run(kind, layer, size, [one])[0] for one in landed]
             counted = tokens(work) - before
             together = work.run(kind, layer, size, landed)
-            assert [len(answer) for answer in together] == [pieces] * 3
+            assert [len(answer) for answer in together] == [pieces] * many
             # Products of other shapes differ in their last bits.
             close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
             jax.tree.map(close, together, alone)
             assert tokens(work) - before == 2 * counted
             top_k = role.contract.top_k if kind == "moe" else 0
-            assert counted == 3 * pieces * ROWS * top_k
+            assert counted == many * pieces * ROWS * top_k
 
 
 def tokens(work) -> int:

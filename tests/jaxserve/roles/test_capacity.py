@@ -264,7 +264,7 @@ class TestPasses:
     @pytest.mark.parametrize(
         ("memory", "used", "gb", "said"),
         [
-            (76, 4, "4.75", "16 is the most"),
+            (76, 4, "4.75", "memory allows 32"),
             (44, 4, "4.75", "memory allows 4"),
             (41.5, 2, "2.40", "memory allows 2"),
             (39.5, 1, "1.22", "memory allows 1"),
