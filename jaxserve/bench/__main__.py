@@ -48,6 +48,7 @@ BENCHES = {
             "host": host.measure,
             "overlap": overlap.measure,
             "tokens": mixes.measure_tokens,
+            "steps": mixes.measure_steps,
             "startup": startup.measure,
         },
     ),

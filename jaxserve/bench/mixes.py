@@ -1,30 +1,38 @@
-"""Mixes of requests to the engine: tokens a second by layout, the gain of cached prefixes, the cost
-of sampling options and of drawing from a large vocabulary.
+"""Mixes of requests to the engine: tokens a second by layout and by pipeline, the gain of cached
+prefixes, the cost of sampling options and of drawing from a large vocabulary.
 
-Parts of `bench pipeline` (tokens) and `bench engine` (options, sampling). Every layout has its own
-process, in which the mixes take turns, so that other work on the machine affects all alike.
+Parts of `bench pipeline` (tokens, steps) and `bench engine` (options, sampling). Every layout has
+its own process, in which the mixes take turns, so that other work on the machine affects all alike.
 """
 
 import functools
 import random
+import secrets
 import statistics
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Worker, run_workers
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runtime import warm_up
-from jaxserve.fleet.assembly import Options, build_runtime, make_engine, open_engine
+from jaxserve.fleet.arguments import ProcessArguments
+from jaxserve.fleet.assembly import Options, build_runtime, make_engine, open_engine, open_follower
+from jaxserve.fleet.bootstrap import joined
+from jaxserve.fleet.follower import Follower
+from jaxserve.fleet.following import Following
+from jaxserve.ports import free_port
 
 LAYOUTS = {
     "colocated": ["mode=colocated"],
@@ -35,6 +43,7 @@ LAYOUTS = {
 }
 """The first three with the lanes of the demo's file; one lane holds the same sequences in one
 batch."""
+PIPELINES = ("layer", "step")
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 960
 SHARED_TOKENS = 864
@@ -109,24 +118,37 @@ Found = dict[str, list[Ran]]
 
 
 def run_mixes(
-    settings: Sequence[str], mixes: dict[str, Any], rounds: int, vocab: int
-) -> dict[str, Any]:
-    """In a layout's process: runs all mixes in turns.
+    settings: Sequence[str],
+    mixes: dict[str, Any],
+    rounds: int,
+    vocab: int,
+    joins: dict[str, Any],
+    written: str,
+) -> None:
+    """In a process of a layout: runs all mixes in turns.
 
     Args:
       vocab: vocabulary of a model with random weights; 0: the demo.
+      joins: fields of `ProcessArguments`.
+      written: file for the result of process 0. Of several processes none returns.
     """
     deployment = load_deployment(DEMO, settings)
-    engine = random_engine(deployment, vocab) if vocab else open_engine(deployment)
-    draw = random.Random(1)
-    ways = {
-        name: functools.partial(run_mix, engine, mix, draw)
-        for name, mix in msgspec.convert(mixes, dict[str, Mix]).items()
-    }
-    found = take_turns(ways, rounds)
-    compiled = engine.compilations_after_ready
-    engine.close()
-    return {"mixes": found, "compilations": compiled}
+    with joined(ProcessArguments(**joins), deployment) as peers:
+        if isinstance(peers, Follower):
+            Following(open_follower(deployment, peers), peers).run()
+            return
+        alone = random_engine(deployment, vocab) if vocab else None
+        engine = alone or open_engine(deployment, leader=peers)
+        draw = random.Random(1)
+        ways = {
+            name: functools.partial(run_mix, engine, mix, draw)
+            for name, mix in msgspec.convert(mixes, dict[str, Mix]).items()
+        }
+        found = take_turns(ways, rounds)
+        compiled = engine.compilations_after_ready
+        engine.close()
+        tree = {"mixes": found, "compilations": compiled}
+        Path(written).write_bytes(msgspec.json.encode(tree))
 
 
 def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
@@ -161,12 +183,23 @@ def random_engine(deployment: Deployment, vocab: int) -> Engine:
 
 
 def _measured(
-    settings: Sequence[str], mixes: dict[str, Mix], rounds: int, vocab: int = 0
+    settings: Sequence[str],
+    mixes: dict[str, Mix],
+    rounds: int,
+    vocab: int = 0,
+    processes: int = 1,
 ) -> tuple[Found, int]:
     """Figures of the mixes of a layout, and the programs that were compiled after the start."""
-    devices = load_deployment(DEMO, settings).devices
-    given = {"settings": settings, "mixes": mixes, "rounds": rounds, "vocab": vocab}
-    found = run_worker(Worker(run_mixes, given, devices), _SECONDS)
+    joins: dict[str, Any] = {"processes": processes, "token": secrets.token_hex(16)}
+    for name in ("coordinator", "control_address"):
+        joins[name] = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder:
+        file = Path(folder, "found.json")
+        given = {"settings": settings, "mixes": mixes, "rounds": rounds, "vocab": vocab}
+        given["written"] = f"{file}"
+        each = [given | {"joins": joins | {"process_id": n}} for n in range(processes)]
+        run_workers([Worker(run_mixes, arguments) for arguments in each], _SECONDS)
+        found = msgspec.json.decode(file.read_bytes())
     return msgspec.convert(found["mixes"], Found), found["compilations"]
 
 
@@ -189,6 +222,28 @@ def measure_tokens(quick: bool) -> Iterator[Part]:
         "Devices are simulated on the cores above: more devices are not more speed.",
     ]
     yield Part("tokens", "demo model, tokens a second of the engine", measures, notes, details)
+
+
+def measure_steps(quick: bool) -> Iterator[Part]:
+    """Measures tokens a second of 1A1F with `pipeline: step` over `layer`, in one process and in
+    two with a role each. The pipelines are started in turns."""
+    mixes = {f"{count} sequences": Mix(sequences=count) for count in (1, 8, 32)}
+    measures, details = [], {}
+    for processes in (1, 2):
+        rates = {(name, pipeline): list[float]() for name in mixes for pipeline in PIPELINES}
+        for pipeline in (1 if quick else 5) * PIPELINES:
+            settings = [*LAYOUTS["1A1F, 1 lane"], f"pipeline={pipeline}"]
+            found, _ = _measured(settings, mixes, 1 if quick else 3, processes=processes)
+            for name, runs in found.items():
+                rates[name, pipeline].append(statistics.median(run.rate for run in runs))
+        for name in mixes:
+            layer, step = details[f"{processes}, {name}"] = [rates[name, p] for p in PIPELINES]
+            limit, ratio = 1.3 if name == "1 sequences" else None, median_ratio(step, layer)
+            title = f"{processes} processes, {name}: step ÷ layer"
+            measures.append(Measure(title, ratio, "", limit, "more"))
+            measures.append(Measure("  layer", statistics.median(layer), "tokens/s"))
+    notes = [f"One lane; greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included."]
+    yield Part("steps", "demo as 1A1F, a step in one dispatch", measures, notes, details)
 
 
 def measure_options(quick: bool) -> Iterator[Part]:

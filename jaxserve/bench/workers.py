@@ -68,7 +68,7 @@ def run_worker(worker: Worker, seconds: float) -> Any:
 
 
 def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
-    """Runs workers concurrently and returns the functions' results.
+    """Runs workers concurrently and returns the results of the functions that returned, else None.
 
     Raises:
       BenchError: one failed, or they did not all end within `seconds`. None is left running.
@@ -104,7 +104,7 @@ def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
                 lines = outputs[number].read_text(errors="replace").splitlines()[-20:]
                 name = " ".join(workers[number].command()[3:])
                 raise BenchError("\n".join([f"{name} {why}:", *(f"  {line}" for line in lines)]))
-        return [msgspec.json.decode(result.read_bytes()) for result in results]
+        return [msgspec.json.decode(one.read_bytes()) if one.exists() else None for one in results]
 
 
 class Helper:
