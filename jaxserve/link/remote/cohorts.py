@@ -101,8 +101,8 @@ FORGETS = 0.9
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
 USUAL = 12
-"""Mean deviations up to which a late message is taken to be about to come, within 0.3 of one. Of
-hundreds of calm lanes one is always late; only beyond what chance explains does one stall."""
+"""Mean deviations up to which a late message is taken to come at once. Of hundreds of calm lanes
+one is always late; only beyond what chance explains does one stall."""
 FIRST_ITERATION = 0.05
 """Seconds that an iteration of a lane is taken to last before one was seen."""
 
@@ -137,7 +137,7 @@ class _Lane:
             mean = self._means[at] or seconds
             late = seconds - mean
             if late < mean / 2:
-                self._deviation += 0.02 * (abs(late) - self._deviation)
+                self._deviation += 0.05 * (abs(late) - self._deviation)
                 late *= 0.5 if late < -mean / 2 else 0.2
             else:
                 late = 0.02 * min(late, 7 * mean)
@@ -153,9 +153,7 @@ class _Lane:
         """Returns how many seconds from now the message is expected. One that is later than usual
         is assumed to take as long again."""
         late = now - self.due
-        if 0 < late < USUAL * self._deviation:
-            return min(late, 0.3 * self._deviation)
-        return abs(late)
+        return 0.0 if 0 < late < USUAL * self._deviation else abs(late)
 
 
 class _Cohort:
