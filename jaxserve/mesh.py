@@ -27,6 +27,8 @@ AnyMesh = Mesh | AbstractMesh
 
 ATTENTION_AXES = ("dp", "tp")
 FFN_AXES = ("ep", "tp")
+ROLE = "role"
+"""First axis of a mesh with the devices of both roles: 0 for attention, 1 for ffn."""
 INSTANCE = "instance"
 """First axis of an ffn mesh with several instances (`ffn.instances`)."""
 

@@ -17,13 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
 from jaxserve.config.sections import Experts
-from jaxserve.mesh import AnyMesh, Rules, placed
+from jaxserve.mesh import ROLE, AnyMesh, Rules, placed
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template, TemplateLeaf
 from jaxserve.roles.program import REPLICATED, Program
 from pallas_kernels.quantize import array_bytes, from_bytes, in_bytes
+from pallas_kernels.quantize.words import PoolLayout, Words, in_lines
 
 NOTHING = -1
 """Stands for a slot where nothing is copied."""
@@ -34,6 +35,15 @@ class Bank(NamedTuple):
 
     layers: Sequence[int]
     sizes: SlotSizes
+    pool: int = 0
+    first: int = 0
+    """Pool that has the bank's matrices, and the number of matrices before them in it, where pages
+    and experts share memory (`shared_pools.py`)."""
+
+    @property
+    def form(self) -> tuple[int, int]:
+        """Number of layers, and `first`: banks that share them share programs."""
+        return len(self.layers), self.first
 
     @property
     def table(self) -> jax.ShapeDtypeStruct:
@@ -56,8 +66,11 @@ class Bank(NamedTuple):
 def stacked_banks(runs: Iterable[Sequence[Any]], sizes: SlotSizes) -> tuple[Bank, ...]:
     """Returns a bank for each of these runs of equal layers (`ModelConfig.runs`) that has routed
     experts."""
-    layers = [range(start, stop) for kind, start, stop, *_ in runs if kind.ffn.router]
-    return tuple(Bank(tuple(each), sizes) for each in layers)
+    return tuple(
+        Bank(tuple(range(start, stop)), sizes, *place)
+        for kind, start, stop, *place in runs
+        if kind.ffn.router
+    )
 
 
 def bank_arrays(
@@ -111,6 +124,7 @@ class ExpertPrograms:
       rules: Sharding rules of the mesh.
       axes: Mesh axes that the slots are divided over.
       stacked: True if leaves have a first axis of layers.
+      pools: where matrices lie that share memory with pages, on a mesh of both roles.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class ExpertPrograms:
         axes: tuple[str, ...],
         *,
         stacked: bool,
+        pools: PoolLayout | None = None,
     ):
         assert templates.moe is not None
         self.templates, self.template = templates, (template := templates.moe)
@@ -131,6 +146,8 @@ class ExpertPrograms:
         self.pieces = move_pieces(templates, settings)
         self.places = tuple(place for place, leaf in enumerate(template.leaves) if leaf.of_slots)
         """Places in the block of the leaves with one entry for each slot."""
+        self._pools, self._pooled = pools, () if pools is None else tuple(pools.matrices)
+        self._apart = [place for place in self.places if place not in self._pooled]
 
     @property
     def room(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -145,9 +162,9 @@ class ExpertPrograms:
         specs = self.template.specs(self.rules)
         return tuple(specs[place] for place in self.places)
 
-    def fetch(self, layers: int) -> Program:
-        """(moves, layer, piece, leaves of the slots…, leaves of the room…) → (leaves of the room…),
-        for a bank with this number of layers.
+    def fetch(self, bank: Bank) -> Program:
+        """(moves, layer, piece, arrays of the slots…, leaves of the room…) → (leaves of the room…),
+        for banks of this form.
 
         `moves` is int32 [ranks, 2]: the slot that a rank gets an expert from, or `NOTHING`, and the
         slot of its own that the expert is for. A piece goes straight from the device that has it to
@@ -162,14 +179,19 @@ class ExpertPrograms:
             sends = (moves[:, 0] >= 0) & (source // local == rank)
             gets = (moves[rank, 0] >= 0) & (source[rank] // local == jnp.arange(ranks))
 
-            def fetched(leaf: Array, held: Array, axis: int) -> Array:
+            def fetched(place: int, held: Array) -> Array:
+                number, first = self._slot(bank, place, layer)
+                leaf, axis = arrays[number], _cut_axis(self.template.leaves[place])
+                as_held, pooled = held, place in self._pooled
+                held = in_lines(held) if pooled else held
                 rows = -(-held.shape[axis] // self.pieces)
                 # The last piece overlaps the one before, so that all have the same size.
                 start = jnp.minimum(piece * rows, held.shape[axis] - rows)
-                inner, place = [local, *held.shape[1:]], [jnp.int32(0)] * held.ndim
-                inner[axis], place[axis] = rows, start
-                stack = leaf if self._stacked else leaf[None]
-                part = jax.lax.dynamic_slice(stack, [layer, *place], (1, *inner))[0]
+                inner, begin = [local, *held.shape[1:]], [jnp.int32(0)] * held.ndim
+                inner[axis], begin[axis] = rows, start
+                outer = [1] * (len(first) - 1)
+                part = jax.lax.dynamic_slice(leaf, [*first, *begin[1:]], [*outer, *inner])
+                part = part.reshape(inner)
                 mine = jax.lax.dynamic_slice_in_dim(held, start, rows, axis=axis)
                 mine = jnp.moveaxis(mine, axis, 1)
                 sent = in_bytes(jnp.moveaxis(part, axis, 1))
@@ -186,13 +208,13 @@ class ExpertPrograms:
                 value = from_bytes(got[:rows].reshape(1, *sent.shape[1:]), mine)
                 value = jnp.where(moves[rank, 0] >= 0, value, mine)
                 value = jnp.moveaxis(value, 1, axis)
-                return jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=axis)
+                whole = jax.lax.dynamic_update_slice_in_dim(held, value, start, axis=axis)
+                return Words.in_pool(whole, as_held).array() if pooled else whole
 
-            count = len(self.places)
-            axes = [_cut_axis(self.template.leaves[place]) for place in self.places]
-            return tuple(map(fetched, arrays[:count], arrays[count:], axes))
+            return tuple(map(fetched, self.places, arrays[count:]))
 
-        shapes, specs = self._leaves(layers)
+        shapes, specs = self._arrays(bank)
+        count, end = len(shapes), 3 + len(shapes)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return Program(
             "fetch_experts",
@@ -204,29 +226,30 @@ class ExpertPrograms:
                 (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
             ),
             self.room_specs,
-            donates=tuple(range(3 + len(shapes), 3 + 2 * len(shapes))),
+            donates=tuple(range(end, end + len(self.places))),
             ragged=True,
         )
 
-    def insert(self, layers: int) -> Program:
-        """(moves, layer, leaves of the room…, leaves of the slots…) → (leaves of the slots…), for a
-        bank with this number of layers. Every rank that gets an expert copies it to its slot."""
+    def insert(self, bank: Bank) -> Program:
+        """(moves, layer, leaves of the room…, arrays of the slots…) → (arrays of the slots…), for
+        banks of this form. Every rank that gets an expert copies it to its slot."""
 
         def body(moves: Array, layer: Array, *arrays: Array) -> tuple[Array, ...]:
             source, target = moves[jax.lax.axis_index(self.axes)]
+            gets, leaves = source != NOTHING, [*arrays[count:]]
+            if self._pools is not None:  # devices of attention have pages there
+                gets &= jax.lax.axis_index(ROLE) == 1
+            for place, value in zip(self.places, arrays[:count], strict=True):
+                number, (*outer, first) = self._slot(bank, place, layer)
+                value = in_lines(value) if place in self._pooled else value
+                start = (*outer, first + target, *(0,) * (value.ndim - 1))
+                value = value.reshape(*(1 for _ in outer), *value.shape)
+                mine = jax.lax.dynamic_slice(leaves[number], start, value.shape)
+                value = jnp.where(gets, value, mine)
+                leaves[number] = jax.lax.dynamic_update_slice(leaves[number], value, start)
+            return tuple(leaves)
 
-            def inserted(held: Array, leaf: Array) -> Array:
-                value = held[None] if self._stacked else held
-                first = (layer, target) if self._stacked else (target,)
-                start = (*first, *(0,) * (leaf.ndim - len(first)))
-                mine = jax.lax.dynamic_slice(leaf, start, value.shape)
-                value = jnp.where(source != NOTHING, value, mine)
-                return jax.lax.dynamic_update_slice(leaf, value, start)
-
-            count = len(self.places)
-            return tuple(map(inserted, arrays[:count], arrays[count:]))
-
-        shapes, specs = self._leaves(layers)
+        count, (shapes, specs) = len(self.places), self._arrays(bank)
         return Program(
             "insert_experts",
             body,
@@ -237,7 +260,7 @@ class ExpertPrograms:
                 (REPLICATED, REPLICATED, *self.room_specs, *specs),
             ),
             specs,
-            donates=tuple(range(2 + len(shapes), 2 + 2 * len(shapes))),
+            donates=tuple(range(2 + count, 2 + count + len(shapes))),
         )
 
     @property
@@ -253,16 +276,31 @@ class ExpertPrograms:
         counts, _ = bank_arrays(self.mesh, banks, self.axes)
         return Program("count_experts", body, self.mesh, counts, Bank.counts_spec(self.axes))
 
-    def _leaves(
-        self, layers: int
+    def _arrays(
+        self, bank: Bank
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[PartitionSpec, ...]]:
-        """Returns shapes and partition specs of the leaves of a bank's slots."""
-        specs = self.template.specs(self.rules)
-        leaves = [(self.template.leaves[place], specs[place]) for place in self.places]
-        if not self._stacked:
-            return tuple(leaf for leaf, _ in leaves), tuple(spec for _, spec in leaves)
-        shapes = (jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype) for leaf, _ in leaves)
-        return tuple(shapes), tuple(PartitionSpec(None, *spec) for _, spec in leaves)
+        """Returns shapes and partition specs of the arrays that have a bank's slots: its pool, if
+        it has one, and the leaves that are not there."""
+        shapes: list[Any] = []
+        specs: list[PartitionSpec] = []
+        if self._pools is not None:
+            shapes.append(jax.ShapeDtypeStruct(self._pools.over(self.mesh.size), jnp.int32))
+            specs.append(PartitionSpec(tuple(self.mesh.axis_names)))
+        outer = [len(bank.layers)] * self._stacked
+        for place in self._apart:
+            leaf, spec = self.template.leaves[place], self.template.specs(self.rules)[place]
+            shapes.append(jax.ShapeDtypeStruct((*outer, *leaf.shape), leaf.dtype))
+            specs.append(PartitionSpec(*(None for _ in outer), *spec))
+        return tuple(shapes), tuple(specs)
+
+    def _slot(self, bank: Bank, place: int, layer: Array) -> tuple[int, tuple[Array | int, ...]]:
+        """Returns which array of `_arrays` has a leaf, and the index of the layer's first slot in
+        it."""
+        if self._pools is not None and place in self._pooled:
+            first = self._pools.firsts(bank.first, len(bank.layers))[place]
+            return 0, (first + layer * self.sizes.local,)
+        number = self._apart.index(place) + (self._pools is not None)
+        return number, (layer, 0) if self._stacked else (0,)
 
 
 def add_load(

@@ -88,18 +88,20 @@ class Snapshot(NamedTuple):
     """How often counts had been reset to zero by then."""
 
 
-SlotProgram = tuple[Literal["fetch", "insert", "count"], int]
-"""Name of a program, and the layers of the banks that it is for; 0: all banks."""
+SlotProgram = tuple[Literal["fetch", "insert", "count"], tuple[int, int]]
+"""Name of a program, and `Bank.form` of the banks that it is for; `_ALL`: all banks."""
+
+_ALL = 0, 0
 
 
 def slot_programs(programs: ExpertPrograms, banks: Sequence[Bank]) -> dict[SlotProgram, Program]:
     """Returns the programs that count and move the experts of these banks; on one device none
     move."""
-    wanted: dict[SlotProgram, Program] = {("count", 0): programs.count(banks)}
+    wanted: dict[SlotProgram, Program] = {("count", _ALL): programs.count(banks)}
     if programs.sizes.ranks > 1:
-        for layers in sorted({len(bank.layers) for bank in banks}):
-            wanted["fetch", layers] = programs.fetch(layers)
-            wanted["insert", layers] = programs.insert(layers)
+        for form, bank in {bank.form: bank for bank in banks}.items():
+            wanted["fetch", form] = programs.fetch(bank)
+            wanted["insert", form] = programs.insert(bank)
     return wanted
 
 
@@ -132,7 +134,7 @@ class ExpertSlots:
         self._arrived: Leaves = ()
         self.banks, self.sizes = tuple(banks), programs.sizes
         self._mesh: Mesh = programs.mesh
-        self._places, self._weights, self._compiled = programs.places, weights, compiled
+        self._weights, self._compiled = weights, compiled
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
@@ -197,20 +199,20 @@ class ExpertSlots:
             case MoveExperts():
                 self._move(action)
             case CountExperts(number):
-                counts = self._compiled["count", 0](*self.counts)
+                counts = self._compiled["count", _ALL](*self.counts)
                 counts.copy_to_host_async()
                 self.counted = Snapshot(number, counts, self._renewals)
 
     def _fetch(self, fetch: FetchExperts) -> None:
         """Fetches one piece of every expert of a round."""
         number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
-        index = self.banks[number].layers.index(fetch.layer)
-        run = self._compiled["fetch", len(self.banks[number].layers)]
+        bank = self.banks[number]
+        index, run = bank.layers.index(fetch.layer), self._compiled["fetch", bank.form]
         room = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
             self._everywhere(np.int32(fetch.piece)),
-            *self._of_slots(number),
+            *self._weights.of_slots(number),
             *self.room,
         )
         self.room = tuple(room)
@@ -260,28 +262,20 @@ class ExpertSlots:
 
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
         """Puts fetched experts into a bank."""
-        run = self._compiled["insert", len(self.banks[number].layers)]
+        run = self._compiled["insert", self.banks[number].form]
         inserted = run(
             self._everywhere(moves),
             self._everywhere(np.int32(index)),
             *self.room,
-            *self._of_slots(number),
+            *self._weights.of_slots(number),
         )
-        leaves = list(self._weights.bank(number))
-        for place, leaf in zip(self._places, inserted, strict=True):
-            leaves[place] = leaf
-        self._weights.replace_bank(number, tuple(leaves))
+        self._weights.replace_slots(number, inserted)
 
     def _bank(self, layer: int) -> int:
         """Returns the number of a layer's bank."""
         if layer not in self.placements:
             raise ValueError(f"layer {layer} has no experts to move")
         return next(n for n, bank in enumerate(self.banks) if layer in bank.layers)
-
-    def _of_slots(self, number: int) -> Leaves:
-        """Returns the leaves of a bank that have one entry for each slot."""
-        leaves = self._weights.bank(number)
-        return tuple(leaves[place] for place in self._places)
 
     def _moves(self, copies: Sequence[tuple[int, int]]) -> np.ndarray:
         """Makes the programs' `moves`: each rank's source slot and its own target slot."""

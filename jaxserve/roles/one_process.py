@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
-from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, Rules, cached_sharding, sharded_zeros
+from jaxserve.mesh import ATTENTION_RULES, cached_sharding, sharded_zeros
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.model.module import Template
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compilation import Get, compile_all, compile_steps
 from jaxserve.roles.expert_slots import open_slots
@@ -23,15 +21,12 @@ from jaxserve.roles.lane_steps import StepPipeline, options
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.one_program import BothRolesPrograms
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays
-from jaxserve.roles.shared_pools import Run, SharedPools
+from jaxserve.roles.pooled_experts import PooledWeights
+from jaxserve.roles.program import PIECES, ROWS, Arrays
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import KVArrays
-from jaxserve.roles.weights import Leaves, RoleWeights, load_leaves, load_progress
+from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer
-from pallas_kernels.quantize.words import LANES, Words
-
-_LINES = PartitionSpec(FFN_AXES)
 
 
 def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:
@@ -55,21 +50,23 @@ class BothRolesPipeline(StepPipeline):
         if (count := jax.process_count()) > 1 and not deployment.shares_processes(count):
             raise ConfigError(f"pipeline = step: each of {count} processes needs both roles")
         self._programs = programs = BothRolesPrograms(templates, deployment, meshes)
+        self._pages: list[jax.Array] = []
         with load_progress(source, 2 + 2 * config.layers):
             of_ends = RoleWeights(source, programs.mesh)
             self._embedding, self._head = of_ends.add_ends(templates, names, ATTENTION_RULES)
-            weights = RoleWeights(source, union := programs.union)
-            pools = None if programs.shared is None else _PoolLoader(programs.shared, model, union)
+            weights, union, pooled = RoleWeights(source, programs.union), programs.union, None
+            if programs.shared is not None:
+                weights = pooled = PooledWeights(programs.shared, model, union, self._pages)
             for run in programs.runs:
                 kind, first, stop, *_ = run
                 attention, ffn = names.attention[first:stop], names.ffn[first:stop]
                 block = templates.attention[kind]
                 weights.add("attention", block, attention, ATTENTION_RULES, first)
-                if pools is not None and kind.ffn.router:
-                    weights.blocks.append(pools.load(run, programs.rules))
+                if pooled is not None and kind.ffn.router:
+                    pooled.add_experts(run, programs.rules)
                 else:
                     weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
-            self._pools = [] if pools is None else pools.halves  # taken by `_clear`
+            self._pools = [] if pooled is None else pooled.halves  # taken by `_clear`
         weights.held += of_ends.held
         buckets, most = deployment_buckets(deployment), deployment.lanes
         steps = {(b, n): programs.step(b, n) for b in buckets for n in range(1, 1 + most)}
@@ -77,8 +74,7 @@ class BothRolesPipeline(StepPipeline):
         self._ends = compile_steps(ends, programs, buckets)
         self._halves = _Halves(programs)
         self._experts = slots = open_slots(programs.experts, programs.banks, weights, names, source)
-        # Experts in pools do not move.
-        super().__init__(most, weights, slots if pools is None else None, observer)
+        super().__init__(most, weights, slots, observer)
 
     def renew(self) -> bool:
         """Returns False with pools: a lost step has destroyed the experts in them."""
@@ -87,10 +83,11 @@ class BothRolesPipeline(StepPipeline):
     def _clear(self) -> None:
         super()._clear()
         programs, pools = self._programs, len(self._pools)
-        self._pages: Sequence[jax.Array] = ()  # the old ones are free before there are new ones
+        self._pages.clear()  # the old ones are free before there are new ones
         own = [sharded_zeros(a.shape, a.dtype, a.sharding) for a in programs.pages[pools:]]
         whole = map(self._halves.with_empty, self._pools, programs.pages)
-        self._pages, self._pools = [*whole, *own], []
+        self._pages += [*whole, *own]
+        self._pools.clear()
         self._tokens = TokenLanes(programs, self._head)
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
@@ -104,7 +101,7 @@ class BothRolesPipeline(StepPipeline):
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
         kinds = zip(pages, self._apart, self._programs.pages, strict=True)
-        self._pages = [self._halves.joined(*each) for each in kinds]
+        self._pages[:] = [self._halves.joined(*each) for each in kinds]
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
         slots, pages, lanes = self._experts, len(self._pages), len(steps)
@@ -116,73 +113,13 @@ class BothRolesPipeline(StepPipeline):
         spread = (self._halves.spread(array) for one in entered for array in one)
         made = self.executables[bucket, lanes](*spread, *self._pages, *experts, *leaves)
         streams, state = made[: 2 * lanes], made[2 * lanes :]
-        self._pages = state[:pages]
+        self._pages[:] = state[:pages]
         if slots is not None:
             slots.counts = list(state[pages:])
         for (last, batch, _), *stream in zip(steps, streams[::2], streams[1::2], strict=True):
             x, answer = map(self._halves.taken, stream, (ROWS, PIECES))
             found.append((tuple(leave(x, last, batch, answer, *self._head)), (x, answer)))
         return found
-
-
-class _PoolLoader:
-    """Fills the ffn role's half of the pools, layer by layer.
-
-    Attributes:
-      halves: the ffn role's half of each pool.
-    """
-
-    def __init__(self, pools: SharedPools, model: OpenModel, union: Mesh):
-        self._pools, self._model, self._union = pools, model, union
-        self._mesh = ffn = model.meshes.ffn
-        self._others = Mesh(union.devices[0].reshape(ffn.devices.shape), ffn.axis_names)
-        kind = (ffn.size * pools.lines, LANES), jnp.dtype(jnp.int32)
-        sharding = cached_sharding(self._mesh, _LINES)
-        self.halves = [sharded_zeros(*kind, sharding) for _ in pools.arrays]
-        given = {"mesh": ffn, "out_specs": _LINES, "check_vma": False}
-        self._mapped, self._puts = functools.partial(jax.shard_map, **given), dict[int, Any]()
-
-    def load(self, run: Run, rules: Rules) -> Leaves:
-        """Loads the ffn blocks of a run with experts. Returns the stacked leaves that are in no
-        pool, on the mesh of both roles; zeros on the attention role's devices.
-
-        Args:
-          rules: sharding rules of ffn blocks on the mesh of both roles.
-        """
-        (_, names, meshes, templates, source), held = self._model, self._pools.matrices
-        template, layers = templates.ffn[run.kind.ffn], range(run.start, run.stop)
-        others: list[Leaves] = []
-        for layer in layers:
-            leaves = load_leaves(source, template, names.ffn[layer], self._mesh, meshes.ffn_rules)
-            self._put(run, template, layer, leaves)
-            others.append(tuple(leaf for place, leaf in enumerate(leaves) if place not in held))
-        specs = zip(template.specs(meshes.ffn_rules), template.specs(rules), strict=True)
-        kept = (pair for place, pair in enumerate(specs) if place not in held)
-        return tuple(map(self._stack, zip(*others, strict=True), kept))
-
-    def _stack(self, leaves: Leaves, specs: tuple[PartitionSpec, PartitionSpec]) -> jax.Array:
-        """Stacks a leaf of several layers, on the mesh of both roles.
-
-        Args:
-          specs: of a layer's leaf, on the ffn mesh and on the mesh of both roles.
-        """
-        own, both = (PartitionSpec(None, *spec) for spec in specs)
-        stack = jax.jit(lambda *each: jnp.stack(each))(*leaves)
-        empty = sharded_zeros(stack.shape, stack.dtype, cached_sharding(self._others, own))
-        shards, assemble = fast_shards()
-        made = assemble(stack.shape, stack.dtype, cached_sharding(self._union, both))
-        return made([*shards(empty), *shards(stack)])
-
-    def _put(self, run: Run, template: Template, layer: int, leaves: Leaves) -> None:
-        """Writes the matrices of a layer's experts into the run's pool."""
-        for place, first in self._pools.firsts(run.first, run.stop - run.start).items():
-            matrix = self._pools.matrices[place]
-            if place not in self._puts:
-                specs = _LINES, template.specs(self._model.meshes.ffn_rules)[place], REPLICATED
-                put = functools.partial(Words.written, array=matrix)
-                self._puts[place] = jax.jit(self._mapped(put, in_specs=specs), donate_argnums=0)
-            at = np.int32(first + (layer - run.start) * matrix.shape[0])
-            self.halves[run.pool] = self._puts[place](self.halves[run.pool], leaves[place], at)
 
 
 class _Halves:

@@ -29,7 +29,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.packed_rows import PackedRows
-from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, Rules, Submeshes, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, ROLE, Submeshes, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
@@ -42,9 +42,7 @@ from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
 from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
 from jaxserve.roles.token_programs import StepContext
-from pallas_kernels.quantize.words import LANES, Words
 
-ROLE = "role"
 _DIVIDED = ("ep",)
 
 
@@ -98,7 +96,7 @@ class BothRolesPrograms(AttentionPrograms):
         everywhere = *_DIVIDED, self.tensor
         own: dict[Any, str | tuple[str, str]]
         own = {"ep": "ep", "tp": self.tensor, FFN_AXES: everywhere}
-        self.rules: Rules = {name: own[axes] for name, axes in FFN_RULES.items()}
+        self.rules = {name: own[axes] for name, axes in FFN_RULES.items()}
         axes, combine = Axes(*everywhere, rows=everywhere), self.contract.combine
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
         self.shared: SharedPools | None = None
@@ -107,14 +105,13 @@ class BothRolesPrograms(AttentionPrograms):
         if self.config.platform == "tpu":
             self.shared = SharedPools(deployment, templates, meshes)
             self.runs, pages = self.shared.runs, self.shared.arrays
-            lines = self.mesh.size * self.shared.lines
-            pool = self._on_both(self.shape(lines, LANES, spec=PIECES))
+            pool = self._on_both(self.shape(*self.shared.over(self.mesh.size), spec=PIECES))
             self.pages[: len(pages)] = [pool] * len(pages)
         self.banks = stacked_banks(self.runs, templates.slots)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
             given = templates, deployment.experts, self.union, self.rules, _DIVIDED
-            self.experts = ExpertPrograms(*given, stacked=True)
+            self.experts = ExpertPrograms(*given, stacked=True, pools=self.shared)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Sharding of an array whose first half lies on the attention mesh as this spec says."""
@@ -186,7 +183,7 @@ class BothRolesPrograms(AttentionPrograms):
         """Runs attention's part of a layer inside a program; see `attend`."""
         held: Any = pages if self.shared is None else self.shared.in_arrays(pages)
         made: Any = self._attend(kind, self.stream(stream), held, batch, leaves)
-        return tuple(array.pool() if isinstance(array, Words) else array for array in made)
+        return tuple(made) if self.shared is None else self.shared.in_pools(made)
 
     def _beside_pools(self, kind: LayerKind, layers: int) -> Sequence[Any]:
         """Returns the stacked leaves of ffn blocks; None for those that are in pools."""

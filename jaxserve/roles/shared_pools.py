@@ -23,7 +23,7 @@ from jaxserve.roles.attention_bytes import attention_weights
 from jaxserve.roles.capacity import RoleBytes
 from jaxserve.roles.role_bytes import on_one_mesh, role_bytes
 from pallas_kernels.quantize import FOUR_BITS, entry_words
-from pallas_kernels.quantize.words import LANES, PoolLayout
+from pallas_kernels.quantize.words import LANES, PoolLayout, stored_shape
 
 ROWS = 32
 """Rows of a page that a kernel writes at once; a page has whole ones."""
@@ -108,17 +108,19 @@ def _of(sharding: NamedSharding, array: Any, layers: int = 1) -> jax.ShapeDtypeS
 
 def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Iterator[str]:
     """Yields the reasons why pages and experts cannot share memory."""
-    attention, cache, experts = deployment.attention, deployment.cache, deployment.experts
+    attention, cache = deployment.attention, deployment.cache
     if attention.tp > 1 or cache.page_size % ROWS:
         yield f"{attention.tp=} must be 1, and {cache.page_size=} a multiple of {ROWS}"
-    if cache.host_gb or deployment.weights.address or experts.rebalance_seconds:
-        yield f"no {cache.host_gb=}, {experts.rebalance_seconds=} and weights.address"
+    if cache.host_gb or cache.rope != "auto" or deployment.weights.address:
+        yield f"no {cache.host_gb=}, {cache.rope=} and weights.address"
     for kind in config.kinds():
-        if not isinstance(kind.attention, GQA | MFA) or kind.attention.window:
-            yield f"{type(kind.attention).__name__}: only keys and values of all tokens"
+        name, chosen = type(kind.attention).__name__, getattr(kind.attention, "indexer", None)
+        if not isinstance(kind.attention, GQA | MFA) or kind.attention.window or chosen:
+            yield f"{name}: only attention to all tokens, without window and indexer"
     if len({kind.ffn for kind in config.kinds() if kind.ffn.router}) > 1:
         yield "layers have different experts"
     for array in arrays:
-        if array.dtype in FOUR_BITS or not entry_words(array):
+        narrow = array.shape[-1] % LANES
+        if array.dtype in FOUR_BITS or narrow or not entry_words(array):
             tiles = f"whole tiles of {32 // array.dtype.itemsize} x {LANES}, of 8 or 16 bits"
-            yield f"a device's {array.dtype}{array.shape[-2:]} needs {tiles}"
+            yield f"a device's {array.dtype}{stored_shape(array)[-2:]} needs {tiles}"

@@ -40,7 +40,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.dispatch.message import reinterpreted
 from jaxserve.link.dispatch.packed_rows import PackedRows
-from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES
+from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, ROLE
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
@@ -61,7 +61,6 @@ from pallas_kernels.permute_order import permutes
 Dispatch = tuple[Bucket, int]
 """Bucket and number of lanes of a dispatch."""
 
-ROLE = "role"
 STAGES = 3
 """Lanes from which a step is a pipeline of attention, exchanges and FFN."""
 _DIVIDED = FFN_AXES[:1]

@@ -89,7 +89,8 @@ class RoleWeights:
         self._source, self._mesh = source, mesh
         self.blocks: list[Leaves] = []
         self.held: list[HeldBlock] = []
-        self._banks: list[int] = []  # numbers of the blocks with experts
+        # Numbers of the blocks with experts, and places in the block of the leaves with slots.
+        self._banks: list[tuple[int, Sequence[int]]] = []
 
     def add(
         self,
@@ -103,8 +104,8 @@ class RoleWeights:
         number, alone = len(self.blocks), isinstance(sources, dict)
         made = load_leaves(self._source, template, sources, self._mesh, rules)
         self.blocks.append(made)
-        if any(leaf.of_slots for leaf in template.leaves):
-            self._banks.append(number)
+        if places := [place for place, leaf in enumerate(template.leaves) if leaf.of_slots]:
+            self._banks.append((number, places))
         leaves = functools.partial(self.blocks.__getitem__, number)
         of_layers = cast(Sequence[Sources], [sources] if alone else sources)
         for layer, own in enumerate(of_layers, first):
@@ -127,8 +128,17 @@ class RoleWeights:
 
     def bank(self, number: int) -> Leaves:
         """All leaves of a bank's ffn block or blocks."""
-        return self.blocks[self._banks[number]]
+        return self.blocks[self._banks[number][0]]
 
-    def replace_bank(self, number: int, leaves: Leaves) -> None:
-        """Replaces all leaves of a bank's ffn block or blocks."""
-        self.blocks[self._banks[number]] = leaves
+    def of_slots(self, number: int) -> Leaves:
+        """The arrays of a bank's slots: leaves with an entry for each slot."""
+        block, places = self._banks[number]
+        return tuple(self.blocks[block][place] for place in places)
+
+    def replace_slots(self, number: int, arrays: Sequence[jax.Array]) -> None:
+        """Replaces what `of_slots` returns."""
+        block, places = self._banks[number]
+        leaves = list(self.blocks[block])
+        for place, leaf in zip(places, arrays, strict=True):
+            leaves[place] = leaf
+        self.blocks[block] = tuple(leaves)

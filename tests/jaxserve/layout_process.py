@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,7 +65,7 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     engine = open_engine(deployment, DEFAULTS, leader)
     engine.pipeline()  # Asking has it measured.
     if options.moving:
-        move(engine)
+        move(engine, fails=leader.identity.processes > 2)
     prompts = layouts.prompts_below(read_config(options.model)[0].vocab)
     tokens = crowded(engine) if options.crowded else layouts.generate(engine, prompts)
     view = engine.pipeline()
@@ -80,19 +81,37 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
 
 
-def move(engine: Engine, *, fails: bool = True) -> None:
-    """Every expert to another rank while requests run, from the checkpoint and between devices. If
-    it fails at first, since process 2 cannot read its own, all stay."""
+def move(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]] = layouts.PROMPTS,
+    *,
+    fails: bool = True,
+    expected: list[list[int]] | None = None,
+) -> None:
+    """Every expert to another rank while requests run, from the checkpoint and between devices,
+    and then where they balance best. If it fails at first, since process 2 cannot read its own, all
+    stay. The tokens meanwhile are those expected; None: any."""
     experts = engine.experts
     assert isinstance(experts, ExpertBalancer)
-    for number, source in enumerate(("checkpoint", "checkpoint", "devices")):
+    for number, source in enumerate(("checkpoint", "checkpoint", "devices", "devices")):
         experts._settings = msgspec.structs.replace(experts._settings, source=source)
-        experts.place({layer: slots[::-1] for layer, slots in experts.placements.items()})
-        deadline = time.monotonic() + SECONDS
-        while experts.view().moving:
-            assert time.monotonic() < deadline
-            layouts.generate(engine)
+        if number < 3:
+            experts.place({layer: slots[::-1] for layer, slots in experts.placements.items()})
+        else:
+            assert experts.rebalance(dry_run=False, seconds=SECONDS).moves or not expected
+        await_moves(engine, prompts, expected)
         assert (experts.view().moves > 0) == (number > 0 or not fails)
+
+
+def await_moves(
+    engine: Engine, prompts: Sequence[Sequence[int]], expected: list[list[int]] | None = None
+) -> None:
+    """Waits until no expert moves any more; requests run meanwhile, with the tokens expected."""
+    deadline = time.monotonic() + SECONDS
+    while engine.experts is not None and engine.experts.view().moving:
+        assert time.monotonic() < deadline
+        tokens = layouts.generate(engine, prompts)
+        assert expected in (None, tokens)
 
 
 def as_on_tpus() -> Any:
@@ -105,7 +124,7 @@ def as_on_tpus() -> Any:
     return patch.object(matrix_formats, "placed", placed)
 
 
-def crowded(engine: Engine) -> list[list[int]]:
+def crowded(engine: Engine, prompts: Sequence[Sequence[int]] = layouts.PROMPTS) -> list[list[int]]:
     """The tokens, where requests are preempted, and one is cancelled at its first token."""
     other = layouts.Collector()
 
@@ -114,7 +133,7 @@ def crowded(engine: Engine) -> list[list[int]]:
         engine.cancel(output.request_id)
 
     other.submit(engine, [5], layouts.GREEDY, on_output=cancel, request_id="cancelled")
-    tokens = layouts.generate(engine)
+    tokens = layouts.generate(engine, prompts)
     assert other.wait()["cancelled"].finish_reason == "cancelled"
     assert engine.load().preemptions > 0
     return tokens

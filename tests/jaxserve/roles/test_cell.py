@@ -98,19 +98,6 @@ class TestCell:
         assert driver.idle_lanes == [0, 1]
 
 
-def test_whole_steps_are_enqueued_in_the_order_of_their_plans(colocated_runtime):
-    driver = colocated_runtime.driver
-    driver.begin(plan(colocated_runtime, 1, 4))
-    driver.begin(plan(colocated_runtime, 0, 5))
-    assert driver.active
-    assert driver.idle_lanes == []
-    assert driver.advance().plan.number == 4
-    assert driver.position() == ("step", 1, 0, 4)
-    assert driver.idle_lanes == [1]
-    assert driver.advance().plan.number == 5
-    assert not driver.active
-
-
 def counted(slots):
     """Tokens so far, [layers, experts]."""
     slots.carry_out(CountExperts(1))

@@ -22,7 +22,8 @@ HOPPER = Target("mosaic_gpu", "NVIDIA H200")
 def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
     """XLA's kernel waits for rows of every device on other hosts: each sends one."""
     deployment = layouts.deployment(tmp_path, {"ffn.ep": 3, "ffn.tp": 2})
-    program = programs_of(FFNPrograms, deployment).experts.fetch(1)
+    programs = programs_of(FFNPrograms, deployment)
+    program = programs.experts.fetch(programs.banks[0])
     with use_target(HOPPER):
         traced = jax.jit(program.mapped()).trace(*program.arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -36,7 +37,7 @@ def received() -> list[str]:
     config, deployment = load("step3-alltoall")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
     programs = programs_of(FFNPrograms, deployment, config, meshes)
-    text = programs.experts.fetch(1).compile().as_text() or ""
+    text = programs.experts.fetch(programs.banks[0]).compile().as_text() or ""
     return re.findall(r"ragged-all-to-all-done\S* = (\S+)", text)
 
 

@@ -20,7 +20,6 @@ from jaxserve.model.ffn.placement import EMPTY, home_slots
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.colocated import ColocatedWeights
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.expert_programs import expert_bytes
 from jaxserve.roles.expert_slots import counts_of_ranks, open_slots
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
@@ -55,8 +54,7 @@ def contents(slots, weights, layer):
     number = next(n for n, bank in enumerate(slots.banks) if layer in bank.layers)
     index = slots.banks[number].layers.index(layer)
     found = [b""] * slots.sizes.total
-    for place in slots._places:
-        leaf = np.asarray(weights.bank(number)[place])
+    for leaf in map(np.asarray, weights.of_slots(number)):
         leaf = leaf[index] if leaf.shape[0] != slots.sizes.total else leaf
         found = [own + leaf[slot].tobytes() for slot, own in enumerate(found)]
     return found
@@ -114,11 +112,11 @@ def test_the_shared_expert_stays_where_it_is(source, tmp_path):
     config = architecture(sizes.config())
     checkpoint = open_checkpoint(str(folder), step3_names(config))
     overrides = {"ffn.ep": 4, "ffn.redundant_slots": 1, "ffn.shared": "ranks:1"}
-    slots, _, pieces = make(folder, overrides, checkpoint, config)
+    slots, weights, pieces = make(folder, overrides, checkpoint, config)
     assert (slots.sizes.local, slots.sizes.total, slots.counts[0].shape) == (4, 12, (1, 4, 7))
 
     def whole():
-        return [np.asarray(leaf) for leaf in slots._of_slots(0)]
+        return [np.asarray(leaf) for leaf in weights.of_slots(0)]
 
     before, home = whole(), home_slots(slots.sizes)
     assert all(leaf[12:14].any() and not leaf[14:].any() for leaf in before)
@@ -227,14 +225,6 @@ def test_what_cannot_be_read_is_said_and_changes_nothing(tiny_model):
     slots.carry_out(ReadExperts(1, [(0, 3)]))
     wait_for(slots)
     assert slots.unread == ""
-
-
-def test_an_expert_has_a_slot_in_every_layer(tmp_path):
-    slots, _, _ = make(tmp_path, AFD)
-    assert slots.layers == (1, 2)
-    templates = programs_of(FFNPrograms, layouts.deployment(tmp_path, AFD)).templates
-    # d_ff 33, on two devices
-    assert expert_bytes(templates.moe, slots.sizes) == 3 * 64 * 34 * 4
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path):

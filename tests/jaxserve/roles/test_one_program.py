@@ -1,31 +1,44 @@
 """Steps of both roles as one program give the colocated tokens."""
 
+import contextlib
+
+import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import layouts
-from tests.jaxserve.layout_process import as_on_tpus, crowded, move
+from tests.jaxserve.layout_process import as_on_tpus, await_moves, crowded, move
 from tests.jaxserve.test_layouts_processes import run
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
-CASES = [
-    (1, {"speculative.method": "ngram"}),
-    (2, {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}),
-    (2, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2, "ffn.redundant_slots": 1}),
-    (3, {"attention.dp": 2, "ffn.ep": 2, "ffn.redundant_slots": 1, "ffn.exchange": "alltoall"}),
-]
 EIGHT_BITS = dict.fromkeys(("attention.weights", "ffn.weights", "cache.format"), "int8")
-HALVES = {"attention.dp": 2, "ffn.ep": 2, "ffn.processes": 2}
-POOLED = [
-    (1, {}, {"attention.dp": 2, "ffn.tp": 2, "speculative.method": "ngram"}),
-    (2, {}, {"attention.dp": 2, "ffn.ep": 2, "ffn.redundant_slots": 1}),
-    (3, EIGHT_BITS, {}),
-    pytest.param(3, {}, HALVES | {"attention.processes": 2}, marks=pytest.mark.multihost),
+MOVED = {
+    "ffn.redundant_slots": 1,
+    "experts.move_gb_per_second": 10.0,
+    "experts.move_mb_per_step": 0.05,
+    "experts.least_gain": 0.0,
+}
+TWO_RANKS = {"attention.dp": 2, "ffn.ep": 2} | MOVED
+HALVES = TWO_RANKS | {"attention.processes": 2, "ffn.processes": 2}
+FEW = {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}
+PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
+CASES = [
+    (1, {}, {"speculative.method": "ngram"}),
+    (2, {}, FEW),
+    (2, {}, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
+    (3, {}, TWO_RANKS | {"ffn.exchange": "alltoall"}),
+    (1, PAGES, {"attention.dp": 2, "ffn.tp": 2, "speculative.method": "ngram"}),
+    (2, PAGES, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
+    (3, PAGES | EIGHT_BITS, {}),
+    (3, PAGES | EIGHT_BITS, TWO_RANKS),
+    pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
 ]
-"""Lanes, formats, and a layout; in 8 bits, sums are cut as in colocated mode."""
+"""Lanes, pages and formats, and a layout. With pages of whole tiles the programs are those of TPUs,
+where pages and experts share memory. In 8 bits sums of other experts are rounded otherwise: tokens
+are the same where sums are cut as in colocated mode, and where experts are back."""
 WHOLE_TILES = TinyStep3(
     vocab_size=161,
     hidden_size=128,
@@ -34,43 +47,59 @@ WHOLE_TILES = TinyStep3(
     share_expert_dim=42,
     moe_num_experts=8,
 )
-PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("lanes", "sizes"), CASES)
-def test_the_tokens_are_the_colocated_ones(lanes, sizes, tiny_model, reference):
-    """With few pages requests are preempted and one is cancelled; experts move while steps run."""
-    overrides = {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
-    overrides |= {"experts.move_gb_per_second": 10.0}
-    with layouts.running(tiny_model, overrides) as engine:
+@pytest.mark.parametrize(("lanes", "given", "sizes"), CASES)
+def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_path):
+    """Experts move while requests run. With few pages requests are preempted and one is cancelled.
+    Each of two pools has one of Step-3's two layers with experts. Two
+    processes have half of each role."""
+    folder, prompts = tiny_model, layouts.PROMPTS
+    platform = as_on_tpus() if given else contextlib.nullcontext()
+    if given:
+        folder = write_tiny_step3(tmp_path, WHOLE_TILES, seed=layouts.SEED)
+    with layouts.running(folder, given | layouts.COLOCATED) as engine:
+        expected = layouts.generate(engine, prompts)
+    overrides = given | {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
+    if "ffn.processes" in sizes:
+        found = run(folder, overrides, 2, tmp_path, "--as-on-tpus", "--crowded", "--moving")
+        assert found.tokens == expected
+        assert found.view["experts"]["moves"] > 20
+        return
+    with platform, layouts.running(folder, overrides) as engine:
         if "ffn.redundant_slots" in sizes:
-            move(engine, fails=False)
-        tokens = crowded(engine) if "cache.pages" in sizes else layouts.generate(engine)
-        again = layouts.generate(engine)  # with cached prefixes
+            home, alike = dict(engine.experts.placements), EIGHT_BITS.keys() - given.keys()
+            expected = expected if alike else layouts.generate(engine, prompts)
+            move(engine, prompts, fails=False, expected=expected if alike else None)
+            check_counts(engine, prompts)
+            if not alike:
+                engine.experts.place(home)
+                await_moves(engine, prompts)
+        few = "cache.pages" in overrides
+        assert (crowded if few else layouts.generate)(engine, prompts) == expected
+        assert layouts.generate(engine, prompts) == expected  # with cached prefixes
         assert engine.compilations_after_ready == 0
         assert not engine.host_pages or engine.host_pages["bytes_restored"] > 0
-    layouts.check(reference, tokens, sizes)
-    layouts.check(reference, again, sizes)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("lanes", "formats", "sizes"), POOLED)
-def test_pages_and_experts_share_memory_as_on_tpus(lanes, formats, sizes, tmp_path):
-    """Each of two pools has one of the two layers with experts. Requests are preempted, and one is
-    cancelled. Two processes have half of each role."""
-    folder, overrides = write_tiny_step3(tmp_path, WHOLE_TILES, seed=layouts.SEED), PAGES | formats
-    with layouts.running(folder, overrides | layouts.COLOCATED) as engine:
-        expected = layouts.generate(engine)
-    overrides |= {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
-    if "ffn.processes" in sizes:
-        found = run(folder, overrides, 2, tmp_path, "--as-on-tpus", "--crowded")
-        assert found.tokens == expected
-        return
-    with as_on_tpus(), layouts.running(folder, overrides) as engine:
-        assert crowded(engine) == expected
-        assert layouts.generate(engine) == expected  # with cached prefixes
-        assert engine.compilations_after_ready == 0
+def check_counts(engine, prompts):
+    """Each rank counts tokens for the experts in its slots, and every layer all tokens."""
+    before = tokens_of_ranks(engine)
+    layouts.generate(engine, prompts)
+    totals = set()
+    for layer, tokens in tokens_of_ranks(engine).items():
+        slots = np.split(np.array(engine.experts.placements[layer]), len(tokens))
+        for own, new in zip(slots, tokens - before[layer], strict=True):
+            assert new.any()
+            assert set(np.flatnonzero(new)) <= set(own)
+        totals.add((tokens - before[layer]).sum())
+    assert len(totals) == 1
+
+
+def tokens_of_ranks(engine):
+    engine.experts.rebalance(dry_run=True, seconds=60)
+    return dict(engine.experts._totals)
 
 
 def test_meshes_without_common_axes_are_refused(tiny_model):

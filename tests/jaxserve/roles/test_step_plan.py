@@ -53,12 +53,6 @@ def test_a_plan_of_rows_says_everything():
     assert PLAN.new_pages.T.tolist() == pages
 
 
-def test_a_plan_without_rows():
-    plan = plan_of_rows(0, 0, Bucket(4, 1), [[], []], slots=4)
-    assert plan.load == StepLoad(4, 1, 0, 0, 0, 0)
-    assert (len(plan.rows), len(plan.token_ids), plan.new_pages.shape) == (0, 0, (3, 0))
-
-
 @pytest.mark.parametrize("rules", [None, SlotRules(fresh=True)])
 def test_survives_the_wire(rules):
     rows = [[*ROWS[0], SequenceRow(3, [1], 1, [7], True, temperature=0.5, rules=rules)], ROWS[1]]
