@@ -61,9 +61,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     role, each role has its program: on CPUs, and compiled for GPUs (never run on one so far). Where
     every process has equally many devices of both roles, one program has both: on CPUs, where each
     device holds the weights and pages of both roles and `attention.tp` must be 1 or `ffn.tp`; and
-    compiled for TPUs (never run on one so far), where pages and experts share memory, for GQA and
-    MFA without windows, `attention.tp: 1`, experts in 8 or 16 bits, and no `cache.host_gb`. `auto`:
-    `layer`."""
+    compiled for TPUs (never run on one so far), where pages and experts share memory, for GQA,
+    MFA and MLA without windows and indexers, `attention.tp: 1`, experts in 8 or 16 bits, and no
+    `cache.host_gb`. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

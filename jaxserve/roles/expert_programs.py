@@ -216,19 +216,11 @@ class ExpertPrograms:
         shapes, specs = self._arrays(bank)
         count, end = len(shapes), 3 + len(shapes)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        return Program(
-            "fetch_experts",
-            body,
-            self.mesh,
-            placed(
-                self.mesh,
-                (self._moves, scalar, scalar, *shapes, *self.room),
-                (REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs),
-            ),
-            self.room_specs,
-            donates=tuple(range(end, end + len(self.places))),
-            ragged=True,
-        )
+        given = self._moves, scalar, scalar, *shapes, *self.room
+        divided = REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs
+        what = body, self.mesh, placed(self.mesh, given, divided), self.room_specs
+        room = tuple(range(end, end + len(self.places)))
+        return Program("fetch_experts", *what, donates=room, ragged=True)
 
     def insert(self, bank: Bank) -> Program:
         """(moves, layer, leaves of the room…, arrays of the slots…) → (arrays of the slots…), for
@@ -250,18 +242,10 @@ class ExpertPrograms:
             return tuple(leaves)
 
         count, (shapes, specs) = len(self.places), self._arrays(bank)
-        return Program(
-            "insert_experts",
-            body,
-            self.mesh,
-            placed(
-                self.mesh,
-                (self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes),
-                (REPLICATED, REPLICATED, *self.room_specs, *specs),
-            ),
-            specs,
-            donates=tuple(range(2 + count, 2 + count + len(shapes))),
-        )
+        given = self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes
+        arguments = placed(self.mesh, given, (REPLICATED, REPLICATED, *self.room_specs, *specs))
+        slots = tuple(range(2 + count, 2 + count + len(shapes)))
+        return Program("insert_experts", body, self.mesh, arguments, specs, donates=slots)
 
     @property
     def _moves(self) -> jax.ShapeDtypeStruct:
@@ -269,28 +253,22 @@ class ExpertPrograms:
 
     def count(self, banks: Sequence[Bank]) -> Program:
         """(counts of each bank…) → [layers, ranks, experts], a copy for all banks."""
-
-        def body(*counts: Array) -> Array:
-            return jnp.concatenate(counts)
-
-        counts, _ = bank_arrays(self.mesh, banks, self.axes)
-        return Program("count_experts", body, self.mesh, counts, Bank.counts_spec(self.axes))
+        (counts, _), spec = bank_arrays(self.mesh, banks, self.axes), Bank.counts_spec(self.axes)
+        name, body = "count_experts", lambda *counts: jnp.concatenate(counts)
+        return Program(name, body, self.mesh, counts, spec)
 
     def _arrays(
         self, bank: Bank
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[PartitionSpec, ...]]:
         """Returns shapes and partition specs of the arrays that have a bank's slots: its pool, if
         it has one, and the leaves that are not there."""
-        shapes: list[Any] = []
-        specs: list[PartitionSpec] = []
+        outer, all_specs = [len(bank.layers)] * self._stacked, self.template.specs(self.rules)
+        leaves = [self.template.leaves[place] for place in self._apart]
+        shapes = [jax.ShapeDtypeStruct((*outer, *leaf.shape), leaf.dtype) for leaf in leaves]
+        specs = [PartitionSpec(*(None for _ in outer), *all_specs[n]) for n in self._apart]
         if self._pools is not None:
-            shapes.append(jax.ShapeDtypeStruct(self._pools.over(self.mesh.size), jnp.int32))
-            specs.append(PartitionSpec(tuple(self.mesh.axis_names)))
-        outer = [len(bank.layers)] * self._stacked
-        for place in self._apart:
-            leaf, spec = self.template.leaves[place], self.template.specs(self.rules)[place]
-            shapes.append(jax.ShapeDtypeStruct((*outer, *leaf.shape), leaf.dtype))
-            specs.append(PartitionSpec(*(None for _ in outer), *spec))
+            pool = jax.ShapeDtypeStruct(self._pools.over(self.mesh.size), jnp.int32)
+            shapes, specs = [pool, *shapes], [PartitionSpec(tuple(self.mesh.axis_names)), *specs]
         return tuple(shapes), tuple(specs)
 
     def _slot(self, bank: Bank, place: int, layer: Array) -> tuple[int, tuple[Array | int, ...]]:

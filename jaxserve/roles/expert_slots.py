@@ -208,14 +208,9 @@ class ExpertSlots:
         number, moves = self._bank(fetch.layer), self._moves(fetch.copies)
         bank = self.banks[number]
         index, run = bank.layers.index(fetch.layer), self._compiled["fetch", bank.form]
-        room = run(
-            self._everywhere(moves),
-            self._everywhere(np.int32(index)),
-            self._everywhere(np.int32(fetch.piece)),
-            *self._weights.of_slots(number),
-            *self.room,
-        )
-        self.room = tuple(room)
+        numbers = np.array([index, fetch.piece], np.int32)
+        where = [self._everywhere(each) for each in (moves, *numbers)]
+        self.room = tuple(run(*where, *self._weights.of_slots(number), *self.room))
 
     def _read(self, read: ReadExperts) -> None:
         """Has experts read from the checkpoint on a thread of its own.
@@ -263,12 +258,8 @@ class ExpertSlots:
     def _insert(self, number: int, index: int, moves: np.ndarray) -> None:
         """Puts fetched experts into a bank."""
         run = self._compiled["insert", self.banks[number].form]
-        inserted = run(
-            self._everywhere(moves),
-            self._everywhere(np.int32(index)),
-            *self.room,
-            *self._weights.of_slots(number),
-        )
+        where = self._everywhere(moves), self._everywhere(np.int32(index))
+        inserted = run(*where, *self.room, *self._weights.of_slots(number))
         self._weights.replace_slots(number, inserted)
 
     def _bank(self, layer: int) -> int:

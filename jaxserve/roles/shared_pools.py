@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import GQA, MFA, LayerKind, ModelConfig
+from jaxserve.config.model import GQA, MFA, MLA, LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes, RoleMeshes
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
@@ -115,12 +115,12 @@ def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Itera
         yield f"no {cache.host_gb=}, {cache.rope=} and weights.address"
     for kind in config.kinds():
         name, chosen = type(kind.attention).__name__, getattr(kind.attention, "indexer", None)
-        if not isinstance(kind.attention, GQA | MFA) or kind.attention.window or chosen:
+        if not isinstance(kind.attention, GQA | MFA | MLA) or kind.attention.window or chosen:
             yield f"{name}: only attention to all tokens, without window and indexer"
     if len({kind.ffn for kind in config.kinds() if kind.ffn.router}) > 1:
         yield "layers have different experts"
     for array in arrays:
-        narrow = array.shape[-1] % LANES
+        narrow = array.ndim == 3 and array.shape[-1] % LANES  # kernels do not swap experts
         if array.dtype in FOUR_BITS or narrow or not entry_words(array):
             tiles = f"whole tiles of {32 // array.dtype.itemsize} x {LANES}, of 8 or 16 bits"
             yield f"a device's {array.dtype}{stored_shape(array)[-2:]} needs {tiles}"

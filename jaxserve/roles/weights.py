@@ -138,7 +138,5 @@ class RoleWeights:
     def replace_slots(self, number: int, arrays: Sequence[jax.Array]) -> None:
         """Replaces what `of_slots` returns."""
         block, places = self._banks[number]
-        leaves = list(self.blocks[block])
-        for place, leaf in zip(places, arrays, strict=True):
-            leaves[place] = leaf
-        self.blocks[block] = tuple(leaves)
+        new = dict(zip(places, arrays, strict=True))
+        self.blocks[block] = tuple(new.get(n, leaf) for n, leaf in enumerate(self.blocks[block]))

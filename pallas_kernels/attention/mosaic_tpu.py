@@ -130,12 +130,11 @@ def paged_attention(
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0)))
     scales = [array for array in every_scale if array is not None]
     swapped = [is_swapped(array) for array in arrays]
+    kernel = _call(plan, grouped, arrays, swapped, every_scale, call.with_lse, target.interpret)
     stored = [
-        jnp.swapaxes(array, 2, 3) if swap else array
+        array.words if isinstance(array, Words) else jnp.swapaxes(array, 2, 3) if swap else array
         for array, swap in zip(arrays, swapped, strict=True)
     ]
-    kernel = _call(plan, grouped, stored, swapped, every_scale, call.with_lse, target.interpret)
-    stored = [array.words if isinstance(array, Words) else array for array in stored]
     output, *lse = kernel(*places, grouped, *stored, *scales)
     if sizes.compact:
         output = output.astype(queries.dtype)
@@ -248,7 +247,7 @@ def _call(
     vmem = pltpu.VMEM
     scratch: list[Any] = [vmem((BUFFERS, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
     for array, swap in zip(pages, swapped, strict=True):
-        place = (array.shape[2], block) if swap else (block, array.shape[3])
+        place = (array.shape[3], block) if swap else (block, array.shape[3])
         scratch.append(vmem((BUFFERS, heads, *place), array.dtype))
     scale_block = (BUFFERS, plan.pages_per_block, heads, plan.page_size)
     scratch += [vmem(scale_block, jnp.float32) for has in scaled if has]

@@ -6,6 +6,7 @@ It keeps scales in tiles with a row for each head, and would scatter them in til
 by head.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from pallas_kernels.attention.reference import Where
 from pallas_kernels.attention.work_items import WorkItems, work_items
+from pallas_kernels.quantize.words import Words, in_words
 
 LANES = 128
 """The last dimension of a tile."""
@@ -24,8 +26,9 @@ SUBLANES = 8
 """Rows of a tile of 32 bits."""
 
 
-def is_swapped(pages: Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether XLA keeps pages [pages, kv_heads, page_size, width] with the tokens last.
+def is_swapped(pages: Array | Words | jax.ShapeDtypeStruct) -> bool:
+    """Returns whether XLA and `Words` keep pages [pages, kv_heads, page_size, width] with the
+    tokens last.
 
     Scales [pages, kv_heads, page_size] are kept that way in any case.
     """
@@ -33,10 +36,10 @@ def is_swapped(pages: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def write_rows(
-    pages: Num[Array, "pages kv_heads page_size width"],
+    pages: Num[Array, "pages kv_heads page_size width"] | Words,
     rows: Num[Array, "tokens kv_heads width"],
     where: Where,
-) -> Num[Array, "pages kv_heads page_size width"]:
+) -> Num[Array, "pages kv_heads page_size width"] | Words:
     """Writes one array of `api.write_rows`: page by page, all neighbouring tokens of a page at
     once.
 
@@ -47,13 +50,19 @@ def write_rows(
     # A run of tokens in one page is what a run of tokens of one sequence is elsewhere.
     items = work_items(page, jnp.where(exists, position, -1), sequences=pool, largest=page_size)
     new = rows.view(pages.dtype) if rows.dtype != pages.dtype else rows
+    if isinstance(pages, Words):  # neighbouring columns of a row are in a word
+        new, swapped = in_words(new[..., None])[..., 0], pages.words
+    else:
+        swapped = jnp.swapaxes(pages, 2, 3)
     padded = jnp.pad(new, ((page_size, page_size), (0, 0), (0, 0)))
     swapped = lax.fori_loop(
         0,
         items.total[0],
         lambda item, swapped: _write_page(swapped, padded, items, item),
-        jnp.swapaxes(pages, 2, 3),
+        swapped,
     )
+    if isinstance(pages, Words):
+        return dataclasses.replace(pages, words=swapped)
     return jnp.swapaxes(swapped, 2, 3)
 
 

@@ -5,14 +5,14 @@ Called by latent attention (MLA) between its down maps and its other products. A
 """
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import Implementation, kernel_target
-from pallas_kernels.quantize import EIGHT_BITS
+from pallas_kernels.quantize import EIGHT_BITS, Words
 from pallas_kernels.rotate_and_write import reference
 from pallas_kernels.target import Target, kernels
 from pallas_kernels.transforms import run_op
@@ -28,11 +28,11 @@ class Latents(NamedTuple):
     """The queries' latents, normed; without columns if the call has no `query_norm`."""
     row: Float[Array, "tokens kv_latent_and_rope"] | None
     """The cached rows as read back, in the dtype of `down`; None unless `stored`."""
-    pages: tuple[Num[Array, "..."], ...]
+    pages: tuple[Any, ...]
 
 
 def norm_and_write(
-    pages: tuple[Num[Array, "..."], ...],
+    pages: tuple[Num[Array, "..."] | Words, ...],
     down: Float[Array, "tokens columns"],
     cosine: Float32[Array, "tokens half"],
     sine: Float32[Array, "tokens half"],
@@ -83,7 +83,7 @@ def norm_and_write(
     )
 
     def compute(
-        pages: tuple[Array, ...],
+        pages: tuple[Any, ...],
         down: Array,
         turn: tuple[Array, Array],
         where: tuple[Array, Array, Array],
@@ -104,7 +104,7 @@ def _kernels(target: Target) -> ModuleType:
 
 
 def _check(
-    pages: tuple[Array, ...],
+    pages: tuple[Any, ...],
     down: Array,
     turn: tuple[Array, Array],
     latent_norm: Array,

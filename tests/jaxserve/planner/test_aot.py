@@ -129,19 +129,23 @@ def test_a_decode_step(tmp_path, capsys, model, hardware, weights):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("hardware", "bucket", "alone"), [("v6e", "32x32", 3), ("v7x", "128x32", 4)]
+    ("file", "bucket", "alone"),
+    [("step3-v6e", "32x32", 3), ("step3-v7x", "128x32", 4), ("deepseek-v3-v7x", "96x16", 4)],
 )
-def test_a_step_of_both_roles_as_one_program(hardware, bucket, alone, tmp_path, capsys):
-    """Step-3's 61 layers and three lanes. Its pools, 12 and 65 GB, are not copied. Exchanges begin
-    before a role's computation and end after it, but for those of the last turns."""
-    path, text = tmp_path / "step.yaml", (CONFIGS / f"step3-{hardware}.yaml").read_text()
+def test_a_step_of_both_roles_as_one_program(file, bucket, alone, tmp_path, capsys):
+    """61 layers and three lanes. Pools, 12 to 65 GB, are not copied; of DeepSeek-V3's projections
+    of heads XLA changes the tiles, once a step. Exchanges begin before a role's computation and end
+    after it, but for those of the last turns."""
+    path, text = tmp_path / "step.yaml", (CONFIGS / f"{file}.yaml").read_text()
     path.write_text(text.replace("models/", f"{CONFIGS}/models/") + "pipeline: step\n")
-    where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", bucket)
+    there = slice_of(path, file.rpartition("-")[2])
+    where = ("--config", str(path), "--topology", there, "--bucket", bucket)
     code, found, errors = compile_for(*where, timeout=3500, as_on_the_pod=True)
     assert code == 0, errors
     (step,) = [program for program in found["programs"] if program["name"] == "step_3"]
     assert step["waited_for"] == alone
-    assert step["temporaries"] < 0.03 * found["memory"][0]["cache"]
+    assert step["copied"] < 2e9
+    assert step["temporaries"] - step["copied"] < 0.03 * found["memory"][0]["cache"]
     check_memory(path, found["memory"], capsys)
 
 

@@ -251,14 +251,6 @@ def test_a_round_that_a_process_could_not_read_is_dropped_everywhere(make):
     assert worker.boundary() == [SWAP]
 
 
-def test_only_one_rebalance_at_a_time(make):
-    balancer = make().balancer
-    assert balancer.place({1: (1, 0, *HOME[2:])}) == 0  # the order within a rank is nothing
-    assert balancer.place({1: SWAPPED}) == 1
-    with pytest.raises(ValueError, match="1 rounds of moves are still to come"):
-        balancer.place({1: HOME})
-
-
 def test_periodic_and_with_hysteresis(make):
     worker = make(rebalance_seconds=100.0, window_seconds=10.0, least_gain=0.3)
     worker.pass_seconds()

@@ -10,6 +10,8 @@ from jaxserve.fleet.assembly import build_runtime
 from tests.jaxserve import layouts
 from tests.jaxserve.layout_process import as_on_tpus, await_moves, crowded, move
 from tests.jaxserve.test_layouts_processes import run
+from tests.reference.tiny_models import TinyModel
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -25,6 +27,8 @@ TWO_RANKS = {"attention.dp": 2, "ffn.ep": 2} | MOVED
 HALVES = TWO_RANKS | {"attention.processes": 2, "ffn.processes": 2}
 FEW = {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}
 PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
+LATENTS = {"cache.page_size": 128, "scheduler.page_buckets": [2], "cache.pages": 5}
+LATENTS |= {"scheduler.max_length": 192}
 CASES = [
     (1, {}, {"speculative.method": "ngram"}),
     (2, {}, FEW),
@@ -35,6 +39,7 @@ CASES = [
     (3, PAGES | EIGHT_BITS, {}),
     (3, PAGES | EIGHT_BITS, TWO_RANKS),
     pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
+    (3, LATENTS, TWO_RANKS),
 ]
 """Lanes, pages and formats, and a layout. With pages of whole tiles the programs are those of TPUs,
 where pages and experts share memory. In 8 bits sums of other experts are rounded otherwise: tokens
@@ -47,17 +52,22 @@ WHOLE_TILES = TinyStep3(
     share_expert_dim=42,
     moe_num_experts=8,
 )
+DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(hidden_size=128, moe_intermediate_size=256))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("lanes", "given", "sizes"), CASES)
 def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_path):
     """Experts move while requests run. With few pages requests are preempted and one is cancelled.
-    Each of two pools has one of Step-3's two layers with experts. Two
+    Each of two pools has one of Step-3's two layers with experts, DeepSeek's one pool both. Two
     processes have half of each role."""
     folder, prompts = tiny_model, layouts.PROMPTS
     platform = as_on_tpus() if given else contextlib.nullcontext()
-    if given:
+    if "scheduler.max_length" in given:
+        folder = DEEPSEEK.write(tmp_path)
+        few = layouts.prompts_below(VOCAB)  # all of which outgrow a page
+        prompts = [(99 * prompt)[: 100 + n] for n, prompt in enumerate(few)]
+    elif given:
         folder = write_tiny_step3(tmp_path, WHOLE_TILES, seed=layouts.SEED)
     with layouts.running(folder, given | layouts.COLOCATED) as engine:
         expected = layouts.generate(engine, prompts)
@@ -76,8 +86,8 @@ def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_
             if not alike:
                 engine.experts.place(home)
                 await_moves(engine, prompts)
-        few = "cache.pages" in overrides
-        assert (crowded if few else layouts.generate)(engine, prompts) == expected
+        generate = crowded if "cache.pages" in overrides else layouts.generate
+        assert generate(engine, prompts) == expected
         assert layouts.generate(engine, prompts) == expected  # with cached prefixes
         assert engine.compilations_after_ready == 0
         assert not engine.host_pages or engine.host_pages["bytes_restored"] > 0

@@ -29,15 +29,6 @@ ROWS = [
 PLAN = plan_of_rows(1, 7, Bucket(tokens=6, pages=3), ROWS, slots=4)
 
 
-def test_columns():
-    assert (PLAN.lane, PLAN.number, PLAN.bucket) == (1, 7, Bucket(6, 3))
-    assert PLAN.rows.tolist() == [0, 2, 5]
-    assert PLAN.token_counts.tolist() == [3, 1, 1]
-    assert PLAN.kv_lengths.tolist() == [7, 9, 1]
-    assert PLAN.token_ids.tolist() == [11, 12, 13, FROM_DEVICE, 8]
-    assert PLAN.token_starts(slots=4) == {0: (0, 0), 2: (0, 3), 5: (1, 0)}
-
-
 def test_what_a_step_has_to_do():
     """Pairs: 5 + 6 + 7 of the chunk, 9 and 1 of the decode tokens."""
     assert PLAN.load == StepLoad(6, 3, sequences=3, tokens=5, context=17, pairs=28)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.attention import reference, write_rows, write_tpu
 from pallas_kernels.attention.write_tpu_kernel import is_written_by_tiles
+from pallas_kernels.quantize.words import Words, in_words
 from pallas_kernels.target import Target, use_target
 from tests import golden
 
@@ -20,13 +21,16 @@ by_tiles = jax.jit(write_tpu.write_scales)
 @settings(max_examples=100)
 @given(data=st.data())
 def test_it_is_the_reference(data):
-    """Chunks, padding, tokens beyond the table, ids outside of the pool."""
+    """Chunks, padding, tokens beyond the table, ids outside of the pool; also in words."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    pages = jnp.asarray(rng.integers(0, 255, (POOL, 2, PAGE, 3)), jnp.uint8)
-    rows = jnp.asarray(rng.normal(size=(TOKENS, 2, 3)), jnp.float8_e4m3fn)
+    pages = jnp.asarray(rng.integers(0, 255, (POOL, 2, PAGE, 4)), jnp.uint8)
+    rows = jnp.asarray(rng.normal(size=(TOKENS, 2, 4)), jnp.float8_e4m3fn)
     where = draw_batch(data, rng, PAGE)
     (expected,) = reference.write_rows((pages,), (rows,), *where)
     np.testing.assert_array_equal(by_pages(pages, rows, reference.Where(*where)), expected)
+    words = Words(in_words(jnp.swapaxes(pages, 2, 3)), pages.dtype, 0, POOL, swapped=True)
+    found = by_pages(words, rows, reference.Where(*where)).array()
+    np.testing.assert_array_equal(found, expected)
 
 
 @settings(max_examples=100)
