@@ -297,7 +297,11 @@ class Loop:
                 self._begun[lane] = ScheduledStep(lane, plan.in_domain(lane % domains))
                 self.issued[lane] += 1
                 steps.append(self._begun[lane])
-        self._note_admitted()
+        for scheduler in self.schedulers:
+            if admitted := scheduler.queue.take_admitted():
+                now = self._clock()
+                for sequence in admitted:
+                    sequence.queue_seconds = now - sequence.request.arrival
         self._written = 0
         if self._begun:
             return Enqueue(steps)
@@ -399,11 +403,3 @@ class Loop:
                 self._written += action.tokens
                 return action
         return None
-
-    def _note_admitted(self) -> None:
-        """Notes how long newly admitted sequences have waited."""
-        for scheduler in self.schedulers:
-            if admitted := scheduler.queue.take_admitted():
-                now = self._clock()
-                for sequence in admitted:
-                    sequence.queue_seconds = now - sequence.request.arrival

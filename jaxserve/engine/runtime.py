@@ -20,7 +20,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.observe.probe import Probe
 from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.expert_moves import MovesExperts
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan, words
 from jaxserve.roles.weights import HeldBlock
 
@@ -42,14 +42,17 @@ class Runtime(NamedTuple):
     deployment: Deployment
     config: ModelConfig
     driver: Driver
-    buckets: list[Bucket]
-    """All buckets that a step may use, ascending."""
     templates: "ModelTemplates | None" = None
     """Templates of the model, if this runtime has an ffn mesh, whose experts it moves itself."""
     experts: MovesExperts | None = None
     """Moves the experts of another runtime; None without such a runtime."""
     link: "MessageClient | None" = None
     """Link to the runtimes that this one needs; None: it needs no others."""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets that a step may use, ascending."""
+        return deployment_buckets(self.deployment)
 
 
 def warm_up_plans(runtime: Runtime) -> list[StepPlan]:

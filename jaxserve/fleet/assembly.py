@@ -145,12 +145,11 @@ def build_runtime(deployment: Deployment, options: Options = DEFAULTS) -> "Runti
 def whole_runtime(deployment: Deployment, options: Options) -> "Runtime":
     """Builds a runtime that needs no other, with its pipeline (`roles/pipelines.py`)."""
     from jaxserve.engine.runtime import Runtime
-    from jaxserve.roles.layout import deployment_buckets
     from jaxserve.roles.pipelines import build
 
-    model, buckets = open_model(deployment, options), deployment_buckets(deployment)
+    model = open_model(deployment, options)
     driver = build(model, deployment, options.recorder)
-    return Runtime(deployment, model.config, driver, buckets, model.templates)
+    return Runtime(deployment, model.config, driver, model.templates)
 
 
 def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
@@ -161,7 +160,6 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     from jaxserve.fleet.remote_experts import RemoteExperts
     from jaxserve.fleet.role_runtime import open_role
     from jaxserve.roles.attention_bytes import attention_bytes
-    from jaxserve.roles.layout import deployment_buckets
 
     role = open_role(deployment, "attention", attention_bytes, prepared=options.prepared)
     source = (options.weights or open_folder)(deployment, role.names)
@@ -169,8 +167,7 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     experts: Any = getattr(client, "experts", None)  # of shards
     if experts is None and role.config.experts:
         experts = RemoteExperts(client.ask, where=lambda: client.last_used)
-    buckets = deployment_buckets(deployment)
-    return Runtime(deployment, role.config, cell, buckets, experts=experts, link=client)
+    return Runtime(deployment, role.config, cell, experts=experts, link=client)
 
 
 def own_experts(

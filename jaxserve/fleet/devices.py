@@ -70,7 +70,11 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
     # JAX's preemption service would catch the SIGTERM that starts our own drain.
     jax.config.update("jax_enable_preemption_service", False)
     if platform == "cpu" and share.devices > 1:
-        _widen_cpu_pool(share.devices)
+        # A collective among simulated devices holds a thread of the CPU client's pool for each
+        # device, and the pool has max(cores, devices) threads. Transfers from other processes wait
+        # in the same pool: with two cores, four devices and four lanes a collective was seen to
+        # wait for a thread for ever. XLA takes the number of cores from NPROC where that is set.
+        os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 4 * share.devices))
     host, port = split_address(arguments.coordinator, "--coordinator")
     if platform == "cpu":
         here = local_address(host, port, "--coordinator")
@@ -248,17 +252,6 @@ def _card_bytes() -> int | None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("memory_gb: nvidia-smi failed (%s): JAX's pool is 75 %% of a card", error)
         return None
-
-
-def _widen_cpu_pool(devices: int) -> None:
-    """Gives XLA's CPU client threads enough for transfers and collectives at the same time.
-
-    A collective among simulated devices holds a thread of the pool for each device, and the pool
-    has max(cores, devices) threads. Transfers from other processes wait in the same pool: with two
-    cores, four devices and four lanes a collective was seen to wait for a thread for ever.
-    XLA takes the number of cores from NPROC where that is set.
-    """
-    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 4 * devices))
 
 
 def _delay_abort() -> None:

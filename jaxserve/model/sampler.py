@@ -239,7 +239,8 @@ def sample_and_largest(
 
     def drawn() -> Array:
         every = all_columns(logits, vocab)
-        noise = _noise(draw_keys(state.seed, state.position), vocab)
+        fold = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
+        noise = _noise(fold(state.seed, state.position), vocab)
 
         def window(start: Array, mine: Array, tokens: Array) -> Array:
             def cut(array: Array) -> Array:
@@ -251,11 +252,6 @@ def sample_and_largest(
         return over_rows(random, window, greedy)
 
     return jax.lax.cond(jnp.any(random), drawn, lambda: greedy), largest
-
-
-def draw_keys(seed: UInt[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
-    """Derives the random keys of the draw at `position` from the request's seed."""
-    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
 
 
 def in_blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks 128"]:

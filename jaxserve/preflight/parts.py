@@ -296,7 +296,6 @@ def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointName
     """The model on one device of this process, in one program a step."""
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.roles.colocated import build_worker
-    from jaxserve.roles.layout import deployment_buckets
     from jaxserve.roles.pipelines import OpenModel
 
     tree = msgspec.to_builtins(deployment)
@@ -309,7 +308,7 @@ def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointName
     config = placed(config, meshes.ffn)
     templates = ModelTemplates(config, alone, meshes)
     worker = build_worker(OpenModel(config, names, meshes, templates, RandomLeaves()), alone)
-    return Runtime(alone, config, worker, deployment_buckets(alone))
+    return Runtime(alone, config, worker)
 
 
 def run_prompt(runtime: Runtime, bucket: Bucket, groups: int | None = None) -> np.ndarray | None:
@@ -408,14 +407,13 @@ def attention_steps(deployment: Deployment, options: argparse.Namespace) -> Foun
     from jaxserve.fleet.attention_runtime import attention_cell
     from jaxserve.fleet.role_runtime import open_role
     from jaxserve.roles.attention_bytes import attention_bytes
-    from jaxserve.roles.layout import deployment_buckets
 
     begun = time.monotonic()
     role = open_role(deployment, "attention", attention_bytes)
     token = from_arguments(options).token
     cell, client = attention_cell(role, deployment, DeviceLeaves(), token)
     try:
-        runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
+        runtime = Runtime(deployment, role.config, cell)
         warm_up(runtime)
         return measured_steps(runtime, time.monotonic() - begun)
     finally:

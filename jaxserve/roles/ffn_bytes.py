@@ -41,21 +41,12 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
         step += layers * _arranged(experts)
     if config.platform == "gpu":
         step += _decoded(experts, templates.dtype)
-    moving = _moving(experts, templates.slots.all_ranks)
-    if deployment.experts.source != "devices":
-        moving *= 2
+    ranks, moving = templates.slots.all_ranks, 0
+    if ranks > 1:  # room for one expert on its way to a device; experts that are read take a second
+        every = (shard_bytes((ranks, *one.shape[1:]), one.dtype, at) for one, at in experts)
+        moving = sum(every) * (1 if deployment.experts.source == "devices" else 2)
     weights = block_bytes(blocks, mesh, rules)
     return (RoleBytes("ffn", deployment.ffn.devices, weights, 0, step, moving),)
-
-
-def _moving(experts: ExpertLeaves, ranks: int) -> int:
-    """Returns the bytes of room for one expert on its way to a device; 0 without ranks that could
-    exchange experts. Experts that are read take a second room."""
-    return sum(
-        shard_bytes((ranks, *leaf.shape[1:]), leaf.dtype, sharding)
-        for leaf, sharding in experts
-        if ranks > 1
-    )
 
 
 def _arranged(experts: ExpertLeaves) -> int:

@@ -14,7 +14,7 @@ from typing import SupportsIndex
 
 from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput, checked_ids
-from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError
+from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.text.generation import (
     MAX_REQUEST_ID_CHARACTERS,
     Generation,
@@ -80,7 +80,8 @@ class TextGenerator:
         self._mailbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="text-generator", daemon=True)
         self._thread.start()
-        engine.add_failure_callback(self._engine_failed)
+        # The engine may not be able to end them any more.
+        engine.add_failure_callback(lambda failure: self._end_all("error", str(failure)))
 
     @property
     def live(self) -> int:
@@ -273,10 +274,6 @@ class TextGenerator:
         with self._lock:
             if self._live.get(generation.request_id) is generation:
                 del self._live[generation.request_id]
-
-    def _engine_failed(self, failure: EngineFailedError) -> None:
-        """Ends every live request; the engine may not be able to any more."""
-        self._end_all("error", str(failure))
 
     def _end_all(self, reason: FinishReason, error: str) -> None:
         with self._lock:

@@ -32,7 +32,6 @@ from jaxserve.fleet.role_runtime import RoleRuntime, role_mesh
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.model.ffn.move_rounds import aligned
 from jaxserve.model.ffn.placement import EMPTY
-from jaxserve.roles.layout import deployment_buckets
 from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.jaxserve.waiting import until
@@ -97,7 +96,7 @@ def open_domain(model, server, name, first=None, changes=None, shards=()) -> Dom
     overrides = FFN | overrides | (changes or {}) | {"link.addresses": addresses}
     role, deployment, source = role_of(model, "attention", first, overrides)
     cell, link = attention_cell(role, deployment, source, TOKEN)
-    runtime = Runtime(deployment, role.config, cell, deployment_buckets(deployment))
+    runtime = Runtime(deployment, role.config, cell)
     warm_up(runtime)
     engine = make_engine(runtime, eos_token_ids=frozenset())
     engine.start()
