@@ -402,7 +402,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (self.decoder + self.predictors)[number]
 
     def with_int8_products(self, layers: Collection[int]) -> "ModelConfig":
-        """The model whose attention multiplies in INT8 in these decoder layers, and no others."""
+        """The model whose attention multiplies in INT8 in these decoder layers, and no others.
+
+        Raises:
+          ConfigError: a layer has attention that multiplies in floats alone.
+        """
+        for number in layers:
+            spec = self.decoder[number].attention
+            if isinstance(spec, Compressed | DeltaNet) or getattr(spec, "indexer", None):
+                raise ConfigError(
+                    f"attention.int8_products: layer {number} chooses tokens, compresses them or "
+                    "keeps a state; such attention multiplies in floats alone"
+                )
         kinds = (kind._replace(int8_products=n in layers) for n, kind in enumerate(self.decoder))
         return msgspec.structs.replace(self, decoder=tuple(kinds))
 

@@ -26,7 +26,7 @@ from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
-from jaxserve.model.quant.rows import EncodedRows, has_scales, norm_and_encode_rows
+from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from jaxserve.model.residual import StreamMixer, added, streams_of, widened
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.lookup import rows_of
@@ -249,5 +249,3 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
             f"scheduler.max_length = {deployment.scheduler.max_length} is beyond the model's "
             f"{config.max_positions} positions"
         )
-    if has_scales(cache := deployment.cache_format) and (compressed or config.recurrent):
-        raise ConfigError(f"cache.format = {cache}: not with compressed rows or Gated DeltaNet")

@@ -31,7 +31,7 @@ def joined_rows(cache: Cache, target: Target) -> int:
     _, heads, page_size, _ = cache.k_pages.shape
     size = cache.k_pages.dtype.itemsize
     latent = cache.v_pages is None and cache.rope_pages is None and heads == 1
-    if target.backend not in EVERY_KERNEL or not latent or size == 1:
+    if target.backend not in EVERY_KERNEL or not latent:
         return 0
     on_tpu = target.backend == "mosaic_tpu"
     if on_tpu and is_swapped(cache.k_pages):
@@ -44,7 +44,10 @@ def larger_pages(cache: Cache, rows: int) -> Cache:
     """Returns the cache, in shapes only, with pages of this number of rows."""
     _, heads, _, width = cache.k_pages.shape
     pages: Any = jax.ShapeDtypeStruct((1, heads, rows, width), cache.k_pages.dtype)
-    return cache._replace(k_pages=pages)
+    scales: Any = None
+    if cache.k_scales is not None:
+        scales = jax.ShapeDtypeStruct((1, heads, rows), cache.k_scales.dtype)
+    return cache._replace(k_pages=pages, k_scales=scales)
 
 
 def copied_bytes(cache: Cache, page_table: Array) -> int:
@@ -75,13 +78,15 @@ def attend(
     def run(
         queries: Array, table: Array, sequence: Array, position: Array
     ) -> tuple[Array, Array | None]:
-        found = cache.k_pages.at[table].get(mode="clip", wrap_negative_indices=False)
-        pages = found.reshape(-1, 1, rows, width)
+        def copied(pages: Array, *shape: int) -> Array:
+            found = pages.at[table].get(mode="clip", wrap_negative_indices=False)
+            return found.reshape(-1, 1, *shape)
+
+        scales = None if cache.k_scales is None else copied(cache.k_scales, rows)
+        joined = cache._replace(k_pages=copied(cache.k_pages, rows, width), k_scales=scales)
         own = jnp.arange(table.shape[0] * large, dtype=jnp.int32).reshape(-1, large)
         where = Where(own, sequence, position)
-        return kernel(
-            call._replace(queries=queries, cache=cache._replace(k_pages=pages), where=where)
-        )
+        return kernel(call._replace(queries=queries, cache=joined, where=where))
 
     if queries.shape[0] > sequences:
         return run(queries, table, sequence, position)

@@ -21,6 +21,7 @@ rows that stand for 128 tokens each is too small for them: these are copied into
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,16 +37,32 @@ from jaxserve.model.attention.rope import batch_rotation, rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.attention.api import merge, paged_attention, write_rows
 from pallas_kernels.grouped_matmul.dense import matmul
-from pallas_kernels.rotate_and_write import rotate
+from pallas_kernels.rotate_and_write import kept, rotate
 from pallas_kernels.sparse_attention import attend_chosen, choose_positions
 
 ENDS = 16
 """Tokens that complete a row whose rows are made at a time."""
 
 
-def written(pages: Array, rows: Float[Array, "tokens width"], *where: Array) -> Array:
-    """Writes rows of tokens into pages, in the pages' dtype."""
-    return write_rows((pages,), (rows[:, None].astype(pages.dtype),), *where)[0]
+def written(pages: Pages, rows: Float[Array, "tokens width"], *where: Array) -> Pages:
+    """Writes rows of tokens into pages, in the format of the pages: an array, in 8 bits also an
+    array of scales."""
+    row, scales = kept(rows[:, None], pages[0])
+    return write_rows(pages, (row,) if scales is None else (row, scales), *where)
+
+
+def by_kind(pages: Pages, values: int) -> tuple[Pages, list[Pages]]:
+    """Divides a layer's pages, `values` arrays and behind them the scales of an 8-bit format, into
+    those of sums and gates, which never have scales, and those of each kind of rows."""
+    own, *others = pages[:values]
+    kinds, scales = (own, *others[1:]), pages[values:]
+    return tuple(others[:1]), list(zip(kinds, scales, strict=True) if scales else zip(kinds))
+
+
+def together(open_rows: Pages, kinds: Sequence[Pages]) -> Pages:
+    """Undoes `by_kind`."""
+    (own, *others), *scales = zip(*kinds, strict=True)
+    return (own, *open_rows, *others, *(array for arrays in scales for array in arrays))
 
 
 class Compressor(nnx.Module):
@@ -126,7 +143,7 @@ class RowIndexer(nnx.Module):
         self,
         x: Float[Array, "tokens d_model"],
         latent: Float[Array, "tokens q_latent"],
-        keys: Array,
+        keys: Pages,
         turn: tuple[Array, Array],
         where: tuple[Array, Array, Array],
     ) -> Int[Array, "tokens chosen"]:
@@ -134,7 +151,7 @@ class RowIndexer(nnx.Module):
         heads, width, top_k = self.sizes.heads, self.sizes.head_dim, self.sizes.top_k
         query = turned(linear(latent, self.query).reshape(-1, heads, width), turn)
         weights = matmul(x, self.weights[...]) * (heads * width) ** -0.5
-        return choose_positions(query, weights, (keys,), *where, top_k=top_k)
+        return choose_positions(query, weights, keys, *where, top_k=top_k)
 
 
 class CompressedAttention(nnx.Module):
@@ -182,31 +199,39 @@ class CompressedAttention(nnx.Module):
         query = linear(latent, self.query_up).reshape(tokens, -1, width)
         query = turned(rms_norm(query, jnp.ones(width, x.dtype), self.epsilon), turn)
         row = rms_norm(linear(x, self.row), self.row_norm[...], self.epsilon)
-        own, *others = pages
+        values = 3 + bool(self.indexer) if self.compressor else 1
+        open_rows, (own, *others) = by_kind(pages, values)
         assert batch.ring_table is not None
         ring = batch.ring_table, *batch.where[1:]
         with jax.named_scope("write_pages"):
             own = written(own, turned(row[:, None], turn)[:, 0], *ring)
             if self.compressor:
-                others = self._compress(x, ring, *others, batch=batch)
+                open_rows, others = self._compress(x, ring, open_rows, others, batch)
         scaled: Any = {"scale": width**-0.5, "v_width": width}
-        attend: Any = functools.partial(paged_attention, query, with_lse=True, **scaled)
+
+        def attend(rows: Pages, *where: Array, window: int = 0) -> tuple[Array, Array]:
+            scales = rows[1] if len(rows) > 1 else None
+            of: Any = {"window": window, "k_scales": scales, "with_lse": True, **scaled}
+            mixed, lse = paged_attention(query, rows[0], None, *where, **of)
+            assert lse is not None
+            return mixed, lse
+
         with jax.named_scope("paged_attention"):
-            mixed, lse = attend(own, None, *ring, window=self.sizes.window)
+            mixed, lse = attend(own, *ring, window=self.sizes.window)
             if self.compressor:
-                _, rows, *keys = others
+                rows, *keys = others
                 number = jnp.where(batch.position < 0, 0, batch.position + 1)
                 where = *batch.where[:2], number // self.sizes.every - 1
-                room = batch.page_table.shape[1] * rows.shape[2]
+                room = batch.page_table.shape[1] * rows[0].shape[2]
                 if self.indexer and room > self.indexer.sizes.top_k:
                     chosen = self.indexer.choose(x, latent, keys[0], turn, where)
-                    before, sums = attend_chosen(query, (rows,), chosen, *where[:2], **scaled)
+                    before, sums = attend_chosen(query, rows, chosen, *where[:2], **scaled)
                 else:
-                    before, sums = attend(rows, None, *where)
+                    before, sums = attend(rows, *where)
                 mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
             share = jax.nn.sigmoid(lse - self.sinks[...])[:, :, None]
         mixed = (mixed.astype(jnp.float32) * share).astype(x.dtype)
-        return self._out(mixed, turn), (own, *others)
+        return self._out(mixed, turn), together(open_rows, (own, *others))
 
     def _out(self, mixed: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens d_model"]:
         """Rotates outputs back and projects them, group of heads by group."""
@@ -221,22 +246,24 @@ class CompressedAttention(nnx.Module):
         return linear(jnp.concatenate(low, axis=1).astype(mixed.dtype), self.out)
 
     def _compress(
-        self, x: Array, where: Any, open_rows: Array, *compressed: Array, batch: RaggedBatch
-    ) -> list[Array]:
-        """Writes the rows that tokens of the batch complete, and the batch's sums and gates, into
-        the pages of sums and gates, of compressed rows, and of the indexer's keys.
+        self, x: Array, where: Any, sums: Pages, compressed: list[Pages], batch: RaggedBatch
+    ) -> tuple[Pages, list[Pages]]:
+        """Writes the rows that tokens of the batch complete, and the batch's sums and gates.
 
         Args:
           where: the ring's page table, and sequence and position of each token.
+          sums: pages of sums and gates.
+          compressed: pages of compressed rows, and with an indexer those of its keys.
         """
         assert self.compressor
+        (open_rows,) = sums
         makers = [self.compressor, *([self.indexer.compressor] if self.indexer else [])]
         every, tokens = self.sizes.every, x.shape[0]
         span = every * (2 if self.indexer else 1)
         own = jnp.concatenate([maker.mapped(x, batch.position) for maker in makers], axis=1)
         ring, slot, position = where
         kept_rows = open_rows.shape[2]
-        per_unit = kept_rows * self.unit // (compressed[0].shape[2] * every)
+        per_unit = kept_rows * self.unit // (compressed[0][0].shape[2] * every)
 
         def place(position: Array) -> Array:
             """Row of a token's sums and gates in its sequence's pages."""
@@ -276,13 +303,13 @@ class CompressedAttention(nnx.Module):
         made = tuple(jnp.zeros((parts, ENDS, maker.width), x.dtype) for maker in makers)
         made = jax.lax.fori_loop(0, -(-jnp.sum(ends) // ENDS), make, made)
         where = batch.page_table, slots.reshape(-1), last.reshape(-1) // every  # -1 stays -1
-        compressed = tuple(
+        compressed = [
             written(held, rows.reshape(-1, rows.shape[2]), *where)
             for held, rows in zip(compressed, made, strict=True)
-        )
+        ]
         # Of tokens with one place only the last is written.
         later = position + per_unit  # tokens that a roll brings to the end have lower positions
         same = (jnp.roll(slot, -per_unit) == slot) & (jnp.roll(position, -per_unit) == later)
         taken = same & (place(later) == place(position))
         places = jnp.where((position < 0) | taken, -1, place(position))
-        return [written(open_rows, own, ring, slot, places), *compressed]
+        return written(sums, own, ring, slot, places), compressed

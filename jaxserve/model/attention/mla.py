@@ -36,7 +36,6 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.config.model import MLA as Sizes
-from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
@@ -173,8 +172,6 @@ class LatentAttention(nnx.Module):
         assert not kind.attention.window  # of which no model is known
         self.sizes, self.kind = kind.attention, kind
         sizes = self.sizes
-        if sizes.indexer and kind.int8_products:
-            raise ConfigError("attention.int8_products: not for sparse attention (an indexer)")
         dtype, d_model = formats.dtype, config.d_model
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)

@@ -265,13 +265,14 @@ class PagedAttentionSuite:
         sizes = Sizes(shared=True, head_dim=24, v_width=16)
         self.check(self.case(sizes, [(self.page_size + 1, 1), (10 * self.page_size, 2)]))
 
+    @pytest.mark.parametrize("cache", ["float32", *nightly("fp8")])
     @pytest.mark.parametrize("chunks", [((20, 1), (131, 1), (1, 1)), *nightly([(9, 1), (130, 2)])])
-    def test_pages_of_two_rows(self, chunks, monkeypatch):
+    def test_pages_of_two_rows(self, chunks, cache, monkeypatch):
         """They are joined: two tokens' pages at a time, and those of the whole table; the tables
         fill no whole number of larger pages."""
         monkeypatch.setattr(joined, "COPIED_BYTES", 2 * 256 * 128 * 4)
         self.page_size = 2
-        sizes = Sizes(q_heads=16, shared=True, head_dim=128, v_width=128)
+        sizes = Sizes(q_heads=16, shared=True, head_dim=128, v_width=128, cache=cache)
         self.check(self.case(sizes, chunks, pages_per_sequence=70))
 
     @pytest.mark.parametrize("sizes", EDGES)
