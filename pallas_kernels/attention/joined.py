@@ -36,7 +36,7 @@ def joined_rows(cache: Cache, target: Target) -> int:
     on_tpu = target.backend == "mosaic_tpu"
     if on_tpu and is_swapped(cache.k_pages):
         return 0
-    rows, least = (LANES, 32 // size) if on_tpu else (64, 8)
+    rows, least = (LANES, 32 // size if size > 1 else LANES) if on_tpu else (64, 8)
     return rows if page_size % least and rows % page_size == 0 else 0
 
 

@@ -7,8 +7,13 @@ from jaxserve.config.auto import page_tokens
 
 @pytest.mark.parametrize(
     ("platform", "tokens"),
-    [("cpu", (16, 16, 16, 96)), ("gpu", (64, 64, 64, 96)), ("tpu", (128, 256, 256, 192))],
+    [
+        ("cpu", (16, 16, 16, 96, 128)),
+        ("gpu", (64, 64, 64, 96, 128)),
+        ("tpu", (128, 256, 256, 192, 512)),
+    ],
 )
 def test_page_tokens(platform, tokens):
     found = [page_tokens(platform, cache) for cache in ("bfloat16", "int8", "fp8")]
-    assert (*found, page_tokens(platform, "bfloat16", unit=96)) == tokens
+    found += [page_tokens(platform, "bfloat16", unit=96), page_tokens(platform, "fp8", unit=128)]
+    assert (*found,) == tokens
