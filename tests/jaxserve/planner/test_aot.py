@@ -160,16 +160,11 @@ def check_memory(path, memory, capsys):
     assert totals == pytest.approx(said, rel=0.05, abs=0.5)
 
 
-def test_a_slice_that_is_too_small():
-    code, found, errors = compile_for(
-        *("--config", "configs/step3-v6e.yaml", "--topology", "v6e:2x2", "--bucket", "32x32")
-    )
-    assert code == 2
-    assert "= 64 devices, but there are 4" in errors
-    assert found == {}
-
-
-def test_topologies_that_nobody_knows():
-    code, _, errors = compile_for("--config", "configs/step3-v6e.yaml", "--topology", "v99:2x2")
-    assert code == 2
-    assert "--topology 'v99:2x2'" in errors
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [("v6e:2x2", "= 64 devices, but there are 4"), ("v99:2x2", "--topology 'v99:2x2'")],
+)
+def test_topologies_that_do_not_fit(topology, said):
+    code, found, errors = compile_for("--config", "configs/step3-v6e.yaml", "--topology", topology)
+    assert (code, found) == (2, {})
+    assert said in errors
