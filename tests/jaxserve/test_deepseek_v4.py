@@ -73,14 +73,12 @@ def sharing() -> list[list[int]]:
     return [start[:cut] + [draw.randrange(2, VOCAB) for _ in range(20)] for cut in cuts]
 
 
-@pytest.mark.parametrize(
-    ("layout", "cache"), [("colocated", "int8"), ("2A2F tp", "auto"), ("folder", "fp8")]
-)
-def test_cached_prefixes_preemption_and_cancels(folder, layout, cache, tmp_path):
+@pytest.mark.parametrize("layout", ["colocated", "2A2F tp", "folder"])
+def test_cached_prefixes_preemption_and_cancels(folder, layout, tmp_path):
     """With a folder, an engine finds there what another one has left."""
-    host = {"cache.host_gb": 0.1, "cache.storage": str(tmp_path)} if layout == "folder" else {}
-    formats = {"cache.pages": 14, "cache.format": cache}
-    runtime = loaded(folder, **LAYOUTS.get(layout, host), **formats)
+    stored = {"cache.host_gb": 0.1, "cache.storage": str(tmp_path), "cache.format": "fp8"}
+    host = stored if layout == "folder" else {}
+    runtime = loaded(folder, **LAYOUTS.get(layout, host), **{"cache.pages": 14})
     for restarts in range(1 + len(host) // 2):
         with layouts.serving(runtime) as engine:
             expected = layouts.one_by_one(engine, sharing(), GREEDY)
@@ -96,8 +94,8 @@ def test_cached_prefixes_preemption_and_cancels(folder, layout, cache, tmp_path)
 @pytest.mark.parametrize("second", [{}, {"cache.page_size": 64, "cache.pages": 20}])
 def test_hand_off(folder, second, monkeypatch):
     monkeypatch.setattr(hand_offs, "PIECES", (64, 128))
-    first = LIMITS | {"cache.format": "fp8"}
-    with hand_offs.workers(folder, prefill=first, decode=first | second) as (source, domain):
+    limits = LIMITS | {"cache.format": "int8"}
+    with hand_offs.workers(folder, prefill=limits, decode=limits | second) as (source, domain):
         hand_offs.check_handed_over(source, domain, sharing(), GREEDY)
 
 
