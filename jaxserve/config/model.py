@@ -407,14 +407,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Raises:
           ConfigError: a layer has attention that multiplies in floats alone.
         """
-        for number in layers:
-            spec = self.decoder[number].attention
-            if isinstance(spec, Compressed | DeltaNet) or getattr(spec, "indexer", None):
-                raise ConfigError(
-                    f"attention.int8_products: layer {number} chooses tokens, compresses them or "
-                    "keeps a state; such attention multiplies in floats alone"
-                )
-        kinds = (kind._replace(int8_products=n in layers) for n, kind in enumerate(self.decoder))
+        kinds = [kind._replace(int8_products=n in layers) for n, kind in enumerate(self.decoder)]
+        for number, kind in enumerate(kinds):
+            spec = kind.attention
+            floats = isinstance(spec, Compressed | DeltaNet) or getattr(spec, "indexer", None)
+            if kind.int8_products and floats:
+                raise ConfigError(f"attention.int8_products: not for attention of layer {number}")
         return msgspec.structs.replace(self, decoder=tuple(kinds))
 
     def kinds(self) -> list[LayerKind]:

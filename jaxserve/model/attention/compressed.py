@@ -209,12 +209,10 @@ class CompressedAttention(nnx.Module):
                 open_rows, others = self._compress(x, ring, open_rows, others, batch)
         scaled: Any = {"scale": width**-0.5, "v_width": width}
 
-        def attend(rows: Pages, *where: Array, window: int = 0) -> tuple[Array, Array]:
-            scales = rows[1] if len(rows) > 1 else None
-            of: Any = {"window": window, "k_scales": scales, "with_lse": True, **scaled}
-            mixed, lse = paged_attention(query, rows[0], None, *where, **of)
-            assert lse is not None
-            return mixed, lse
+        def attend(rows: Pages, *where: Array, **window: int) -> Any:
+            scales: Any = {"k_scales": rows[1]} if len(rows) > 1 else {}
+            options = scales | scaled | window
+            return paged_attention(query, rows[0], None, *where, with_lse=True, **options)
 
         with jax.named_scope("paged_attention"):
             mixed, lse = attend(own, *ring, window=self.sizes.window)
