@@ -1,5 +1,4 @@
 from jaxserve.fleet.leader import HOSTS_EACH, parent_of
-from jaxserve.planner import stages
 from tests import golden
 
 
@@ -14,7 +13,7 @@ def test_nobody_hands_on_to_more_hosts_than_a_few_however_many_there_are() -> No
     assert parents[:9] == [None] * 8 + [0]
     assert all(parent is None or parent < at for at, parent in enumerate(parents))
     most = max(map(parents.count, set(parents)))
-    assert most == HOSTS_EACH == stages.HOSTS_EACH == 8
+    assert most == HOSTS_EACH == 8
 
     def depth(at: int | None) -> int:
         return 0 if at is None else 1 + depth(parents[at])
