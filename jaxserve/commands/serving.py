@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxserve.fleet.prepared import Prepared
 
 HURRY_SECONDS = 2.0
-"""For what a prefill worker has that is to stand in for a lost domain."""
+"""Seconds in which a prefill worker finishes its prompts before it stands in for a lost domain."""
 
 logger = logging.getLogger("jaxserve.serve")
 

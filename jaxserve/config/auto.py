@@ -55,7 +55,7 @@ def drop_auto(tree: dict[str, Any]) -> None:
 def page_tokens(platform: str, cache_format: str, unit: int = 1) -> int:
     """Tokens of a page that suit the kernels. TPUs take an 8-bit cache in multiples of 128 rows.
     Keys and values of a page take the same number of copies at any size: 256 tokens halve the
-    copies. Of compressed rows that stand for 4 tokens 512 tokens have 128.
+    copies. With compressed rows a page has 512 tokens, which 128 rows of 4 tokens each stand for.
 
     Args:
       unit: the model's `page_unit`.

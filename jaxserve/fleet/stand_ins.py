@@ -30,7 +30,7 @@ class Order(NamedTuple):
     """True: as a domain; False: as a prefill worker."""
     why: str
     hurry: bool
-    """Whether fewer domains are there than the fleet needs at least."""
+    """Whether the fleet has fewer domains than `fleet.least_domains`."""
 
 
 class StandIns:

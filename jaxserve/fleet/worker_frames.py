@@ -163,7 +163,7 @@ class Become(Frame):
     domain: bool
     why: str = ""
     hurry: bool = False
-    """Whether it has to be there before it has finished what it has."""
+    """True: the worker starts again within seconds, though requests may be left."""
 
 
 class AskPipeline(Frame):
