@@ -9,6 +9,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.checkpoint.fingerprint import Revision, revision
+from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.config.special_tokens import read_special_tokens
@@ -158,6 +159,8 @@ def worker_facts(
       weights: weights that it has loaded.
       ends: end tokens of its model.
     """
+    from jaxserve.roles.parameters import attention_cost  # imports JAX
+
     role = part.role
     info = dict(engine.model_info())
     limits = deployment.scheduler
@@ -176,4 +179,5 @@ def worker_facts(
         version=jaxserve.__version__,
         can_stand_in=can_become,
         stands_in=part.stands_in,
+        attention_cost=attention_cost(read_model(deployment)[0]) if role == "prefill" else 0.0,
     )

@@ -18,9 +18,6 @@ class Prefill(Section, frozen=True):
     long_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
     """Tokens, without those that a prefix cache has, from which on a prompt is a long one. 0: no
     prompt is."""
-    quadratic_tokens: Annotated[int, Meta(ge=1, le=2**24)] = 32768
-    """Length at which attention over a prompt takes as long as its linear maps do: n tokens count
-    as n + n² / this. About active parameters / (layers × query heads × head dimension)."""
     mode: Literal["", "afd", "colocated"] = ""
     """Mode of prefill workers; empty: that of the rest of the file."""
     lanes: Annotated[int, Meta(ge=0, le=4)] = 0

@@ -205,8 +205,7 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
     if role != "prefill":
         return deployment
     tree = msgspec.to_builtins(deployment)
-    tree |= {"domains": 1, "fleet": {}}
-    tree["prefill"] = {"quadratic_tokens": prefill.quadratic_tokens}
+    tree |= {"domains": 1, "fleet": {}, "prefill": {}}
     if prefill.mode == "colocated" and deployment.topology.has("ffn"):
         tree["link"] = {}
     if prefill.mode:

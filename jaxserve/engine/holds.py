@@ -28,7 +28,6 @@ class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
       requests: Most prompts that run or are held at a time.
       pages: Most pages that those take together. A single prompt may take more.
       lease_seconds: Time after which pages are given back if no worker renews their lease.
-      quadratic_tokens: Prompt length at which attention takes as long as the linear maps do.
       tokens_per_second: Rough speed of prefill. It turns tokens into the seconds by which a longer
         prompt is due later than a shorter one.
     """
@@ -36,7 +35,6 @@ class HoldLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     pages: int
     lease_seconds: float = 30.0
-    quadratic_tokens: int = 32768
     tokens_per_second: float = 4096.0
 
 
@@ -233,9 +231,8 @@ class Holds:
     def _due(self, request: Request) -> float:
         """Returns when a prompt should be done. A shorter one is due sooner, and need not wait
         behind a long one. Only what arrives while a prompt would run can overtake it."""
-        length, found = len(request.prompt), self._scheduler.cached_tokens(request)
-        quadratic = (length * length - found * found) / self.limits.quadratic_tokens
-        return due(request) + (length - found + quadratic) / self.limits.tokens_per_second
+        tokens = len(request.prompt) - self._scheduler.cached_tokens(request)
+        return due(request) + tokens / self.limits.tokens_per_second
 
 
 def _rank(entry: tuple[float, int, Request]) -> tuple[float, int]:

@@ -65,7 +65,6 @@ stands for several."""
 COARSE_KEYS = {
     "cache.page_size",
     "scheduler.max_length",
-    "prefill.quadratic_tokens",
     "prefill.scheduler.token_budget",
 }
 """Keys that count tokens of sequences."""
@@ -131,10 +130,12 @@ def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]
 
 def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
     """Returns the times of a fleet's requests, or of those that come to a part of it."""
+    from jaxserve.roles.parameters import attention_cost  # imports JAX
+
     asked, demand, requests, layout = sizer.asked, sizer.demand, sizer.requests, fleet.unit.layout
     workers, units = _part(fleet, part)
     share = workers / fleet.workers if part == "prefill" else units / fleet.units
-    keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests, sizer.model)
+    keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests)
     coarse = _coarse(part, fleet, sizer)
     count, uncounted = _count(part, fleet, sizer, coarse)
     running: tuple[tuple[int, int], ...] = ()
@@ -184,6 +185,7 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
             host_seconds=HOST_SECONDS,
             request_seconds=sizer.searcher.calculator.assumed.request_seconds,
             prefilled=part == "decode",
+            attention_cost=attention_cost(sizer.model.config) * coarse,
             tokens_a_step=1 if part == "prefill" else coarse,
             step_seconds=coarse * fleet.pace,
         ),

@@ -4,6 +4,7 @@ Estimates are moving averages of measurements. Called by `coordinator.py`; pure.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +23,27 @@ def _average(old: float, new: float) -> float:
     return old + WEIGHT * (new - old) if old else new
 
 
+def prompt_cost(length: int, cached: Any, attention_cost: Any) -> Any:
+    """Returns what a prompt costs a worker that has cached its first tokens, in tokens of a short
+    prompt; with arrays, workers.
+
+    Args:
+      attention_cost: as in `WorkerFacts`.
+    """
+    return length - cached + attention_cost * (length**2 - cached**2)
+
+
 class Estimates:
     """The estimates of one router.
 
     Args:
-      deployment: `prefill.quadratic_tokens` and the targets in `fleet`.
+      deployment: the targets in `fleet`.
     """
 
     def __init__(self, deployment: Deployment):
-        self._quadratic = deployment.prefill.quadratic_tokens
         self._fleet = deployment.fleet
         self._output = FIRST_OUTPUT
         self._speed = 0.0  # of all prefill workers together
-
-    def cost(self, length: int, cached: int) -> float:
-        """Cost of a prompt with cached first tokens: tokens, with attention's quadratic part."""
-        return length - cached + (length**2 - cached**2) / self._quadratic
 
     def began(self, worker: Worker, cost: float, now: float) -> None:
         """Notes that a prefill worker gets a prompt."""
@@ -58,13 +64,9 @@ class Estimates:
         """Notes that a prefill worker need not compute a prompt any more."""
         worker.work = max(0.0, worker.work - cost)
 
-    def seconds(self, worker: Worker, cost: float) -> float:
-        """Returns a prefill worker's seconds for this cost; at first by the average speed."""
-        return cost / (worker.speed or self._speed or 1.0)
-
-    def speeds(self, speeds: np.ndarray) -> np.ndarray:
-        """Returns speeds of prefill workers with unknown ones (0) replaced by the average."""
-        return np.where(speeds > 0, speeds, self._speed or 1.0)
+    def seconds(self, speeds: Any, costs: Any) -> Any:
+        """Returns prefill workers' seconds for costs; unknown speeds (0) count as the average."""
+        return costs / np.where(speeds, speeds, self._speed or 1.0)
 
     def paced(self, worker: Worker, seconds: float) -> None:
         """Notes the seconds between two tokens of a request at a domain."""
@@ -103,7 +105,7 @@ class Estimates:
         domain = min(domains, key=lambda worker: (self.wait(worker), worker.pace))
         first = self.wait(domain) + domain.pace
         if prefill is not None and prefill.speed:
-            first += self.seconds(prefill, prefill.work + cost)
+            first += (prefill.work + cost) / prefill.speed
         target = self._fleet.ttft_seconds
         if target and first > target:
             raise OverloadedError(

@@ -7,12 +7,14 @@ compared in tens of microseconds.
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import OverloadedError
-from jaxserve.fleet.estimates import Estimates
+from jaxserve.fleet.estimates import Estimates, prompt_cost
 from jaxserve.fleet.prefix_index import PrefixIndex
 from jaxserve.fleet.routed import Routed, Worker
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
@@ -22,15 +24,14 @@ COLUMNS = {
     "reserved": np.bool_,
     "full_until": np.float64,
     "count": np.int64,
-    "slots": np.int64,
-    "tokens": np.int64,
-    "taken": np.float64,
+    "facts.slots": np.int64,
+    "facts.tokens": np.int64,
+    "facts.attention_cost": np.float64,
     "pace": np.float64,
     "work": np.float64,
     "speed": np.float64,
-    "weights": np.int64,
 }
-"""Types by name. `weights` numbers the digests of checkpoints."""
+"""Types by attribute of a worker; a column has the last part of its name."""
 
 
 class WorkerTable:
@@ -39,17 +40,18 @@ class WorkerTable:
     Args:
       taken: tokens of a worker's cache that requests take.
       weights: number of a worker's weights.
+
+    Attributes:
+      rows: name of a worker → its row.
     """
 
     def __init__(self, taken: Callable[[Worker], float], weights: Callable[[Worker], int]):
         self.workers: list[Worker] = []
-        self.rows: dict[str, int] = {}
-        """Name of a worker → its row."""
-        self._taken, self._weights = taken, weights
-        self._columns: dict[str, np.ndarray] = {
-            name: np.zeros(0, kind) for name, kind in COLUMNS.items()
-        }
-        self._changed: set[str] = set()
+        self._read: dict[str, tuple[type, Callable[[Worker], Any]]]
+        self._read = {"taken": (np.float64, taken), "weights": (np.int64, weights)}
+        for attribute, kind in COLUMNS.items():
+            self._read[attribute.rpartition(".")[2]] = kind, attrgetter(attribute)
+        self._lay_out()
 
     def __getitem__(self, column: str) -> np.ndarray:
         """[workers] of that name."""
@@ -57,20 +59,23 @@ class WorkerTable:
 
     def join(self, worker: Worker) -> None:
         """Appends a worker."""
-        self.rows[worker.name] = len(self.workers)
         self.workers.append(worker)
-        self._columns = {
-            key: np.append(old, old.dtype.type()) for key, old in self._columns.items()
-        }
-        self._changed.add(worker.name)
+        self._lay_out()
 
     def leave(self, worker: Worker) -> None:
         """Removes a worker; the others keep their order."""
-        row = self.rows[worker.name]
-        del self.workers[row]
-        self.rows = {worker.name: place for place, worker in enumerate(self.workers)}
-        self._columns = {key: np.delete(old, row) for key, old in self._columns.items()}
-        self._changed.discard(worker.name)
+        del self.workers[self.rows[worker.name]]
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes the rows anew, all out of date: a thousand take a millisecond, which is little
+        beside a worker's start or end."""
+        count = len(self.workers)
+        self.rows = {worker.name: row for row, worker in enumerate(self.workers)}
+        self._columns: dict[str, np.ndarray] = {
+            name: np.zeros(count, kind) for name, (kind, _) in self._read.items()
+        }
+        self._changed = set(self.rows)
 
     def changed(self, worker: Worker) -> None:
         """Notes that a worker's row is out of date."""
@@ -83,12 +88,8 @@ class WorkerTable:
         for name in self._changed:
             row = self.rows[name]
             worker = self.workers[row]
-            columns["suspect"][row], columns["reserved"][row] = worker.suspect, worker.reserved
-            columns["full_until"][row], columns["count"][row] = worker.full_until, worker.count
-            columns["slots"][row], columns["tokens"][row] = worker.facts.slots, worker.facts.tokens
-            columns["taken"][row], columns["pace"][row] = self._taken(worker), worker.pace
-            columns["work"][row], columns["speed"][row] = worker.work, worker.speed
-            columns["weights"][row] = self._weights(worker)
+            for column, (_, read) in self._read.items():
+                columns[column][row] = read(worker)
         self._changed.clear()
         return ~columns["suspect"] & (columns["full_until"] <= now)
 
@@ -225,8 +226,8 @@ class Placement:
 
     def cost(self, request: Routed, worker: Worker) -> float:
         """Returns the cost of a request's prompt for a prefill worker, in tokens."""
-        hits = self.index.hits(request.blocks).get(worker.name, 0)
-        return self.estimates.cost(request.length, min(hits, request.length - 1))
+        known = min(self.index.hits(request.blocks).get(worker.name, 0), request.length - 1)
+        return float(prompt_cost(request.length, known, worker.facts.attention_cost))
 
     def choose_prefill(self, request: Routed) -> Worker | None:
         """Returns the worker expected to finish the prompt first; None if none has room."""
@@ -239,11 +240,11 @@ class Placement:
         usable &= table["count"] < self._fleet.prefill_waiting + self._pages.held
         if not usable.any():
             return None
-        estimates, length = self.estimates, request.length
-        rows, known = table.of(self.index.hits(request.blocks))
-        costs = np.full(len(usable), estimates.cost(length, 0))
-        costs[rows] = [estimates.cost(length, min(found, length - 1)) for found in known.tolist()]
-        seconds = (table["work"] + costs) / estimates.speeds(table["speed"])
+        rows, found = table.of(self.index.hits(request.blocks))
+        known = np.zeros(len(usable), np.int64)
+        known[rows] = np.minimum(found, request.length - 1)
+        costs = prompt_cost(request.length, known, table["attention_cost"])
+        seconds = self.estimates.seconds(table["speed"], table["work"] + costs)
         return table.workers[int(np.where(usable, seconds, np.inf).argmin())]
 
     def choose_domain(self, request: Routed) -> Worker | None:
@@ -257,13 +258,11 @@ class Placement:
         count, slots = table["count"], table["slots"]
         usable &= self._fits(request, table)
         usable &= count < slots + self._fleet.domain_waiting
-        if request.source is not None:
-            reached = usable & np.array(
-                [w.reaches(request.source.address) for w in table.workers], bool
-            )
-            usable = reached if reached.any() else usable
         if not usable.any():
             return None
+        if request.source is not None:
+            reached = usable & [w.reaches(request.source.address) for w in table.workers]
+            usable = reached if reached.any() else usable
         rows, known = table.of(self.index.hits(request.blocks))
         lacking = np.full(len(usable), request.length)
         lacking[rows] -= known

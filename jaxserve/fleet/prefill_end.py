@@ -47,7 +47,6 @@ def serve_pages(
         requests=held,
         pages=int(HELD_SHARE * deployment.cache.pages * deployment.attention.dp),
         lease_seconds=deployment.pages.lease_seconds,
-        quadratic_tokens=deployment.prefill.quadratic_tokens,
     )
     transfer, hand_offs = access.transfer, engine.hand_off_with(LinkedHandOffs)
     server = PagesServer(

@@ -53,13 +53,12 @@ class Registry:
         fleet = self._fleet
         prefill, domains = self._resolved(fleet.prefill), self._resolved(fleet.domains)
         first_long = len(prefill) - self._long
-        found = [
-            *(Place(a, "prefill", number >= first_long) for number, a in enumerate(prefill)),
-            *(Place(address, "domain") for address in domains),
-        ]
-        changes = self._changes
-        left = [place for place in found if place.address not in changes]
-        return left + [place for place in changes.values() if place is not None]
+        found: dict[str, Place | None] = {
+            address: Place(address, "prefill", number >= first_long)
+            for number, address in enumerate(prefill)
+        }
+        found |= {address: Place(address, "domain") for address in domains} | self._changes
+        return [place for place in found.values() if place is not None]
 
     def add(self, place: Place) -> None:
         """Adds a place, or changes the role of one, until this process ends."""

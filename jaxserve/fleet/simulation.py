@@ -130,6 +130,7 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
       prefilled: whether prompts arrive with their KV entries although no worker computes them.
       tokens_a_step: tokens that a sequence gains with each simulated token.
       step_seconds: of a simulated step that decodes, where it stands for several.
+      attention_cost: as in `WorkerFacts`.
     """
 
     pages: Handoff = Handoff()
@@ -141,6 +142,7 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
     prefilled: bool = False
     tokens_a_step: float = 1.0
     step_seconds: float = 0.0
+    attention_cost: float = 0.0
 
 
 class _Seen(msgspec.Struct):
@@ -295,6 +297,7 @@ class FleetSimulation:
             vocab=2**31 - 1,
             eos_token_ids=[],
             info={},
+            attention_cost=self._conditions.attention_cost,
         )
         self._act(self._coordinator.joined(name, facts, worker.reserved))
 

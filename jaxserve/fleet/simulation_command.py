@@ -253,6 +253,8 @@ def read_simulation(
     Raises:
       ConfigError: an option is wrong.
     """
+    from jaxserve.roles.parameters import attention_cost  # imports JAX
+
     count = REQUESTS if options.requests is None else options.requests
     if not options.rate:
         raise ConfigError("--rate 0: a fleet needs a rate above 0")
@@ -292,6 +294,7 @@ def read_simulation(
             latency=options.pages_latency,
         ),
         host_seconds=options.host,
+        attention_cost=attention_cost(domain.attention.model.config),
         jitter=jitter(options),
         seed=options.seed,
         losses=tuple(Loss(worker=name, at=at, seconds=away) for name, at, away in options.lose),

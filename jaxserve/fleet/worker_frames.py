@@ -54,6 +54,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       version: version of the software, for people.
       can_stand_in: whether it can start again in another role; see `Become`.
       stands_in: whether it was started in the other role.
+      attention_cost: of a prefill worker: a prompt of n tokens takes n + n² times this, as
+        `roles/parameters.py` counts.
     """
 
     role: WorkerRole
@@ -69,6 +71,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     can_stand_in: bool = False
     stands_in: bool = False
+    attention_cost: float = 0.0
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,6 @@ from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layout_keys import Tree, mesh_keys, sequence_keys
 from jaxserve.planner.layouts import Layout, Target
-from jaxserve.planner.models import CostModel
 from jaxserve.planner.search import Found, Pace, Plan
 from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
@@ -201,7 +200,7 @@ class Fleet(NamedTuple):
         most = self.sequences + 3.1 * self.sequences**0.5
         return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
 
-    def keys(self, longest: int, page: int, requests: Requests, model: CostModel) -> Tree:
+    def keys(self, longest: int, page: int, requests: Requests) -> Tree:
         """Configuration keys, dotted, that the fleet's schedulers and its router read.
 
         Args:
@@ -219,12 +218,10 @@ class Fleet(NamedTuple):
             keys["domains"] = self.units
         if not self.workers:
             return keys
-        heads = [group.layers * group.spec.q_heads * group.key_dim for group in model.attention]
         return keys | {
             "prefill.workers": self.workers,
             "prefill.mode": "colocated",
             "prefill.lanes": 1,
-            "prefill.quadratic_tokens": max(1, round(model.activated / sum(heads))),
             "prefill.attention.dp": worker.layout.dp,
             "prefill.attention.tp": worker.layout.tp,
             "prefill.cache.pages": max(pages + 1, worker.pages),

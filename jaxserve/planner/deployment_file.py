@@ -196,7 +196,7 @@ def _fleet_keys(
     fleet = made.fleet._replace(unit=made.fleet.unit._replace(slots=slots))
     unit, worker, domains = fleet.unit.layout, fleet.worker, fleet.units
     keys = _keys(file, msgspec.structs.replace(fleet.unit.plan, batch=slots))
-    of_fleet = fleet.keys(asked.longest, asked.page, requests, file.calculator.model)
+    of_fleet = fleet.keys(asked.longest, asked.page, requests)
     if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
         if domains > 1:
             raise ConfigError(

@@ -219,26 +219,6 @@ class CostModel(NamedTuple):
         return len(self.order)
 
     @property
-    def linear_parameters(self) -> int:
-        """Parameters of all linear maps before and after attention."""
-        plain = Formats(weights="bfloat16", cache="bfloat16")
-        each = (
-            g.layers * self.declared(g.spec, plain, 1, "gpu").parameters for g in self.attention
-        )
-        return round(sum(each))
-
-    @property
-    def ffn_activated(self) -> int:
-        """FFN parameters that a token meets, without the router."""
-        widths = (g.layers * (g.top_k * g.expert_d_ff + g.shared_d_ff) for g in self.ffn)
-        return 3 * self.d_model * sum(widths)
-
-    @property
-    def activated(self) -> int:
-        """Parameters that a token meets: linear maps, FFN and head."""
-        return self.linear_parameters + self.ffn_activated + self.vocab * self.d_model
-
-    @property
     def moe(self) -> FFNLayers | None:
         """The group of most MoE layers; None: a dense model."""
         groups = [group for group in self.ffn if group.experts]

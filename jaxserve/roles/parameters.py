@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.config.deployment import Deployment, SchedulerLimits
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
@@ -21,7 +21,8 @@ class Parameters(NamedTuple):
     """Parameters that take part in computing one token: all but the embedding, of which it reads
     one row, and the experts that it is not routed to."""
     prediction: int
-    """Parameters of the prediction modules, without the embedding and head that they share."""
+    """Parameters of the prediction modules (DeepSeek-V3 §2.2), each with a layer, a projection to
+    it, and norms; they share embedding and head."""
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
@@ -31,28 +32,41 @@ def count_parameters(config: ModelConfig) -> Parameters:
     if config.tied_head:
         head -= config.d_model * config.vocab
     total, activated = embedding + head, head + (embedding if config.tied_head else 0)
-    for layer in range(config.layers):
-        kind = config.layer(layer)
+    for kind in config.decoder:
         for template in (templates.attention[kind], templates.ffn[kind.ffn]):
             total += _size(template)
             activated += _activated(template, config)
-    return Parameters(total, activated, _predictions(config))
-
-
-def _predictions(config: ModelConfig) -> int:
-    """Returns the parameters of all prediction modules (DeepSeek-V3 §2.2): each has a layer, a
-    projection to it, and norms."""
-    whole = _whole(msgspec.structs.replace(config, modules=len(config.predictors)))
-    return sum(
-        _size(block)
+    predicting = (
+        block
         for kind in config.predictors
-        for block in (whole.attention[kind], whole.ffn[kind.ffn], whole.prediction)
+        for block in (templates.attention[kind], templates.ffn[kind.ffn], templates.prediction)
     )
+    return Parameters(total, activated, sum(map(_size, predicting)))
+
+
+def attention_cost(config: ModelConfig) -> float:
+    """Returns what attention adds to the cost of a prompt of n tokens, over n², where the n tokens'
+    linear maps cost n, by FLOPs.
+
+    A token meets half of the prompt on the mean, and takes two FLOPs for each number of a key, and
+    of a value. Windows, states and chosen rows are as long in every prompt; the scores by which an
+    indexer chooses are not, and are without values.
+    """
+    numbers = 0.0
+    for kind in config.decoder:
+        spec, indexer = kind.attention, getattr(kind.attention, "indexer", None)
+        width = spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim
+        met = indexer.heads * indexer.head_dim / 2 if indexer else spec.q_heads * width
+        every = spec.every if isinstance(spec, Compressed) else 1 - min(1, spec.window)
+        if every and not isinstance(spec, DeltaNet) and not getattr(indexer, "shared", False):
+            numbers += met / every
+    return numbers / count_parameters(config).activated
 
 
 def _whole(config: ModelConfig) -> ModelTemplates:
-    """Returns the templates for one device in each role, without padding and scales."""
-    plain = msgspec.structs.replace(config, stored="plain")
+    """Returns the templates for one device in each role, with all prediction modules, without
+    padding and scales."""
+    plain = msgspec.structs.replace(config, stored="plain", modules=len(config.predictors))
     one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
     return ModelTemplates(plain, one, AbstractSubmeshes(one))
 

@@ -135,7 +135,7 @@ def test_a_short_prompt_overtakes_a_long_one_that_came_just_before():
     loop, _ = make(requests=1, pages=99, max_waiting=9)
     loop.prefill(prompt("first"))
     limits = loop.holds.limits
-    long_seconds = (60 + 60 * 60 / limits.quadratic_tokens) / limits.tokens_per_second
+    long_seconds = 60 / limits.tokens_per_second
     loop.prefill(prompt("long", 60, arrival=100.0))
     loop.prefill(prompt("short", 4, arrival=100.0 + long_seconds / 2))
     loop.prefill(prompt("late", 4, arrival=100.0 + long_seconds))

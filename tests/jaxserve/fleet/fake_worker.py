@@ -228,7 +228,7 @@ def worker_facts(role: WorkerRole, **changes: Any) -> WorkerFacts:
     """Facts that a worker tells routers about itself."""
     facts: dict[str, Any] = {"role": role, "slots": 4, "groups": 1}
     facts |= {"pages": 1000, "page_size": PAGE, "max_length": 200, "vocab": VOCAB}
-    facts |= {"eos_token_ids": [], "info": {}}
+    facts |= {"eos_token_ids": [], "info": {}, "attention_cost": 2**-15}
     return WorkerFacts(**facts | changes)
 
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet import routing_actions as orders
+from jaxserve.fleet.estimates import prompt_cost
 from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import Place
@@ -52,8 +53,9 @@ def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | N
     room = deployment.fleet.prefill_waiting + deployment.pages.held
 
     def seconds(worker):
-        cost = estimates.cost(length, min(hits.get(worker.name, 0), length - 1))
-        return estimates.seconds(worker, worker.work + cost)
+        known = min(hits.get(worker.name, 0), length - 1)
+        cost = prompt_cost(length, known, worker.facts.attention_cost)
+        return estimates.seconds(worker.speed, worker.work + cost)
 
     def fullness(worker):
         late = worker.pace > deployment.fleet.tpot_seconds > 0 and worker.count > 0

@@ -46,16 +46,23 @@ class TokenCost(NamedTuple):
 
 
 def token_cost(model: CostModel, context: int) -> TokenCost:
-    read = flops = lacking = 0.0
+    read = flops = linear = 0.0
+    plain = Formats(weights="bfloat16", cache="bfloat16")
     for group in model.attention:
         numbers, size = cached_numbers(group, context), 2 * 4
         if not group.has_state:
             size = 1 if group.spec.window or model.name not in FULL_IN_16_BITS else 2
         read += group.layers * size * numbers
         flops += group.layers * attention_flops(group, context)
-        lacking += group.has_state * group.layers * 2 * group.spec.q_heads * model.d_model
-    linear = model.linear_parameters - lacking
-    return TokenCost(read, flops, 2.0 * linear, 2.0 * model.ffn_activated)
+        linear += group.layers * model.declared(group.spec, plain, 1, "gpu").parameters
+        linear -= group.has_state * group.layers * 2 * group.spec.q_heads * model.d_model
+    return TokenCost(read, flops, 2.0 * linear, 2.0 * ffn_activated(model))
+
+
+def ffn_activated(model: CostModel) -> int:
+    """FFN parameters that a token meets, without the router."""
+    widths = (g.layers * (g.top_k * g.expert_d_ff + g.shared_d_ff) for g in model.ffn)
+    return 3 * model.d_model * sum(widths)
 
 
 def cached_numbers(group: AttentionLayers, context: int) -> float:
@@ -104,7 +111,7 @@ def attention_dollars(model: CostModel, context: int, hardware: Hardware) -> flo
 
 def ffn_dollars(model: CostModel, hardware: Hardware) -> float:
     """USD per million tokens (§4.2): bound by compute, as large batches are."""
-    return 1e6 * 2.0 * model.ffn_activated * dollars(hardware)[0]
+    return 1e6 * 2.0 * ffn_activated(model) * dollars(hardware)[0]
 
 
 def minimum_sparsity(

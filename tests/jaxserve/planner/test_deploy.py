@@ -143,17 +143,13 @@ def chunks(chunk: int, dp: int = 1) -> Chunks:
     return Chunks(made, Rooflines(made, own, own, (H100, H100)), chunk)
 
 
-def test_a_prompt_alone():
+def test_prompts():
     """Bound by compute: 2 x 31.2 billion parameters a token at 70 % of the peak, and attention."""
     least = 2 * 31.2e9 * 4096 / (989e12 * 0.7)
     assert least < chunks(1024).alone(4096, 0) < 1.5 * least
     # Found tokens are not computed, but attended to.
     half = chunks(1024).alone(4096, 2048)
     assert 0.5 < half / chunks(1024).alone(4096, 0) < 0.6
-
-
-def test_attention_is_quadratic():
-    """Per token a long prompt takes longer, and so do a fleet's prompts of unequal lengths."""
     short, long = chunks(2048).alone(8192, 0), chunks(2048).alone(32768, 0)
     assert long > 4.4 * short
     equal = Demand(rate=1, prompt=16384, output=1).requests(10**6, 64)

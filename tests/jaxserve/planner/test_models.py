@@ -5,13 +5,15 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.models import load_model, model_config
+from jaxserve.roles.parameters import attention_cost, count_parameters
 from tests import golden
 
 
 @golden.table("planner/parameters.yaml")
-def test_parameters(name, activated):
-    model = load_model(name)
-    assert model.activated / 1e9 == pytest.approx(activated, rel=0.025)
+def test_parameters(name, activated, as_long):
+    config = model_config(CONFIGS / "models" / name)
+    assert count_parameters(config).activated / 1e9 == pytest.approx(activated, rel=0.025)
+    assert 1 / attention_cost(config) == pytest.approx(as_long, rel=0.01)
 
 
 def test_parameters_by_tensor_parallelism():
@@ -57,8 +59,7 @@ decoder:
 def test_a_path_is_a_model_too(tmp_path):
     (tmp_path / "model.yaml").write_text(PLANNED, encoding="utf-8")
     model = load_model(str(tmp_path))
-    assert model.linear_parameters == 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8)
-    assert model.ffn_activated == 2 * 3 * 8 * 32
+    assert (model.layers, model.ffn[0].shared_d_ff) == (2, 32)
     with pytest.raises(ConfigError, match=r"the engine cannot run .*, only plan it"):
         model_config(tmp_path, served=True)
     wrong = PLANNED.replace("rope", "windw: 4, rope")
