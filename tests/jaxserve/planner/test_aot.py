@@ -108,19 +108,19 @@ def test_a_decode_bucket():
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("model", "hardware", "weights", "cache"),
+    ("model", "hardware", "weights", "cache", "bucket"),
     [
-        ("deepseek-v4-flash", "v6e", "int8", "page_size: 128, pages: 4096"),
-        ("deepseek-v4-flash", "v7x", "fp8", "page_size: 512, pages: 1024, format: fp8"),
-        ("gpt-oss-120b", "v6e", "int8", "page_size: 128, pages: 4096"),
+        ("deepseek-v4-flash", "v6e", "int8", "page_size: 128, pages: 4096", "64x64"),
+        ("deepseek-v4-flash", "v7x", "fp8", "page_size: 512, pages: 1024, format: fp8", "64x16"),
+        ("gpt-oss-120b", "v6e", "int8", "page_size: 128, pages: 4096", "64x64"),
     ],
 )
-def test_a_decode_step(tmp_path, capsys, model, hardware, weights, cache):
+def test_a_decode_step(tmp_path, capsys, model, hardware, weights, cache, bucket):
     """V4-Flash has layers of five kinds, gpt-oss rows of 2,880 columns. Memory is that of
     `--check`, but for additions of the compiler. Pools, weights and embeddings are not copied."""
     path, entries = tmp_path / "deployment.yaml", golden.text("planner/decode_step.txt")
     path.write_text(entries.format(CONFIGS / "models" / model, hardware, weights, cache))
-    where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", "64x64")
+    where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", bucket)
     code, found, errors = compile_for(*where, timeout=3500)
     assert code == 0, errors
     assert [program["name"] for program in found["programs"] if program["copied"]] == []
