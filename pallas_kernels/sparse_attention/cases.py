@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.aot import Case, Loop
 from pallas_kernels.attention.cases import FORMATS, GPU_PAGE_SIZE, formats
 from pallas_kernels.sparse_attention.api import attend_chosen, choose_positions
-from pallas_kernels.sparse_attention.mosaic_tpu import BLOCK_TOKENS
+from pallas_kernels.sparse_attention.mosaic_tpu import PART_TOKENS, PARTS
 
 SEQUENCES, CONTEXT, PAGE_SIZE = 64, 32768, 128
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
@@ -69,8 +69,8 @@ def _case(name: str, form: str, kind: str) -> Case:
         loop = Loop(
             kernel="index_scores",
             unit="KV token",
-            units=BLOCK_TOKENS,
-            copies=BLOCK_TOKENS // PAGE_SIZE,  # of keys; XLA brings all scales to VMEM before
+            units=PARTS * PART_TOKENS,
+            copies=PARTS * PART_TOKENS // PAGE_SIZE,  # of keys
             bytes_per_unit=INDEX_DIM * dtype.itemsize + 4 * len(scales) + 4,
         )
     function = functools.partial(choose_positions, top_k=TOP_K)

@@ -7,6 +7,7 @@ block of keys is multiplied once for all tokens of an item; ReLU, weights and th
 follow in registers, so that 4 bytes of a position leave the core for the 132 or 256 that it reads.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,13 @@ from pallas_kernels.sparse_attention.mosaic_tpu_select import STEP, select
 from pallas_kernels.sparse_attention.reference import ChoiceCall
 from pallas_kernels.target import Target
 
-BLOCK_TOKENS = 2048
-"""Positions whose keys are fetched and multiplied at a time."""
+PART_TOKENS = 2048
+"""Positions that are scored at a time, of a block that is not full or of a prompt."""
+
+PARTS = 4
+"""Most parts of a block, whose keys are fetched at a time. A decoding token scores all parts of a
+full block in one stretch without branches: the products of one part run beside the sums of the part
+before, and the starts of copies beside both."""
 
 ITEM_TOKENS = 8
 """Consecutive tokens of a prompt that share the keys they read."""
@@ -75,6 +81,8 @@ def choose_positions(call: ChoiceCall, top_k: int, target: Target) -> Int32[Arra
     """`api.choose_positions` on a TPU, if `gap` finds nothing in the call."""
     context = call.page_table.shape[1] * call.key_pages.shape[2]
     chosen, interpret = min(top_k, context), INTERPRETER if target.interpret else False
+    if call.key_scales is not None:
+        call = call._replace(key_scales=_in_order(call))
 
     def choose(some: tuple[Array, ...]) -> Array:
         queries, weights, sequence, position = some
@@ -88,11 +96,12 @@ def choose_positions(call: ChoiceCall, top_k: int, target: Target) -> Int32[Arra
 
 
 def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"]:
-    """Runs the kernel. Scores behind a token's own block are undefined."""
+    """Runs the kernel on scales that are `_in_order`. Scores behind a token's own block are
+    undefined."""
     tokens, heads, width = call.queries.shape
     pool, _, page_size, _ = call.key_pages.shape
     sequences, pages_per_sequence = call.page_table.shape
-    pages_per_block = min(max(1, BLOCK_TOKENS // page_size), pages_per_sequence)
+    pages_per_part, pages_per_block = _pages(call)
     largest = 1 if tokens <= sequences else ITEM_TOKENS
     wide = jnp.float32 in (call.queries.dtype, call.key_pages.dtype)
     plan = Sizes(
@@ -127,7 +136,7 @@ def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"
         vmem((BUFFERS, 1, plan.block, width), call.key_pages.dtype),
         *(vmem((BUFFERS, pages_per_block, 1, page_size), jnp.float32) for _ in scales),
         vmem((2, largest, 1, plan.block), jnp.float32),
-        *(pltpu.SemaphoreType.DMA((count,)) for count in (BUFFERS, BUFFERS, 2)),
+        *(pltpu.SemaphoreType.DMA((count,)) for count in (BUFFERS, BUFFERS, BUFFERS, 2)),
     ]
 
     def kernel(*refs: Any) -> None:
@@ -137,11 +146,11 @@ def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"
         scale = next(at) if scales else None
         written_to, buffer, key_buffer = (next(at) for _ in range(3))
         scale_buffer = next(at) if scales else None
-        output, *semaphores, written = at
-        pools = [Pool(keys, key_buffer, scale, scale_buffer, False)]
-        copied = Copied(look, buffer)
-        fetcher = Fetcher(plan, items, total, table, copied, pools, *semaphores)
-        Scorer(fetcher, Copied(written_to, output), written).run()
+        output, *semaphores, scaled, written = at
+        pools = [Pool(keys, key_buffer, None, None, False)]
+        fetcher = Fetcher(plan, items, total, table, Copied(look, buffer), pools, *semaphores)
+        given = Copied(scale, scale_buffer) if scales else None
+        Scorer(fetcher, given, Copied(written_to, output), pages_per_part, scaled, written).run()
 
     outside = pl.BlockSpec(memory_space=pltpu.HBM)
     found: Array = pl.pallas_call(
@@ -163,6 +172,22 @@ def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"
     return found[:, 0]
 
 
+def _pages(call: ChoiceCall) -> tuple[int, int]:
+    """Returns the pages of a part, and of a block."""
+    page_size, pages_per_sequence = call.key_pages.shape[2], call.page_table.shape[1]
+    part = min(max(1, PART_TOKENS // page_size), pages_per_sequence)
+    return part, part * min(PARTS, pl.next_power_of_2(-(-pages_per_sequence // part)))
+
+
+def _in_order(call: ChoiceCall) -> Float32[Array, "places 1 page_size"]:
+    """Copies the scales of all pages of the table, 4 bytes of the 132 of a position, and those of a
+    block behind it. So one copy fetches the scales of a block. A copy for each page would double
+    the copies that a core starts, which take as long as the products."""
+    assert call.key_scales is not None
+    places = jnp.pad(call.page_table.reshape(-1), (0, _pages(call)[1]))
+    return call.key_scales.at[places].get(mode="clip", wrap_negative_indices=False)
+
+
 Carry = tuple[Any, Producer, Any, Any]
 """Blocks scored so far, the next block to fetch, and the tokens of the last block but one, and of
 the last one, whose scores are still being written."""
@@ -171,15 +196,24 @@ the last one, whose scores are still being written."""
 class Scorer:
     """The body of the kernel."""
 
-    def __init__(self, fetcher: Fetcher, output: Copied, written: Any):
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        scales: Copied | None,  # [places, 1, page_size], [BUFFERS, pages_per_block, 1, page_size]
+        output: Copied,
+        pages_per_part: int,
+        scaled: Any,  # [BUFFERS] semaphores of scales
+        written: Any,
+    ):
         self.fetcher, self.plan, self.items = fetcher, fetcher.plan, fetcher.items
-        self.output, self.written = output, written
+        self.scales, self.output, self.pages_per_part = scales, output, pages_per_part
+        self.scaled, self.written = scaled, written
 
     def run(self) -> None:
         """Scores the blocks of all items in order."""
         producer = self.fetcher.first()
         for _ in range(AHEAD):
-            producer = self.fetcher.fetch(producer)
+            producer = self.fetch(producer)
         total = self.fetcher.total[0]
         zero = jnp.int32(0)
         step, _, *tokens = lax.fori_loop(0, total, self.item, (zero, producer, zero, zero))
@@ -202,17 +236,27 @@ class Scorer:
             self.await_written(step & 1, before_last)
             # The common case has no branches inside.
             steady = there & (producer.left >= plan.pages_per_block)
-            steady &= ready == plan.pages_per_block
+            steady &= (ready == plan.pages_per_block) & (plan.item_tokens == 1)
 
             def steadily() -> None:
                 self.fetcher.fetch_first_queries(producer)
+                self.fetch_scales(producer)
                 self.fetcher.await_block(slot)
-                self.score(item, slot, step & 1, lambda: self.fetcher.fetch_block(producer))
+                self.await_scales(slot)
+                for part in range(plan.pages_per_block // self.pages_per_part):
+                    self.score(item, slot, step & 1, part, 0)
+                self.fetcher.fetch_block(producer)
 
             def otherwise() -> None:
-                self.fetcher.fetch(producer)
+                self.fetch(producer)
                 self.fetcher.await_pages(slot, ready)
-                self.score(item, slot, step & 1)
+                self.await_scales(slot)
+
+                def score(part: Any, carry: None) -> None:
+                    self.each_tile(item, functools.partial(self.score, item, slot, step & 1, part))
+
+                parts = lax.div(ready + (self.pages_per_part - 1), self.pages_per_part)
+                lax.fori_loop(0, parts, score, None)
 
             pl.when(steady)(steadily)
             pl.when(jnp.logical_not(steady))(otherwise)
@@ -222,43 +266,62 @@ class Scorer:
         blocks = lax.div(pages + (plan.pages_per_block - 1), plan.pages_per_block)
         return lax.fori_loop(0, blocks, a_block, carry)
 
-    def score(
-        self, item: Any, slot: Any, to: Any, beside: Callable[[], None] = lambda: None
-    ) -> None:
-        """Scores the block in a slot for an item's tokens. Calls `beside` once."""
-        plan = self.plan
+    def fetch(self, producer: Producer) -> Producer:
+        """Starts all copies of a block."""
+        pl.when(producer.item < self.fetcher.total[0])(lambda: self.fetch_scales(producer))
+        return self.fetcher.fetch(producer)
 
-        def score_tile(number: Any) -> None:
-            which, width = pl.ds(number * plan.tile, plan.tile), plan.head_dim
-            looks = self.fetcher.queries.buffer[item & (BUFFERS - 1), which]
-            weights = looks[..., width:]  # [tile, heads, LANES]
-            queries = looks[..., :width].reshape(-1, width).astype(plan.dtype)
-            (pool,), scales = self.fetcher.pools, None
-            if pool.scales is not None:
-                pages = range(plan.pages_per_block)
-                scales = jnp.concatenate([pool.scale_buffer[slot, n] for n in pages], axis=1)
-            for first in range(0, plan.block, COLUMNS):
-                some = slice(first, min(first + COLUMNS, plan.block))
-                keys = operand(pool.buffer[slot, 0, some], plan.dtype)
-                found = jnp.maximum(product(queries, keys, 1), 0.0)
-                found = found.reshape(plan.tile, plan.group, -1)
-                parts = [
-                    jnp.sum(part * weights[..., : part.shape[2]], axis=1)
-                    for start in range(0, found.shape[2], LANES)
-                    for part in (found[..., start : start + LANES],)
-                ]
-                scores = jnp.concatenate(parts, axis=1)
-                if scales is not None:
-                    scores *= scales[:, some]
-                self.output.buffer[to, which, 0, some] = scores
+    def fetch_scales(self, producer: Producer) -> None:
+        """Starts the copy of a block's scales, of pages behind the item's last one too."""
+        if self.scales is not None:
+            self.scale_copy(self.scales, producer.row, producer.step & (BUFFERS - 1)).start()
 
-        if plan.item_tokens == 1:
-            score_tile(0)
-            beside()
+    def await_scales(self, slot: Any) -> None:
+        """Waits for the copy of a block's scales."""
+        if self.scales is not None:
+            self.scale_copy(self.scales, 0, slot).wait()
+
+    def scale_copy(self, scales: Copied, row: Any, slot: Any) -> Any:
+        """Returns the copy of the scales of a block that begins with this row of the table."""
+        rows = scales.outside.at[pl.ds(row, self.plan.pages_per_block)]
+        return pltpu.make_async_copy(rows, scales.buffer.at[slot], self.scaled.at[slot])
+
+    def each_tile(self, item: Any, do: Callable[[Any], None]) -> None:
+        """Calls `do` with the number of each tile of an item."""
+        if self.plan.item_tokens == 1:
+            do(0)
             return
-        beside()
-        tiles = lax.div(self.items.count[item] + (plan.tile - 1), plan.tile)
-        lax.fori_loop(0, tiles, lambda number, carry: score_tile(number), None)
+        tiles = lax.div(self.items.count[item] + (self.plan.tile - 1), self.plan.tile)
+        lax.fori_loop(0, tiles, lambda number, carry: do(number), None)
+
+    def score(self, item: Any, slot: Any, to: Any, part: Any, tile: Any) -> None:
+        """Scores a part of the block in a slot for a tile of an item's tokens."""
+        plan, width, pages = self.plan, self.plan.head_dim, self.pages_per_part
+        which = pl.ds(tile * plan.tile, plan.tile)
+        looks = self.fetcher.queries.buffer[item & (BUFFERS - 1), which]
+        weights = looks[..., width:]  # [tile, heads, LANES]
+        queries = looks[..., :width].reshape(-1, width).astype(plan.dtype)
+        (pool,), scales, size = self.fetcher.pools, None, pages * plan.page_size
+        if self.scales is not None:
+            held = [self.scales.buffer[slot, part * pages + page] for page in range(pages)]
+            scales = jnp.concatenate(held, axis=1)
+        for first in range(0, size, COLUMNS):
+            some, place = slice(first, min(first + COLUMNS, size)), part * size + first
+            if not isinstance(place, int):
+                place = pl.multiple_of(place, math.gcd(size, first))
+            here = pl.ds(place, some.stop - first)
+            keys = operand(pool.buffer[slot, 0, here], plan.dtype)
+            found = jnp.maximum(product(queries, keys, 1), 0.0)
+            found = found.reshape(plan.tile, plan.group, -1)
+            sums = [
+                jnp.sum(columns * weights[..., : columns.shape[2]], axis=1)
+                for start in range(0, found.shape[2], LANES)
+                for columns in (found[..., start : start + LANES],)
+            ]
+            scores = jnp.concatenate(sums, axis=1)
+            if scales is not None:
+                scores *= scales[:, some]
+            self.output.buffer[to, which, 0, here] = scores
 
     def write(self, item: Any, number: Any, slot: Any) -> None:
         """Starts the copies of the scores of an item's block `number`."""

@@ -33,7 +33,7 @@ POSITION = np.array([3, *range(290, 301), 319, 70, -1], np.int32)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(mosaic_tpu, "PART_TOKENS", 64)
     monkeypatch.setattr(mosaic_tpu, "COLUMNS", 32)
     monkeypatch.setattr(mosaic_gpu, "processors", lambda target: 6)
     for module in (mosaic_tpu, mosaic_tpu_select):
