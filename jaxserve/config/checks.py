@@ -7,14 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.config.deployment import (
-    Deployment,
-    check_slice,
-    least_slice,
-    runtime_roles,
-    scratch_pages,
-)
+from jaxserve.config.deployment import Deployment, check_slice, runtime_roles, scratch_pages
 from jaxserve.config.formats import FORMATS, choices, scaled
+from jaxserve.config.shipped import hardware_file
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
 
@@ -30,9 +25,6 @@ _CACHES = (
     "platforms (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs and "
     "TPUs from v7x on"
 )
-
-_SLICE_STEP = 64
-"""Multiples of this number of devices may be a TPU slice, too, which no plan rents."""
 
 
 def refuse_formats(deployment: Deployment) -> None:
@@ -92,8 +84,7 @@ def complete(deployment: Deployment) -> Deployment:
         raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
     _check_pipeline(deployment)
-    if (deployment.attention.hardware or deployment.ffn.hardware).startswith("v"):  # TPUs
-        _check_slices(deployment)
+    _check_slices(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
     page_buckets = limits.page_buckets or sorted({-(-longest // 4), longest})
@@ -117,13 +108,27 @@ def complete(deployment: Deployment) -> Deployment:
     return msgspec.structs.replace(deployment, scheduler=made)
 
 
+def least_slice(devices: int, cores: int, torus: int) -> int:
+    """Returns the JAX devices of the least TPU slice that has this many. Slices have 1, 2, 4, 8, …
+    chips and, on a torus of three dimensions, multiples of 64.
+
+    Args:
+      cores: JAX devices of a chip.
+      torus: dimensions of the torus.
+    """
+    chips = -(-devices // cores)
+    step = 64 if torus == 3 and chips > 64 else 1 << (chips - 1).bit_length()
+    return cores * step * -(-chips // step)
+
+
 def _check_slices(deployment: Deployment) -> None:
     """Checks each runtime on the least TPU slice that holds it, of which it may leave a part
     unused; raises as `check_slice`."""
-    runtimes = runtime_roles(deployment)
-    for roles in runtimes:
+    tpu = hardware_file(deployment.attention.hardware or deployment.ffn.hardware)
+    runtimes, cores = runtime_roles(deployment), tpu.get("jax_devices", 1)
+    for roles in runtimes if "torus" in tpu else ():
         least = deployment.devices if len(runtimes) == 1 else sum(roles.values())
-        check_slice(least if least % _SLICE_STEP == 0 else least_slice(least), roles)
+        check_slice(least_slice(least, cores, tpu["torus"]), roles)
 
 
 def _check_runtimes(deployment: Deployment) -> None:

@@ -159,12 +159,6 @@ def scratch_pages(drafts: int, modules: int) -> int:
     return int(0 < modules < drafts)
 
 
-def least_slice(devices: int) -> int:
-    """Returns the size of the least TPU slice that has this many devices or chips: slices have 1,
-    2, 4, 8, …"""
-    return 1 << (devices - 1).bit_length()
-
-
 def divide_slice(size: int, counts: Iterable[int]) -> bool:
     """Returns whether roles of these numbers of devices can be on a TPU slice of `size` devices.
     libtpu compiles a collective only if its number of devices divides the slice's: it refuses

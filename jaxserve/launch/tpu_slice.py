@@ -41,8 +41,10 @@ def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
         raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
     most, flat = min(LARGEST, hardware.link_devices // hardware.jax_devices), hardware.torus == 2
     known = [1] * flat + [4 << power for power in range(11) if 4 << power <= most]
-    if chips not in known:
-        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}")
+    larger = 64 < chips <= most and hardware.slice_of(chips * hardware.jax_devices)
+    if chips not in known and not larger:
+        more = "" if flat else ", and other multiples of 64"
+        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}{more}")
     sizes = shape(hardware, chips * hardware.jax_devices)
     whole = chips if flat and chips <= 8 else 4
     # A dimension of one chip comes last: 2x2x1.

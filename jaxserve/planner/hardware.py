@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from jaxserve.config.deployment import least_slice
+from jaxserve.config.checks import least_slice
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
@@ -125,8 +125,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def slice_of(self, devices: int) -> bool:
         """Whether this number of JAX devices can be rented: TPUs come in slices of chips."""
-        chips, rest = divmod(devices, self.jax_devices)
-        return self.platform != "tpu" or (rest == 0 and least_slice(chips) == chips)
+        there = least_slice(devices, self.jax_devices, self.torus)
+        return self.platform != "tpu" or there == devices
 
     def stores(self, number_format: str) -> bool:
         """Whether weights and cache may be kept in this format there. A GPU widens what it cannot
@@ -239,13 +239,17 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """Chips along each dimension of a slice, ascending: 16 chips are 4 × 4, or 2 × 2 × 4."""
-    sizes = [1] * hardware.torus
-    left = -(-devices // hardware.jax_devices)
+    """Chips along each dimension of the least slice with these devices, ascending: 16 chips are
+    4 × 4, or 2 × 2 × 4."""
+    sizes, factor = [1] * hardware.torus, 2
+    cores = hardware.jax_devices
+    left = least_slice(devices, cores, hardware.torus) // cores
     while left > 1:
+        while left % factor:
+            factor += 1
         sizes.sort()
-        sizes[0] *= 2
-        left = -(-left // 2)
+        sizes[0] *= factor
+        left //= factor
     return tuple(sorted(sizes))
 
 
