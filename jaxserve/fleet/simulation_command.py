@@ -315,4 +315,4 @@ def _prefill(domain: Scenario, context: int, configs: Path) -> Scenario:
         hardware = load_hardware(named, None, configs)
         roles = Roles(hardware, hardware, (named, named))
     assumed, measured = calculator.assumed, calculator.measured
-    return scenario(made, calculator.model, domain.stored, roles, context, assumed, measured)
+    return scenario(made, calculator.model, roles, context, assumed, measured)

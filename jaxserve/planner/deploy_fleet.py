@@ -18,7 +18,7 @@ from jaxserve.planner.layout_keys import Tree, mesh_keys, sequence_keys
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.search import Found, Pace, Plan
 from jaxserve.planner.simulate import FleetResult
-from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes, fullest
+from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
 
 QUANTILES, POINTS = 5, 3
 """Prompts, and chunks of each, whose seconds stand for all prompts."""
@@ -116,9 +116,8 @@ class Chunks:
 
     def _step(self, groups: int, tokens: int, length: int) -> float:
         """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
-        each = np.ones(groups, int)
-        rows = fullest(self._layout.dp, np.arange(groups), each * tokens, each * length)
-        step = self._times.step(rows)
+        sizes = np.full(groups, tokens), np.full(groups, length)
+        step = self._times.step(Rows(self._layout.dp, np.arange(groups), *sizes, tokens))
         attend = sum(float(layer.max()) for layer in step.attend)
         return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
 

@@ -259,7 +259,8 @@ def hops(hardware: Hardware, devices: int) -> int:
     if not hardware.torus:
         return 0
     sizes = shape(hardware, devices)
-    return sum(size // 2 if _ring(hardware, sizes, size) else size - 1 for size in sizes)
+    closed = zip(sizes, rings(hardware, sizes), strict=True)
+    return sum(size // 2 if ring else size - 1 for size, ring in closed)
 
 
 def gather_bandwidth(hardware: Hardware, devices: int) -> float:
@@ -268,7 +269,8 @@ def gather_bandwidth(hardware: Hardware, devices: int) -> float:
     if not hardware.torus or devices <= hardware.jax_devices:
         return hardware.link
     sizes = shape(hardware, devices)
-    return _link(hardware) * sum(1 + _ring(hardware, sizes, size) for size in sizes if size > 1)
+    closed = zip(sizes, rings(hardware, sizes), strict=True)
+    return _link(hardware) * sum(1 + ring for size, ring in closed if size > 1)
 
 
 def alltoall_bandwidth(hardware: Hardware, devices: int) -> float:
@@ -290,19 +292,15 @@ def middle_bandwidth(hardware: Hardware, devices: int) -> float:
     if devices <= hardware.jax_devices:
         return hardware.link
     sizes = shape(hardware, devices)
-    links = math.prod(sizes[:-1]) * (1 + _ring(hardware, sizes, sizes[-1]))
+    links = math.prod(sizes[:-1]) * (1 + rings(hardware, sizes)[-1])
     return links * hardware.jax_devices * _link(hardware)
 
 
 def rings(hardware: Hardware, sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Returns for each dimension of a slice whether its two ends are joined."""
-    return tuple(_ring(hardware, sizes, size) for size in sizes)
-
-
-def _ring(hardware: Hardware, sizes: tuple[int, ...], size: int) -> bool:
-    """Whether a dimension's ends are joined. In three dimensions either all are, or none."""
-    needed = sizes if hardware.torus == 3 else (size,)
-    return all(each % hardware.ring == 0 for each in needed)
+    """Returns for each dimension of a slice whether its two ends are joined. In three dimensions
+    either all are, or none."""
+    fit = [size % hardware.ring == 0 for size in sizes]
+    return (all(fit),) * len(sizes) if hardware.torus == 3 else tuple(fit)
 
 
 def _link(hardware: Hardware) -> float:

@@ -182,34 +182,17 @@ def jitter(options: argparse.Namespace) -> Jitter:
     return Jitter(spread={stage: size for one in options.jitter for stage, size in one.items()})
 
 
-PAPER = Assumptions(
-    overlap=1.0,
-    broadcast=True,
-    host_seconds=0.0,
-    host_device_seconds=0.0,
-    host_gpu_seconds=0.0,
-    plan_seconds=0.0,
-    plan_below_seconds=0.0,
-    pull_gb_s=0.0,
-)
-"""Step-3's own system (§7.1)."""
-PUBLISHED = msgspec.structs.replace(
-    PAPER, alltoall=True, overlapped=True, whole_dense=True, replicas=True
-)
-"""AFD as Step-3's system, colocated EP as DeepSeek's and SGLang's: each at its published best."""
-
-
 def assumptions(items: Sequence[str]) -> Assumptions:
-    """Reads `compute=0.8`, `broadcast=true`. `paper` stands for `PAPER`, `published` for
-    `PUBLISHED`; `slow` makes whatever the others say as slow as the tenth of published systems that
-    was slowest beside its prediction.
+    """Reads `compute=0.8`, `broadcast=true`. `paper` and `published` stand for what `commands.yaml`
+    says of them; `slow` makes whatever the others say as slow as the tenth of published systems
+    that was slowest beside its prediction.
 
     Raises:
       ConfigError: an unknown name (lists the known ones) or a value out of range.
     """
-    named = {"paper": PAPER, "published": PUBLISHED}
+    named: dict[str, dict[str, Any]] = TABLE["assumed"]
     chosen = [named[item] for item in items if item in named]
-    tree = msgspec.to_builtins(chosen[-1] if chosen else Assumptions())
+    tree = msgspec.to_builtins(Assumptions()) | (chosen[-1] if chosen else {})
     for item in (item for item in items if item not in (*named, "slow")):
         name, equals, text = item.partition("=")
         if not equals or name not in tree:
@@ -376,7 +359,7 @@ def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
       ConfigError: one of them is wrong.
     """
     deployment = read_deployment(options)
-    model, stored = model_of(deployment, options.configs)
+    model = model_of(deployment, options.configs)
     measured = read_calibration(options.calibration, options.configs)
     assumed, named = assumptions(options.assume), deployment.attention.hardware
     names = []
@@ -390,4 +373,4 @@ def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
         names.append(name if name.endswith(".yaml") else name.lower())
     attention, ffn = (load_hardware(name, None, options.configs) for name in names)
     roles = Roles(attention, ffn, (names[0], names[1]))
-    return scenario(deployment, model, stored, roles, context, assumed, measured)
+    return scenario(deployment, model, roles, context, assumed, measured)

@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import Floats, FormatName
-from jaxserve.config.model import Int4, held_floats
-from jaxserve.config.topology import PlannedMode
+from jaxserve.config.model import MatrixPart, held_floats
+from jaxserve.config.topology import PlannedMode, Role
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import NOTHING, Calibration
@@ -39,7 +39,6 @@ class Scenario(NamedTuple):
     attention: Calculator
     ffn: Calculator
     roles: Roles
-    stored: "Stored"
 
     def measured_by(self, measured: Calibration) -> "Scenario":
         return self._replace(
@@ -54,21 +53,9 @@ class Scenario(NamedTuple):
         return Rooflines(self.layout, self.attention, self.ffn, hardware, loads)
 
 
-class Stored(NamedTuple):
-    """Formats of a checkpoint's matrices."""
-
-    attention: str = "plain"
-    ffn: str = "plain"
-    """Format of the experts, or of dense FFNs in a model without experts."""
-    int4: Int4 = Int4()
-    floats: Floats = "float32"
-    """Format of `plain` matrices, as in `ModelConfig`."""
-
-
 def scenario(
     deployment: Deployment,
     model: CostModel,
-    stored: Stored,
     roles: Roles,
     context: int,
     assumed: Assumptions,
@@ -77,23 +64,24 @@ def scenario(
     """Everything about a deployment.
 
     Args:
-      stored: formats of the checkpoint's matrices, which `weights: auto` takes over.
+      model: `weights: auto` takes over the formats of its checkpoint's matrices.
       context: mean tokens of a sequence, for predictions that are not given lengths.
 
     Raises:
       ConfigError: as `held_floats`.
     """
-    afd = deployment.topology.has("ffn")
+    afd, config = deployment.topology.has("ffn"), model.config
     gather = afd and deployment.link.route == "broadcast"
     exchange = "gather" if gather else deployment.ffn.exchange
 
-    def calculator(role: str, weights: str, stored_as: str, hardware: Hardware) -> Calculator:
-        on_cpus = hardware.platform == "cpu"
-        held = held_floats(role, weights, deployment.dtype, stored.floats, on_cpus=on_cpus)
+    def calculator(role: Role, part: MatrixPart, hardware: Hardware) -> Calculator:
+        weights, on_cpus = getattr(deployment, role).weights, hardware.platform == "cpu"
+        stored = "plain" if part in config.plain_parts else config.stored
+        held = held_floats(role, weights, deployment.dtype, config.floats, on_cpus=on_cpus)
         formats = Formats(
-            weights=cast(FormatName, _weights(weights, stored_as, held)),
-            group=stored.int4.group,
-            zero_points=stored.int4.zero_points,
+            weights=cast(FormatName, _weights(weights, stored, held)),
+            group=config.int4.group,
+            zero_points=config.int4.zero_points,
             cache=deployment.cache_format,
             rope=deployment.cache.rope,
             dispatch=deployment.dispatch_format,
@@ -107,10 +95,9 @@ def scenario(
     return Scenario(
         deployment,
         layout_of(deployment, roles.names),
-        calculator("attention", deployment.attention.weights, stored.attention, roles.attention),
-        calculator("ffn", deployment.ffn.weights, stored.ffn, roles.ffn),
+        calculator("attention", "attention", roles.attention),
+        calculator("ffn", "experts" if config.experts else "dense", roles.ffn),
         roles,
-        stored,
     )
 
 
@@ -137,8 +124,8 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
     )
 
 
-def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
-    """The deployment's model, and the formats of its matrices in the checkpoint.
+def model_of(deployment: Deployment, configs: Path) -> CostModel:
+    """The deployment's model.
 
     Raises:
       ConfigError: its folder has no description, or a wrong one, or lacks layers that
@@ -146,17 +133,11 @@ def model_of(deployment: Deployment, configs: Path) -> tuple[CostModel, Stored]:
     """
     folder = Path(deployment.model)
     if not (folder / "config.json").is_file():
-        return load_model(deployment.model, configs), Stored()
+        return load_model(deployment.model, configs)
     try:
-        config, _ = read_model(deployment)
+        return cost_model(read_model(deployment)[0], folder.name)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    formats = [
-        "plain" if part in config.plain_parts else config.stored
-        for part in ("attention", "experts" if config.experts else "dense")
-    ]
-    stored = Stored(formats[0], formats[1], config.int4, config.floats)
-    return cost_model(config, folder.name), stored
 
 
 def _weights(wanted: str, stored: str, held: Floats) -> str:

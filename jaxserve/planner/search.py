@@ -12,12 +12,13 @@ import functools
 import itertools
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.observe.spans import STAGES
+from jaxserve.observe.spans import STAGES, AFDStage
 from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.demand import Requests
@@ -122,7 +123,10 @@ class Searcher:
         self.memory = Memory(calculator, attention, ffn)
         self.attention, self.ffn = attention, ffn
         self.acceptance = acceptance
-        self._attend = functools.lru_cache(4096)(self._attend_of)
+        self._counted = Counter(calculator.model.order)
+        self._attend = functools.lru_cache(4096)(
+            lambda group, on, *sizes: attend(calculator, group, attention[on], *sizes)
+        )
         self._exchanged = functools.lru_cache(512)(self._exchanged_of)
         self.host_seconds = functools.lru_cache(512)(
             lambda layout: calculator.host(layout, *self.memory.on(layout))
@@ -192,15 +196,9 @@ class Searcher:
         """Predicts a layout with a batch; whether it fits is not asked."""
         calculator, model = self.calculator, self.calculator.model
         a = self.attention[layout.attention]
-        step, most, stages = 0.0, 0.0, {}
         rows = 1 + layout.drafts
-        for a_group in model.attention:
-            for f_group in model.ffn:
-                share = a_group.layers * f_group.layers / model.layers
-                times = self._layer(layout, a_group, f_group, batch, rows)
-                step += share * self._lanes_seconds(layout, times)
-                if share > most:
-                    most, stages = share, times
+        kinds = self._kinds(layout, batch)
+        step = sum(count * self._lanes_seconds(layout, stages) for count, stages in kinds)
         step += layout.lanes * calculator.head(a, batch * rows, layout.tp)
         if calculator.measured is not NOTHING:  # a step's first attend is a stage of its own
             asked = calculator, model.attention[0], a, layout.tp, batch, rows
@@ -214,7 +212,7 @@ class Searcher:
             layout=layout,
             batch=batch,
             tpot=tpot,
-            stages=stages,
+            stages=max(kinds, key=lambda kind: kind[0])[1],
             tokens_per_second=rate,
             dollars=layout.dollars(*self.memory.on(layout)) / 3600 / rate * 1e6,
             tokens_a_step=gained,
@@ -244,24 +242,25 @@ class Searcher:
 
     def balance(self, layout: Layout, batch: int) -> Balance:
         """Returns how long both roles of a layout take for a lane's step."""
-        model, rows = self.calculator.model, 1 + layout.drafts
-        on_attention = self.calculator.head(
-            self.attention[layout.attention], batch * rows, layout.tp
+        head = self.calculator.head(
+            self.attention[layout.attention], batch * (1 + layout.drafts), layout.tp
         )
-        for group in model.attention:
-            stages = self._layer(layout, group, model.ffn[0], batch, rows)
-            on_attention += group.layers * stages["attend"].seconds
 
-        def ffn(made: Layout) -> float:
-            layers = (
-                (one.layers, self._layer(made, model.attention[0], one, batch, rows))
-                for one in model.ffn
-            )
-            return sum(count * stages["ffn"].seconds for count, stages in layers)
+        def seconds(made: Layout, stage: AFDStage) -> float:
+            return sum(count * times[stage].seconds for count, times in self._kinds(made, batch))
 
+        doubled = msgspec.structs.replace(layout, dp=2 * layout.dp)
         return Balance(
-            on_attention, ffn(layout), ffn(msgspec.structs.replace(layout, dp=2 * layout.dp))
+            head + seconds(layout, "attend"), seconds(layout, "ffn"), seconds(doubled, "ffn")
         )
+
+    def _kinds(self, layout: Layout, batch: int) -> list[tuple[int, dict[str, StageTime]]]:
+        """The stages of a lane's layers of each kind, and how many layers are of that kind."""
+        model, rows = self.calculator.model, 1 + layout.drafts
+        return [
+            (count, self._layer(layout, model.attention[a], model.ffn[f], batch, rows))
+            for (a, f), count in self._counted.items()
+        ]
 
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, batch: int, rows: int
@@ -275,12 +274,6 @@ class Searcher:
         first = self._attend(attention, layout.attention, layout.tp, batch, rows)
         moved = self._exchanged(one, ffn, batch * rows)
         return dict(zip(STAGES, (first, *moved), strict=True))
-
-    def _attend_of(
-        self, group: AttentionLayers, name: str, tp: int, batch: int, rows: int
-    ) -> StageTime:
-        """A layer's attention of a DP group, whatever the other devices do."""
-        return attend(self.calculator, group, self.attention[name], tp, batch, rows)
 
     def _exchanged_of(
         self, layout: Layout, ffn: FFNLayers, rows: int

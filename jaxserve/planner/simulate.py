@@ -197,24 +197,16 @@ class SimulatedEngine:
         self._steps = 0
 
     def _scheduler(self, prefixes: bool) -> Scheduler:
-        limits, cache = self.deployment.scheduler, self.deployment.cache
-        budget, buckets, prefill = limits.token_budget, limits.token_buckets, limits.prefill_tokens
+        limits = self.deployment.scheduler
+        buckets, prefill = sorted({*limits.token_buckets, limits.token_budget}), 0
         if self._elsewhere:
-            budget, buckets, prefill = limits.slots * limits.max_length, [], 0
-        sizes = SchedulerSizes(
-            groups=self.deployment.attention.dp,
-            lanes=self.deployment.lanes,
-            slots=limits.slots,
-            pages=cache.pages,
-            page_size=cache.page_size,
-            max_length=limits.max_length,
-            token_budget=budget,
-            token_buckets=sorted({*buckets, budget}),
-            page_buckets=limits.page_buckets,
-            max_waiting=2**20,
-            prefill_tokens=prefill,
-            prefix_cache=prefixes and cache.prefix,
-        )
+            buckets = [limits.slots * limits.max_length]
+        else:
+            prefill = limits.prefill_tokens
+        sizes = SchedulerSizes.of(self.deployment, buckets)
+        cached = prefixes and self.deployment.cache.prefix
+        changed = {"prefix_cache": cached, "prefill_tokens": prefill, "drafts": 0, "modules": 0}
+        sizes = msgspec.structs.replace(sizes, **changed, max_waiting=2**20)
         return Scheduler(sizes)
 
     def _rows(self, plan: StepPlan) -> Rows:

@@ -57,12 +57,6 @@ class Rows(NamedTuple):
         return np.bincount(self.group, each, self.groups)
 
 
-def fullest(groups: int, group: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> Rows:
-    """Rows whose messages are padded to the fullest DP group."""
-    most = int(np.bincount(group, tokens, groups).max(initial=1))
-    return Rows(groups, group, tokens, length, most)
-
-
 def even_rows(
     groups: int, count: int, tokens: float, context: float, pairs: float = 0, **bucket: int
 ) -> Rows:

@@ -383,13 +383,9 @@ class Calculator(NamedTuple):
 
     def entrance(self, hardware: Hardware, rows: int) -> float:
         """Seconds of a prediction module's input map, of `[embedding, hidden]`, on every device."""
-        work = [(self.entrance_bytes, 4.0 * rows * self.model.d_model**2, self.formats.rows)]
+        numbers, form = 2.0 * self.model.d_model**2, self.formats.rows
+        work = [(numbers * number_bytes(form), 2 * rows * numbers, form)]
         return float(self._work(hardware, work)[0] - self.assumed.stage_seconds)
-
-    @property
-    def entrance_bytes(self) -> float:
-        """Bytes of that map on an attention device."""
-        return 2.0 * self.model.d_model**2 * number_bytes(self.formats.rows)
 
     def head(self, hardware: Hardware, batch: int, tp: int) -> float:
         """Seconds of embedding, head and sampling of `batch` rows, once a step and lane."""

@@ -11,7 +11,6 @@ from jaxserve.plan import main
 from jaxserve.planner import options
 from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.options import (
-    PAPER,
     READERS,
     TABLE,
     acceptance,
@@ -64,7 +63,7 @@ def test_each_command_prints_its_options(command):
 
 
 def test_assumptions():
-    assert (assumptions([]), assumptions(["paper"])) == (Assumptions(), PAPER)
+    assert (assumptions([]), assumptions(["published"]).overlap) == (Assumptions(), 1.0)
     given = assumptions(["compute=0.5", "broadcast=true"])
     assert given == Assumptions(compute=0.5, broadcast=True)
 

@@ -19,8 +19,8 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
-from jaxserve.planner.options import PAPER
-from jaxserve.planner.scenario import Roles, Stored, scenario
+from jaxserve.planner.options import assumptions
+from jaxserve.planner.scenario import Roles, scenario
 from jaxserve.planner.simulate import Conditions, Result, Simulation
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import json_text
@@ -68,7 +68,7 @@ def _afd_on_h800(model: CostModel, case: dict[str, Any]) -> Result:
     )
     h800 = load_hardware("h800")
     roles = Roles(h800, h800, ("h800", "h800"))
-    made = scenario(deployment, model, Stored(), roles, context, PAPER)
+    made = scenario(deployment, model, roles, context, assumptions(["paper"]))
     fp8 = [
         part._replace(formats=msgspec.structs.replace(part.formats, compute="fp8"))
         for part in (made.attention, made.ffn)

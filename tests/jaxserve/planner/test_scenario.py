@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def layers(folder, products) -> list[tuple[int, bool]]:
-    model, _ = model_of(deployment(folder, products), CONFIGS)
+    model = model_of(deployment(folder, products), CONFIGS)
     return [(group.layers, group.int8_products) for group in model.attention]
 
 
@@ -57,9 +57,8 @@ def on(hardware: str, folder: Path, stored: type, changes: dict[str, str]) -> Sc
     save_file({"model.embed_tokens.weight": matrix}, folder / "model.safetensors")
     settings = {"model": str(folder), "dtype": "float32", "mode": "colocated"}
     made = load_deployment(CONFIGS / "demo.yaml", settings | changes)
-    model, found = model_of(made, CONFIGS)
-    one = load_hardware(hardware)
-    return scenario(made, model, found, Roles(one, one, (hardware,) * 2), 2048, Assumptions())
+    model, one = model_of(made, CONFIGS), load_hardware(hardware)
+    return scenario(made, model, Roles(one, one, (hardware,) * 2), 2048, Assumptions())
 
 
 @pytest.mark.parametrize(
@@ -98,5 +97,6 @@ def test_a_converted_folder_is_counted_as_its_manifest_says(folder):
     (folder / "blocks").mkdir()
     manifest = {"conversion": done, "config": config, "files": {}, "blocks": {}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    _, stored = model_of(deployment(folder, "none"), CONFIGS)
-    assert (stored.attention, stored.ffn, stored.floats) == ("int8", "int8", "bfloat16")
+    made, one = deployment(folder, "none"), load_hardware("v6e")
+    found = scenario(made, model_of(made, CONFIGS), Roles(one, one, ("v6e",) * 2), 1, Assumptions())
+    assert [role.formats.weights for role in (found.attention, found.ffn)] == ["int8", "int8"]

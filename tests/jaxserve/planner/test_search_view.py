@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.plan import main, parser
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.options import PUBLISHED
+from jaxserve.planner.options import assumptions
 from jaxserve.planner.search_view import Case, MapPart, map_parts
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
@@ -65,7 +65,7 @@ def test_nothing_meets_an_absurd_target():
 
 def test_published_systems_overlap_and_colocation_is_not_broadcast_to():
     """A broadcast is of AFD's link: EP exchanges as before."""
-    search = searcher("deepseek-v3", assumed=PUBLISHED)
+    search = searcher("deepseek-v3", assumed=assumptions(["published"]))
     deepseek = search.calculator
     layouts = list(search.layouts(Target(tpot=0.05, max_devices=32)))
     wide = next(each for each in layouts if each.mode == "ep" and each.dp == 32)
