@@ -170,10 +170,9 @@ def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
     programs, leaves = model.attention, model.weights.layers[0]
     put = GroupPut(programs)
     batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
+    last = put.rows(np.zeros((programs.groups, programs.slots), np.int32))
     k, v = zeroed(programs.pools[0].arrays, programs.mesh)
-    x, message, k, v, *shared = enter(
-        put.last_tokens(), table, batch, k, v, *model.weights.embedding, *leaves
-    )
+    x, message, k, v, *shared = enter(last, table, batch, k, v, *model.weights.embedding, *leaves)
     combined = jax.device_put(np.asarray(x), x.sharding)
 
     def call() -> jax.Array:

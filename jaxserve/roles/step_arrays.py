@@ -42,42 +42,35 @@ class LaneState:
     def __init__(self, groups: int, slots: int, pages: int, modules: int = 0, tables: int = 1):
         self._groups, self._slots, self._modules = groups, slots, modules
         self._tables = tables
-        rows = groups * slots
-        self._sampling = {
-            "temperature": np.zeros(rows, np.float32),
-            "top_k": np.zeros(rows, np.int32),
-            "top_p": np.zeros(rows, np.float32),
-            "min_p": np.zeros(rows, np.float32),
-            "seed": np.zeros(rows, np.uint32),
-        }
+        kinds = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "seed": "u4"}
+        self._sampling = {name: np.zeros(groups * slots, kind) for name, kind in kinds.items()}
         self._page_tables = _PageTables(groups, slots, pages * tables)
 
     def step(self, plan: StepPlan) -> StepArrays:
-        """Updates the state from a plan and returns the arrays of its step."""
+        """Updates the state from a plan and returns the arrays of its step. The page table is that
+        of the step before, the same object, if nothing in it has changed."""
         for sequence in plan.new_sequences:
             for name, values in self._sampling.items():
                 values[sequence.row] = getattr(sequence, name)
-        self._page_tables.change([sequence.row for sequence in plan.new_sequences], plan.new_pages)
+        if plan.new_sequences or plan.pages:
+            self._page_tables.change([new.row for new in plan.new_sequences], plan.new_pages)
         table = self._page_tables.of_step(plan.bucket.pages * self._tables)
         return StepArrays(self._batch(plan), table)
 
     def _batch(self, plan: StepPlan) -> np.ndarray:
-        rows, groups, slots = plan.rows, self._groups, self._slots
+        groups, slots = self._groups, self._slots
         layout = BatchLayout(plan.bucket.tokens, slots, self._modules)
         batch = np.zeros((groups, layout.width), np.int32)
         fields = layout.fields(batch)
 
-        counts = self._per_slot(rows, plan.token_counts)
-        np.cumsum(counts, axis=1, dtype=np.int32, out=fields["query_start"][:, 1:])
-        token_ids, start = plan.token_ids, 0
-        for group, tokens in enumerate(counts.sum(axis=1).tolist()):
-            fields["token_ids"][group, :tokens] = token_ids[start : start + tokens]
-            start += tokens
-
-        fields["kv_length"][...] = self._per_slot(rows, plan.kv_lengths)
-        if len(unknown := plan.unknown_lengths):
-            fields["kv_length"][unknown // slots, unknown % slots] = FROM_DEVICE
-        fields["sample"][...] = self._per_slot(rows, plan.sample_counts)
+        # The columns of all slots, with 0 where a slot takes no part.
+        dense = np.zeros((3, groups * slots), np.int32)
+        dense[:, plan.rows] = plan.numbers[1:]
+        dense[1, plan.unknown_lengths] = FROM_DEVICE
+        counts, fields["kv_length"][...], fields["sample"][...] = dense.reshape(3, groups, slots)
+        ends = fields["query_start"][:, 1:]
+        np.cumsum(counts, axis=1, dtype=np.int32, out=ends)
+        fields["token_ids"][np.arange(plan.bucket.tokens) < ends[:, -1:]] = plan.token_ids
         if self._modules:
             upcoming = np.frombuffer(plan.upcoming, "<i4").reshape(-1, 1 + self._modules)
             own = fields["upcoming"].reshape(groups, slots, self._modules)
@@ -85,17 +78,11 @@ class LaneState:
             own[upcoming[:, 0] // slots, upcoming[:, 0] % slots] = upcoming[:, 1:]
         takes_part = counts > 0
         for name, values in self._sampling.items():
-            # In a step with rules the rules array has the temperatures; drafts are drawn first.
-            if name != "temperature" or plan.bucket.drafts or not plan.has_rules:
-                bits = values.view(np.int32).reshape(groups, slots)
-                np.copyto(fields[name], bits, where=takes_part)
+            np.multiply(values.view(np.int32).reshape(groups, slots), takes_part, out=fields[name])
+        if plan.has_rules and not plan.bucket.drafts:
+            # The rules array has the temperatures; in steps with drafts these are drawn first.
+            fields["temperature"][...] = 0
         return batch
-
-    def _per_slot(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Spreads the rows' values over int32 `[groups, slots]`, with 0 in all other slots."""
-        dense = np.zeros(self._groups * self._slots, np.int32)
-        dense[rows] = values
-        return dense.reshape(self._groups, self._slots)
 
 
 class _StepTable:
@@ -116,18 +103,20 @@ class _StepTable:
 class _PageTables:
     """Page table of a lane, in several copies.
 
-    Few rows change from step to step, and a table may have megabytes. Steps therefore get one of
-    several copies in turn, brought up to date, instead of a new table.
+    Few rows change from step to step, and a table may have megabytes. Steps therefore get the copy
+    of the step before while nothing changes, and then one that nothing refers to any more, brought
+    up to date.
     """
 
     def __init__(self, groups: int, slots: int, pages: int):
         self._groups, self._slots = groups, slots
         self._newest = np.zeros((groups * slots, pages), np.int32)
         self._tables: list[_StepTable] = []
+        self._current: np.ndarray | None = None
 
     def change(self, new_rows: list[int], new_pages: np.ndarray) -> None:
         """Records new pages, int32 `[3, pages]`: row, index, page id. Clears `new_rows` first."""
-        rows, places, page_ids = new_pages
+        self._current, (rows, places, page_ids) = None, new_pages
         self._newest[new_rows] = 0
         self._newest[rows, places] = page_ids
         for table in self._tables:
@@ -135,15 +124,17 @@ class _PageTables:
 
     def of_step(self, pages: int) -> np.ndarray:
         """Returns the current table, int32 `[groups, slots, pages]`."""
+        if self._current is not None and self._current.shape[2] == pages:
+            return self._current
         self._tables = [table for table in self._tables if table.array.shape[1] == pages]
         table = next((table for table in self._tables if table.is_free), None)
         if table is None:
             table = _StepTable(len(self._newest), pages)
             self._tables.append(table)
-        rows = np.flatnonzero(table.stale)
-        table.array[rows] = self._newest[rows, :pages]
-        table.stale[rows] = False
-        return table.array.reshape(self._groups, self._slots, pages)
+        table.array[table.stale] = self._newest[table.stale, :pages]
+        table.stale[:] = False
+        self._current = table.array.reshape(self._groups, self._slots, pages)
+        return self._current
 
 
 def rules_array(plan: StepPlan, groups: int, slots: int, vocab: int) -> np.ndarray:

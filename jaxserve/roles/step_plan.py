@@ -124,18 +124,18 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> np.ndarray:
         """The rows that take part, ascending: `group * slots + slot`."""
-        return self._columns[0]
+        return self.numbers[0]
 
     @property
     def token_counts(self) -> np.ndarray:
         """Tokens of each row in this step."""
-        return self._columns[1]
+        return self.numbers[1]
 
     @property
     def kv_lengths(self) -> np.ndarray:
         """Tokens of each row's sequence in the cache after this step; a lower bound for rows in
         `unknown_lengths`."""
-        return self._columns[2]
+        return self.numbers[2]
 
     @property
     def unknown_lengths(self) -> np.ndarray:
@@ -147,7 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     def sample_counts(self) -> np.ndarray:
         """Number of each row's last tokens that are followed by sampling: 1 and its drafts; 0 for a
         prefill chunk that does not end its prompt."""
-        return self._columns[3]
+        return self.numbers[3]
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -211,7 +211,8 @@ class StepPlan(msgspec.Struct, frozen=True):
         return starts
 
     @property
-    def _columns(self) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
+        """The columns as int32 `[4, rows]`."""
         return np.frombuffer(self.columns, "<i4").reshape(4, -1)
 
 

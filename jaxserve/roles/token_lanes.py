@@ -32,7 +32,7 @@ class TokenLanes:
         self.put, lanes = GroupPut(programs), range(programs.deployment.lanes)
         state, put = (programs.groups, programs.slots), self.put.rows
         self._programs, self._head, self._lookup = programs, head, None
-        self._last = [self.put.last_tokens() for _ in lanes]
+        self._last = [put(np.zeros(state, np.int32)) for _ in lanes]
         counts = counts_shape(programs)
         self._counts = [sharded_zeros(counts.shape, counts.dtype, counts.sharding) for _ in lanes]
         if drafts := programs.deployment.drafts:

@@ -325,15 +325,16 @@ class GroupPut:
         self._own = [own[device] for device in programs.mesh.local_devices]  # each device's rows
         self._make_put = fast_put()
         self._puts: dict[tuple[tuple[int, ...], np.dtype], Put] = {}
+        self._tables: dict[int, tuple[np.ndarray, jax.Array]] = {}
+        """The last page table of each lane, on the host and on the devices."""
 
     def __call__(self, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
-        """Returns batch array and page table of a lane's next plan. Takes plans once, in order."""
+        """Returns batch array and page table of a lane's next plan. Takes plans once, in order.
+        Most steps of a lane bring no page: they have the table of the step before."""
         batch, table = self._lanes[plan.lane].step(plan)
-        return self.rows(batch), self.rows(table)
-
-    def last_tokens(self) -> jax.Array:
-        """Returns a lane's last tokens before its first step."""
-        return self.rows(np.zeros((self._groups, self._slots), np.int32))
+        if (kept := self._tables.get(plan.lane)) is None or kept[0] is not table:
+            kept = self._tables[plan.lane] = table, self.rows(table)
+        return self.rows(batch), kept[1]
 
     def rows(self, array: np.ndarray) -> jax.Array:
         """Puts an array with one row for each DP group on the mesh."""
