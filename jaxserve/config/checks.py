@@ -192,7 +192,6 @@ def _check_pipeline(deployment: Deployment) -> None:
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
         (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
-        (deployment.prefill.workers > 0, "prefill.workers: no hand-offs"),
         (a != f, f"attention's {a} devices and the ffn role's {f} do not pair"),
     ):
         if applies and deployment.pipeline == "step":

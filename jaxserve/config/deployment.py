@@ -62,8 +62,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     every process has equally many devices of both roles, one program has both: on CPUs, where each
     device holds the weights and pages of both roles and `attention.tp` must be 1 or `ffn.tp`; and
     compiled for TPUs (never run on one so far), where pages and experts share memory, for GQA,
-    MFA and MLA without windows and indexers, `attention.tp: 1`, experts in 8 or 16 bits, and no
-    `cache.host_gb`. `auto`: `layer`."""
+    MFA and MLA without windows and indexers, `attention.tp: 1`, experts in 8 or 16 bits, and
+    neither `cache.host_gb` nor hand-offs of pages. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

@@ -207,7 +207,7 @@ def deployment_of(deployment: Deployment, role: str) -> Deployment:
     tree = msgspec.to_builtins(deployment)
     tree |= {"domains": 1, "fleet": {}, "prefill": {}}
     if prefill.mode == "colocated" and deployment.topology.has("ffn"):
-        tree["link"] = {}
+        tree |= {"link": {}, "pipeline": "auto"}
     if prefill.mode:
         tree["mode"] = prefill.mode
     if prefill.lanes:

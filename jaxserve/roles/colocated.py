@@ -16,7 +16,7 @@ from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.token_programs import zeroed
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer
@@ -99,6 +99,7 @@ class ColocatedWorker(WholeSteps):
     """Runs whole steps on one mesh, one after another."""
 
     _weights: ColocatedWeights
+    _programs: ColocatedPrograms
 
     def __init__(
         self,
@@ -114,16 +115,9 @@ class ColocatedWorker(WholeSteps):
     def _clear(self) -> None:
         super()._clear()
         programs = self._programs
-        self._pages: list[jax.Array] = []  # the old ones are free before there are new ones
+        self._pages = []  # the old ones are free before there are new ones
         self._pages = zeroed(programs.all_pages, programs.mesh)
         self._tokens = TokenLanes(programs, self._weights.head)
-
-    def kv_arrays(self, domain: int = 0) -> KVArrays:
-        """This worker's pages, for hand-offs."""
-        return KVArrays(self._programs, True, lambda: self._pages, self._set_pages)
-
-    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        self._pages = list(pages)
 
     def advance(self) -> Finished:
         """Enqueues the step that waited longest."""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxserve.errors import ConfigError
 from jaxserve.roles.compilation import Get
 from jaxserve.roles.drafting import drafting_executables
 from jaxserve.roles.layout import Bucket
@@ -18,7 +17,7 @@ from jaxserve.roles.program import Arrays
 from jaxserve.roles.sampling import Finished, sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays, TokenPrograms
+from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Passed
 
@@ -63,10 +62,6 @@ class StepPipeline(WholeSteps):
             end = self._tokens.end(plan, (sampling, drafting), arrays, *made)
             finished.append(end[0])
         return finished
-
-    def kv_arrays(self, domain: int = 0) -> KVArrays:
-        """Raises ConfigError, unless this process's pages can be handed over."""
-        raise ConfigError("pipeline = step: pages cannot be handed over to or from other workers")
 
     def _next(self) -> list[StepPlan]:
         size = self._begun[0].bucket.of_tokens

@@ -24,7 +24,6 @@ from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.pooled_experts import PooledWeights
 from jaxserve.roles.program import PIECES, ROWS, Arrays
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer
 
@@ -44,6 +43,8 @@ def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> An
 
 class BothRolesPipeline(StepPipeline):
     """Runs the steps of all lanes of both roles."""
+
+    _programs: BothRolesPrograms
 
     def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None = None):
         config, names, meshes, templates, source = model
@@ -90,11 +91,9 @@ class BothRolesPipeline(StepPipeline):
         self._pools.clear()
         self._tokens = TokenLanes(programs, self._head)
 
-    def kv_arrays(self, domain: int = 0) -> KVArrays:
-        """The pages on the attention mesh."""
-        return KVArrays(self._programs, True, self._own_pages, self._set_pages)
-
     def _own_pages(self) -> list[jax.Array]:
+        if self._programs.shared is not None:
+            raise ConfigError("pipeline = step on TPUs: pages cannot be handed over")
         # A program that a half is donated to takes the whole arrays along.
         self._apart = [self._halves.apart(array) for array in self._pages]
         return [self._halves.taken(array, PAGES_SPEC) for array in self._pages]

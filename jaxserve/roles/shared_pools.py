@@ -111,8 +111,9 @@ def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Itera
     attention, cache = deployment.attention, deployment.cache
     if attention.tp > 1 or cache.page_size % ROWS:
         yield f"{attention.tp=} must be 1, and {cache.page_size=} a multiple of {ROWS}"
-    if cache.host_gb or cache.rope != "auto" or deployment.weights.address:
-        yield f"no {cache.host_gb=}, {cache.rope=} and weights.address"
+    prefill = deployment.prefill
+    if cache.host_gb or cache.rope != "auto" or deployment.weights.address or prefill.workers:
+        yield f"no {cache.host_gb=}, {cache.rope=}, {prefill.workers=} and weights.address"
     for kind in config.kinds():
         name, chosen = type(kind.attention).__name__, getattr(kind.attention, "indexer", None)
         if not isinstance(kind.attention, GQA | MFA | MLA) or kind.attention.window or chosen:

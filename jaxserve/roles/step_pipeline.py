@@ -5,10 +5,14 @@ All processes get the same plans in the same order, so they make the same dispat
 
 from collections.abc import Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import ATTENTION_RULES, FFN_RULES
+from jaxserve.link.dispatch.shards import fast_shards
+from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, cached_sharding
+from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compilation import compile_all, compile_steps
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.lane_steps import StepPipeline, options
@@ -44,6 +48,7 @@ class AttentionPipeline(RolePipeline):
     ):
         config, names, _, templates, source = model
         programs = AttentionStepPrograms(templates, deployment, mesh)
+        self._programs = AttentionPrograms(templates, deployment, model.meshes.attention)
         with load_progress(source, 2 + config.layers):
             weights = RoleWeights(source, mesh)
             embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
@@ -57,16 +62,29 @@ class AttentionPipeline(RolePipeline):
             {(b, n): programs.step(b, n) for b in buckets for n in lanes}
         )
         self._ends = compile_steps(options, programs, buckets)
-        self._pages = zeroed(programs.all_pages, mesh)
+        self._union, self._pages = mesh, zeroed(programs.all_pages, mesh)
         self._tokens = TokenLanes(programs, head)
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
         step, lanes = self.executables[bucket, len(steps)], len(steps)
         made = step(*(array for one in steps for array in one), *self._pages, *self._leaves)
         width = (len(made) - 1 - len(self._pages)) // lanes
-        self._pages = made[width * lanes : -1]
+        self._pages = list(made[width * lanes : -1])
         each = (made[width * lane : width * (lane + 1)] for lane in range(lanes))
         return [(tuple(left), (x,)) for *left, x in each]
+
+    def _own_pages(self) -> list[jax.Array]:
+        return _on(self._programs.mesh, self._pages)
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        self._pages = _on(self._union, pages)
+
+
+def _on(mesh: Mesh, pages: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns pages of the attention mesh as arrays of the union, or the reverse. Copies nothing:
+    this process's shards are the same on both."""
+    (shards, assemble), sharding = fast_shards(), cached_sharding(mesh, PAGES_SPEC)
+    return [assemble(array.shape, array.dtype, sharding)(shards(array)) for array in pages]
 
 
 class FFNPipeline(RolePipeline):

@@ -2,10 +2,14 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
+
+import jax
 
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 from jaxserve.roles.weights import HeldBlock, RoleWeights
 from jaxserve.roles.worker import Observer, Passed
 
@@ -24,6 +28,9 @@ class WholeSteps:
 
     attends = True
     exchanges = ""
+    _programs: TokenPrograms
+    _pages: list[jax.Array]
+    """Pages of all layers, in processes with devices of an attention mesh."""
 
     def __init__(
         self,
@@ -67,6 +74,18 @@ class WholeSteps:
     def held(self) -> list[HeldBlock]:
         """Returns the blocks of the checkpoint that this process holds."""
         return self._weights.held
+
+    def kv_arrays(self, domain: int = 0) -> KVArrays:
+        """This worker's pages, for hand-offs."""
+        return KVArrays(self._programs, True, self._own_pages, self._set_pages)
+
+    def _own_pages(self) -> Sequence[jax.Array]:
+        """Returns the pages as arrays of the mesh of `_programs`."""
+        return self._pages
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        """Takes the pages back."""
+        self._pages = [*pages]
 
     def begin(self, plan: StepPlan) -> None:
         """Accepts a step plan for an idle lane, which `advance` will enqueue."""

@@ -132,7 +132,7 @@ def draw(seed: int) -> Draw:
     else:
         plan = _plan(rng, models[(seed - CHEAP) // 2 % len(models)])
     hand_offs = bool(seed % 2)
-    if not hand_offs and _can_be_whole(plan["decode"]) and rng.random() < 0.6:
+    if _can_be_whole(plan["decode"]) and rng.random() < 0.6:
         plan["decode"]["pipeline"] = "step"
     systems = [rng.choice((8, 16, 17, 32, 33, 40, 64, 70)) for _ in range(rng.randint(1, 3))]
     requests = _requests(rng, len(systems), rng.randint(9, 12))

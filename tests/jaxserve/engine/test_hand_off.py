@@ -78,8 +78,7 @@ def alone(engine, prompts, params=GREEDY) -> list[list[int]]:
 PAIRS = yaml.safe_load(golden.text("engine/hand_off_pairs.yaml"))
 
 
-# Formats that differ: `test_quantised_entries_are_converted_where_they_arrive`, too. Groups:
-# `test_fuzz.py`, too.
+# Formats that differ: `test_quantised_entries_are_converted_where_they_arrive`, too.
 @pytest.mark.parametrize(
     "pair", [pytest.param(pair, marks=[pytest.mark.nightly] * ("GQA" in pair)) for pair in PAIRS]
 )
@@ -174,10 +173,11 @@ def test_quantised_entries_are_converted_where_they_arrive(tmp_path):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """tp 2 to 1, pages of 16 to 32."""
+    """tp 2 to 1, pages of 16 to 32, colocated to two lanes of steps of two roles as one program."""
     folder = tmp_path_factory.mktemp("model")
     CATALOGUE["qwen3_moe"].write(folder)
     limits = {"cache.page_size": 32, "cache.pages": 16, "scheduler.max_waiting": 400}
+    limits |= {"mode": "afd", "pipeline": "step", "lanes": 2, "scheduler.slots": 2}
     first = {"attention.tp": 2, "scheduler.max_waiting": 400, "pages.held": 6}
     with workers(folder, prefill=first, decode=limits) as (source, domain):
         yield source, domain

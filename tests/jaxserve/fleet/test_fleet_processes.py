@@ -31,6 +31,7 @@ CLIENTS, TOGETHER = 8, 3
 FEW = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SYSTEM = PROMPTS[1]
 """A system prompt of eight pages and six tokens, which is computed in three chunks."""
+SPREAD = {"mode": "colocated", "attention.tp": 2, "prefill.attention": {"dp": 2, "tp": 1}}
 SEEDED = {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.6, "top_p": 0.95}
 
 
@@ -254,12 +255,12 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, texts, tmp_p
 
 
 @pytest.mark.nightly
-def test_workers_of_two_processes_each(tiny_model, texts, tmp_path):
-    """Every process takes part in what is handed over, though the link ends in the first ones."""
+@pytest.mark.parametrize("sizes", [SPREAD, {"mode": "afd", "pipeline": "step", "lanes": 2}])
+def test_workers_of_two_processes_each(sizes, tiny_model, texts, tmp_path):
+    """Every process takes part in what is handed over, though the link ends in the first ones. Or
+    each process has one role, and steps are one dispatch of it."""
     greedy, drawn, _ = texts
-    overrides = {"mode": "colocated", "attention": {"tp": 2}, "prefill.workers": 1}
-    overrides |= {"prefill.attention": {"dp": 2, "tp": 1}}
-    overrides |= {"prefill.cache": {"page_size": 16, "pages": 80}}
+    overrides = sizes | {"prefill.workers": 1, "prefill.cache": {"page_size": 16, "pages": 80}}
     with fleet(tiny_model, tmp_path, (1, 3), overrides, "--processes", "2") as (_, client):
         assert layouts.differences(greedy, generate(client)) == []
         assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
