@@ -30,7 +30,7 @@ PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
 LATENTS = {"cache.page_size": 128, "scheduler.page_buckets": [2], "cache.pages": 5}
 LATENTS |= {"scheduler.max_length": 192}
 CASES = [
-    (1, {}, {"speculative.method": "ngram"}),
+    (3, {}, {"speculative.method": "ngram"}),
     (2, {}, FEW),
     (2, {}, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
     (3, {}, TWO_RANKS | {"ffn.exchange": "alltoall"}),
