@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxserve import serve
-from jaxserve.commands.checking import check, describe_slice
+from jaxserve.commands.checking import check, describe_slice, named_machine
 from jaxserve.config.command_line import read_deployment
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.arguments import from_arguments
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         process = from_arguments(options)
         alone = process.processes == process.host_processes == 1
-        sizing = Sizing(elsewhere=True) if alone and not process.role else None
+        sizing = Sizing(named_machine) if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
         code = check(deployment, sizing)
         print(describe_slice(deployment), end="")

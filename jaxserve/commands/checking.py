@@ -7,6 +7,7 @@ over a size.
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,21 +20,66 @@ from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
 from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig, platform_of
-from jaxserve.config.shipped import device_kind
+from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code
 from jaxserve.fleet.ffn_shard import shard_of
 from jaxserve.fleet.hardware import expected_platform
-from jaxserve.fleet.sizing import Sizing, aligned
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.link.dispatch.route import Route
 from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.ffn_bytes import ffn_bytes
+from jaxserve.roles.host_resources import simulated_memory
 from jaxserve.roles.link_load import check_link, link_load
 from jaxserve.roles.one_program import refusal
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.shared_pools import one_program_bytes
+from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, UsableDevices
 from jaxserve.storage.mirror import local_folder, weight_files
+
+BY_DEVICES = frozenset(("attention.dp", "attention.tp", "cache.pages"))
+"""Keys whose values are those of the devices here."""
+
+
+def named_machine(deployment: Deployment) -> UsableDevices | None:
+    """A host of the hardware that `attention.hardware` names; None where JAX knows no such
+    accelerator."""
+    kind = device_kind(deployment.attention.hardware)
+    if not kind.startswith(("TPU", "NVIDIA")):
+        return None
+    host = hardware_file(deployment.attention.hardware)
+    memory = round(DEVICE_PART * host["memory_gb"] * 1e9)
+    return UsableDevices(
+        "tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory
+    )
+
+
+def reported(sizing: Sizing, config: ModelConfig, deployment: Deployment) -> dict[Role, int | None]:
+    """Bytes of a device of each role, where sizes were chosen for its devices."""
+    machine = sizing.machine
+    if not BY_DEVICES & sizing.found.keys() or machine.memory is None:
+        return {}
+    if machine.platform != "cpu":
+        size = round(machine.memory / DEVICE_PART)
+        return {"attention": size, "ffn": size}
+    config = msgspec.structs.replace(config, platform="cpu")
+    devices = {role: getattr(deployment, role).devices for role in deployment.topology.roles}
+    free = round(machine.memory / HOST_PART)
+    return simulated_memory(config, deployment, devices, free, role_bytes)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def chosen(sizing: Sizing) -> str:
+    """A line for each chosen value: key, value and reason."""
+    found = sizing.found.items()
+    rows = [[key, str(one.value).replace(" ", ""), one.reason] for key, one in found]
+    return "\n".join(aligned(rows))
 
 
 def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
@@ -52,22 +98,22 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     models = {
         title: on_named_hardware(config, workers[title]) for title, (config, _) in read.items()
     }
-    reported = sizing.reported(models[""], deployment) if sizing else {}
+    known = reported(sizing, models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     steps_on = models[""].platform if deployment.pipeline == "step" else ""
     sizes = one_program_bytes if steps_on == "tpu" else _bytes_of_workers
     for title, worker in workers.items():
-        memory = memory_of(worker, reported)
+        memory = memory_of(worker, known)
         parts.append(title + describe(models[title], worker, memory, sizes))
     if load := link_load(models[""], deployment):
         parts.append(f"link with every slot in use: {load}")
-    if sizing and (chosen := sizing.table()):
-        parts.append("chosen, as not written:\n" + chosen)
+    if sizing and sizing.found:
+        parts.append("chosen, as not written:\n" + chosen(sizing))
     print(*parts, sep="\n\n")
     wrong = [_check_files(workers[title], names, reading) for title, (_, names) in read.items()]
     try:
         for title, worker in workers.items():
-            check_capacity(models[title], worker, memory_of(worker, reported), sizes)
+            check_capacity(models[title], worker, memory_of(worker, known), sizes)
         check_link(models[""], deployment)
     except ConfigError as error:
         print(f"jaxserve: {error}", file=sys.stderr)

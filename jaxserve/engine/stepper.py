@@ -265,11 +265,7 @@ class Stepper:
         """Returns the outputs of the oldest step in flight if its result has arrived, else None."""
         if not self._loop.in_flight or not self._results.ready():
             return None
-        try:
-            return self._complete()
-        except StepLostError as error:
-            self._begin_anew(error)
-            return None
+        return self._unless_lost(self._complete)
 
     def step(self) -> StepOutputs | Idle | None:
         """Carries out the loop's next action.
@@ -281,8 +277,12 @@ class Stepper:
           EngineFailedError: a result did not come in time, or a step was lost and its requests
             cannot be computed anew here.
         """
+        return self._unless_lost(self._next)
+
+    def _unless_lost[Done](self, work: Callable[[], Done]) -> Done | None:
+        """Does it; begins all steps anew if one was lost."""
         try:
-            return self._next()
+            return work()
         except StepLostError as error:
             self._begin_anew(error)
             return None

@@ -6,40 +6,36 @@ JAX backend is started: how many devices are simulated is decided later, by the 
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jaxserve.config.model import ModelConfig
-    from jaxserve.config.topology import Role
     from jaxserve.roles.sizing import SizeChoice, UsableDevices
 
+    FindDevices = Callable[[Deployment], UsableDevices | None]
+
 logger = logging.getLogger(__name__)
-
-
-BY_DEVICES = frozenset(("attention.dp", "attention.tp", "cache.pages"))
-"""Keys whose values are those of the devices here."""
 
 
 class Sizing:
     """Chooser that `load_deployment` takes as `choose`; it remembers each choice and its reason.
 
     Args:
-      machine: the devices; None: those of this host.
-      elsewhere: the deployment will not run here; choose for a host of the hardware that
-        `attention.hardware` names.
+      machine: the devices, or a function that finds those of a deployment which will not run here;
+        None, or a result of None: those of this host.
+
+    Attributes:
+      machine: the devices, once values were chosen.
+      found: the choices, by key.
     """
 
-    def __init__(self, machine: "UsableDevices | None" = None, *, elsewhere: bool = False):
-        self._machine, self._elsewhere = machine, elsewhere
+    def __init__(self, machine: "UsableDevices | FindDevices | None" = None):
+        self.machine: Any = machine
         self.found: dict[str, SizeChoice] = {}
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
@@ -54,52 +50,17 @@ class Sizing:
             config, _ = read_model(deployment)
         except CheckpointError:
             return {}
-        if self._elsewhere:
-            self._machine = named_machine(deployment.attention.hardware)
-        self._machine = self._machine or this_machine()
-        self.found = choose_sizes(config, deployment, written, self._machine)
+        if callable(self.machine):
+            self.machine = self.machine(deployment)
+        self.machine = self.machine or this_machine()
+        self.found = choose_sizes(config, deployment, written, self.machine)
         return {key: choice.value for key, choice in self.found.items()}
 
-    def reported(self, config: "ModelConfig", deployment: Deployment) -> "dict[Role, int | None]":
-        """Bytes of a device of each role, where sizes were chosen for the devices here."""
-        from jaxserve.roles.host_resources import simulated_memory
-        from jaxserve.roles.role_bytes import role_bytes
-        from jaxserve.roles.sizing import DEVICE_PART, HOST_PART
-
-        machine = self._machine
-        if not BY_DEVICES & self.found.keys() or machine is None or machine.memory is None:
-            return {}
-        if machine.platform != "cpu":
-            size = round(machine.memory / DEVICE_PART)
-            return {"attention": size, "ffn": size}
-        config = msgspec.structs.replace(config, platform="cpu")
-        devices = {role: getattr(deployment, role).devices for role in deployment.topology.roles}
-        free = round(machine.memory / HOST_PART)
-        return simulated_memory(config, deployment, devices, free, role_bytes)
-
-    @property
-    def line(self) -> str:
-        """The choices on one line; empty without any."""
-        return ", ".join(f"{key} {value}" for key, value, _ in self._rows())
-
-    def table(self) -> str:
-        """A line for each choice: key, value and reason."""
-        return "\n".join(aligned(self._rows()))
-
-    def _rows(self) -> list[list[str]]:
-        found = self.found.items()
-        return [[key, str(value).replace(" ", ""), reason] for key, (value, reason) in found]
-
     def log(self) -> None:
-        """Logs the choices."""
-        if self.found:
-            logger.info("sizes: %s (serve --check says why)", self.line)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns begin below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        """Logs the choices, if there are any, on one line."""
+        if found := self.found.items():
+            line = ", ".join(f"{key} {str(one.value).replace(' ', '')}" for key, one in found)
+            logger.info("sizes: %s (serve --check says why)", line)
 
 
 def is_shared(deployment: Deployment) -> bool:
@@ -111,20 +72,6 @@ def is_shared(deployment: Deployment) -> bool:
         or deployment.domains > 1
         or deployment.fleet.domains
         or any(role.processes > 1 for role in roles)
-    )
-
-
-def named_machine(hardware: str) -> "UsableDevices | None":
-    """A host of the named hardware; None where JAX knows no such accelerator."""
-    from jaxserve.roles.sizing import DEVICE_PART, UsableDevices
-
-    kind = device_kind(hardware)
-    if not kind.startswith(("TPU", "NVIDIA")):
-        return None
-    host = hardware_file(hardware)
-    memory = round(DEVICE_PART * host["memory_gb"] * 1e9)
-    return UsableDevices(
-        "tpu" if kind.startswith("TPU") else "gpu", host["devices_per_host"], memory
     )
 
 

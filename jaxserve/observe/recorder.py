@@ -34,22 +34,16 @@ class _ShortSwitchInterval:
     """Shortens the thread switch interval of the process while any recorder is active."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._usual = 0.0
+        self._lock, self._usual = threading.Lock(), 0.0
+        self._active: set[Recorder] = set()
 
-    def enter(self) -> None:
+    def turn(self, recorder: "Recorder", active: bool) -> None:
         with self._lock:
-            if not self._users:
+            if not self._active:
                 self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, _SWITCH_INTERVAL_S))
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                sys.setswitchinterval(self._usual)
+            (self._active.add if active else self._active.discard)(recorder)
+            short = min(self._usual, _SWITCH_INTERVAL_S)
+            sys.setswitchinterval(short if self._active else self._usual)
 
 
 _short_interval = _ShortSwitchInterval()
@@ -89,21 +83,16 @@ class Recorder:
         """Number of stages that were not measured: failed, donated, or beyond the backlog."""
         self._workers: dict[tuple[AnyStage, int], tuple[queue.SimpleQueue, threading.Thread]] = {}
         self._seen: dict[int, tuple[StageResult, int]] = {}
-        self._resumed = False
         if not paused:
             self.resume()
 
     def resume(self) -> None:
         """Shortens the thread switch interval, which exact times need."""
-        if not self._resumed:
-            self._resumed = True
-            _short_interval.enter()
+        _short_interval.turn(self, True)
 
     def pause(self) -> None:
         """Gives the short interval up until `resume`; the last recorder restores the usual one."""
-        if self._resumed:
-            self._resumed = False
-            _short_interval.leave()
+        _short_interval.turn(self, False)
 
     def observe(
         self,
@@ -130,7 +119,11 @@ class Recorder:
                 return
             self._pending += 1
             if (stage, lane) not in self._workers:
-                self._workers[stage, lane] = self._start(stage, lane)
+                own: tuple[queue.SimpleQueue, AnyStage, int] = queue.SimpleQueue(), stage, lane
+                worker = threading.Thread(None, self._work, f"timeline-{stage}-{lane}", own)
+                worker.daemon = True
+                worker.start()
+                self._workers[stage, lane] = own[0], worker
             stages, _ = self._workers[stage, lane]
         stages.put((layer, step, enqueued, load, result))
 
@@ -177,15 +170,6 @@ class Recorder:
         for _, worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         self.pause()
-
-    def _start(self, stage: AnyStage, lane: int) -> tuple[queue.SimpleQueue, threading.Thread]:
-        stages: queue.SimpleQueue = queue.SimpleQueue()
-        name = f"timeline-{stage}-{lane}"
-        worker = threading.Thread(
-            target=self._work, args=(stages, stage, lane), name=name, daemon=True
-        )
-        worker.start()
-        return stages, worker
 
     def _work(self, stages: queue.SimpleQueue, stage: AnyStage, lane: int) -> None:
         while (item := stages.get()) is not None:

@@ -240,7 +240,8 @@ class _Sizes:
         if "scheduler.slots" not in self._written and not self._on_cpu:
             sequence = min(limits.max_length, usual)
             most = self._most_slots()
-            for slots in _halved(most, min(most, LEAST_SLOTS)):
+            halves = (most >> times for times in range(most.bit_length()))
+            for slots in (one for one in halves if one >= min(most, LEAST_SLOTS)):
                 self._set(
                     "scheduler.slots",
                     slots,
@@ -333,9 +334,3 @@ class _Sizes:
         while (size := min(pages) // 4) >= least:
             pages.add(size)
         self._set("scheduler.page_buckets", sorted(pages), "quarters of the longest sequence")
-
-
-def _halved(most: int, least: int) -> Iterator[int]:
-    while most >= least:
-        yield most
-        most //= 2

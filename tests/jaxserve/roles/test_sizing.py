@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.commands.checking import chosen, named_machine, reported
 from jaxserve.config.auto import AUTO_KEYS
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.sizing import Sizing, named_machine
+from jaxserve.fleet.sizing import Sizing
 from jaxserve.roles.capacity import check_capacity
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.sizing import UsableDevices
@@ -175,38 +176,39 @@ def test_a_folder_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path
 def test_hardware_that_is_named_and_not_here():
     """A host of eight v6e with 34.3 GB each, of which nine tenths are for the deployment."""
     folder, named = CONFIGS / "models/qwen3-30b-a3b", {"attention.hardware": "v6e"}
-    sizing = Sizing(elsewhere=True)
+    sizing = Sizing(named_machine)
     deployment = load_deployment(folder, named, choose=sizing)
     assert (deployment.attention.dp, deployment.attention.tp) == (2, 4)
     assert (deployment.dtype, deployment.cache.page_size) == ("bfloat16", 128)
-    narrow = load_deployment(
-        folder, named | {"cache.format": "int8"}, choose=Sizing(elsewhere=True)
-    )
+    narrow = load_deployment(folder, named | {"cache.format": "int8"}, choose=Sizing(named_machine))
     assert narrow.cache.page_size == 256  # kernels take no less than 128 there
     config = read_config(folder)[0]
     memory = {"attention": 34_300_000_000, "ffn": 34_300_000_000}
-    assert sizing.reported(config, deployment) == memory
+    assert reported(sizing, config, deployment) == memory
     assert role_bytes(config, deployment)[0].total <= 0.9 * 34_300_000_000
-    assert named_machine("H200") == UsableDevices("gpu", 8, round(0.9 * 150_700_000_000))
-    assert named_machine("cpu") is named_machine("910b") is named_machine("") is None
+    named = [{"attention.hardware": name} for name in ("H200", "910b", "")]
+    machines = [named_machine(load_deployment(folder, one)) for one in named]
+    assert machines == [UsableDevices("gpu", 8, round(0.9 * 150_700_000_000)), None, None]
 
 
 def test_what_a_simulated_device_may_use_is_told_where_sizes_were_chosen():
     sizing = Sizing(UsableDevices("cpu", 2, 4 * GB))
     deployment = load_deployment(CONFIGS / "demo", choose=sizing)
     config = read_config(deployment.model)[0]
-    assert sizing.reported(config, deployment) == {"attention": 8 * GB}
-    assert Sizing().reported(config, deployment) == {}
+    assert reported(sizing, config, deployment) == {"attention": 8 * GB}
+    assert reported(Sizing(), config, deployment) == {}
     apart = load_deployment(CONFIGS / "demo", {"mode": "afd"}, choose=sizing)
-    assert sizing.reported(config, apart).keys() == {"attention", "ffn"}
+    assert reported(sizing, config, apart).keys() == {"attention", "ffn"}
 
 
-def test_what_was_chosen_is_told():
+def test_what_was_chosen_is_told(caplog):
     sizing = Sizing(TPUS)
     load_deployment(CONFIGS / "models/qwen3-32b", {"lanes": 2}, choose=sizing)
     assert list(sizing.found) == list(AUTO_KEYS)
-    assert sizing.line.startswith("mode colocated, dtype bfloat16, attention.dp 1, attention.tp 8,")
-    lines = sizing.table().splitlines()
+    with caplog.at_level("INFO"):
+        sizing.log()
+    assert "mode colocated, dtype bfloat16, attention.dp 1, attention.tp 8," in caplog.text
+    lines = chosen(sizing).splitlines()
     assert lines[2].split("  ", 1)[0] == "attention.dp"
     assert "8 of 8 devices, weights 8.19 GB on each, 8 K and V heads" in lines[3]
-    assert "GB of weights and activations) / 4.194 MB a page" in sizing.table()
+    assert "GB of weights and activations) / 4.194 MB a page" in chosen(sizing)
