@@ -195,7 +195,7 @@ def _rounds(sides: Mapping[str, Helper], batch: Batch, rounds: int, vocab: int) 
 def generate(folder: str, overrides: Sequence[str]) -> None:
     """Our side, in a helper."""
     start = time.perf_counter()
-    with LLM(folder, overrides) as llm:
+    with LLM(folder, ["scheduler.compile_first=all", *overrides]) as llm:
         limits = llm.deployment.scheduler
         sizes = f"{llm.deployment.mode}, {limits.slots} slots, steps of {limits.token_buckets} "
         sizes += f"tokens, {llm.deployment.cache.pages} pages"

@@ -100,7 +100,7 @@ def operations(config: ModelConfig, length: int) -> float:
 
 def measure_lengths(folder: str, lengths: list[int], rounds: int) -> dict[str, Any]:
     """Seconds to the first token, core seconds until then, and seconds between tokens."""
-    deployment = load_deployment(folder, (), choose=Sizing())
+    deployment = load_deployment(folder, {"scheduler.compile_first": "all"}, choose=Sizing())
     engine = open_here(deployment, Options())
     draw, found, limits = random.Random(1), dict[str, dict[str, float]](), deployment.scheduler
     for _ in range(rounds):

@@ -27,6 +27,7 @@ AUTO_KEYS = (
     "scheduler.token_budget",
     "scheduler.token_buckets",
     "scheduler.page_buckets",
+    "scheduler.compile_first",
 )
 """The keys, in the order in which choices are reported."""
 

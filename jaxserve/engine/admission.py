@@ -12,6 +12,7 @@ written nowhere.
 
 import bisect
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -264,6 +265,8 @@ class AdmissionQueue:
         """Prompt tokens that were looked up in the prefix cache, since the start."""
         self.prompt_tokens_found = 0
         """Part of `prompt_tokens` that was found there."""
+        self.takes_options: Callable[[], bool] = lambda: True
+        """Tells whether requests with options are admitted; until then others overtake them."""
         self._admitted: list[Sequence] = []
 
     def push(self, sequence: Sequence) -> None:
@@ -292,8 +295,7 @@ class AdmissionQueue:
         if not self.waiting:
             return
         loads = [GroupLoad(group) for group in self._groups if not group.full]
-        while self.waiting and not self.waiting[0].home:  # else preempted, with a step in flight
-            sequence = self.waiting[0]
+        while (sequence := self._first()) and not sequence.home:  # else it has a step in flight
             pages = self._pages(sequence)
             best = _cheapest(loads, sequence, pages)
             # Nothing behind the first is admitted in its place: a stream of small requests would
@@ -302,7 +304,7 @@ class AdmissionQueue:
                 self.fetches.prepare(sequence)
                 return
             _, load, prefix = best
-            del self.waiting[0]
+            self.remove(sequence)
             if sequence.found is None:
                 self._admitted.append(sequence)
                 self.prompt_tokens += len(sequence.tokens)
@@ -313,6 +315,11 @@ class AdmissionQueue:
             load.refresh()
             if group.full:
                 loads.remove(load)
+
+    def _first(self) -> Sequence | None:
+        """Returns the first sequence in the queue that may be admitted."""
+        all_may = self.takes_options()
+        return next((one for one in self.waiting if all_may or not one.has_options), None)
 
     def _pages(self, sequence: Sequence) -> int:
         """Returns the number of pages that the sequence needs at admission."""

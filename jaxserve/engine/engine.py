@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
@@ -44,6 +45,7 @@ from jaxserve.roles.expert_moves import MovesExperts
 
 if TYPE_CHECKING:
     from jaxserve.link.remote.client import MessageClient
+    from jaxserve.roles.compilation import StepCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,10 @@ class Engine:
         self._checks = RequestChecks(self.schedulers[0].limits, vocab, eos_token_ids)
         self._followers, self.link = followers, link
         self._info, self._watch, self.experts = info or {}, watch, experts
+        self._compiler: StepCompiler | None = getattr(driver, "compiler", None)
+        if self._compiler is not None:
+            for scheduler in schedulers:
+                scheduler.queue.takes_options = partial(getattr, self._compiler, "takes_options")
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._open: dict[str, tuple[OnOutput, Grammar | None]] = {}
@@ -183,6 +189,8 @@ class Engine:
             self.experts.start()
         _running.add(self)
         self._thread.start()
+        if self._compiler is not None:
+            self._compiler.start(lambda: self._post(tuple), self.fail)
 
     def hand_off_with[Links: HandOffs](self, make: Callable[[Loop, Post], Links]) -> Links:
         """Replaces the hand-offs by the ends of links that `make` makes. Called before the start.
@@ -338,12 +346,9 @@ class Engine:
         self.hand_offs.close()
         # What a failed step would have given may never come.
         self._results.close(EXIT_SECONDS if self.failure is None else FAILED_SECONDS)
-        if self._watch is not None:
-            self._watch.close()
-        if self.experts is not None:
-            self.experts.close()
-        if self.link is not None:
-            self.link.close()
+        for part in (self._compiler, self._watch, self.experts, self.link):
+            if part is not None:
+                part.close()
         gc.unfreeze()  # see `engine/runtime.py`
         if self._compilations is not None:
             self._compilations.stop()
@@ -477,11 +482,7 @@ class Engine:
                 self.cancel(output.request_id)
 
     def _sleep(self, until: float | None) -> None:
-        """Waits for a command.
-
-        Args:
-          until: `time.monotonic` seconds of the next deadline; None: no deadline.
-        """
+        """Waits for a command, or until the next deadline, in seconds of `time.monotonic`."""
         seconds = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - time.monotonic())
         with self._wake:
             if not self._commands and self.status in ("ready", "draining"):

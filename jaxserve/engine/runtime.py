@@ -56,19 +56,21 @@ class Runtime(NamedTuple):
 
 
 def warm_up_plans(runtime: Runtime) -> list[StepPlan]:
-    """One step of every bucket on every lane: a row a DP group that is written nowhere."""
-    deployment = runtime.deployment
+    """One step of every compiled bucket on every lane: a row a DP group that is written nowhere."""
+    deployment, compiler = runtime.deployment, getattr(runtime.driver, "compiler", None)
+    buckets = runtime.buckets if compiler is None else [*compiler.executables]
+    takes_options = compiler is None or compiler.takes_options
     slots, plans = deployment.scheduler.slots, []
     looks_up = deployment.drafts > 0 and not deployment.modules
     said = [SaidTokens(0, 0, bytes(4))] if looks_up else []
     rows = np.arange(deployment.attention.dp, dtype=np.int32) * slots
-    for bucket in runtime.buckets:
+    for bucket in buckets:
         fed, pages = 1 + bucket.drafts, bucket.pages if bucket.drafts else 1
         fed_rows = np.full_like(rows, fed)
         nowhere = np.full((3, len(rows) * pages), deployment.cache.pages, np.int32)
         nowhere[:2] = np.repeat(rows, pages), np.tile(np.arange(pages), len(rows))
         options = [RowOptions(row, SlotRules(), 0, [0]) for row in rows.tolist()]
-        options = [] if bucket.is_small(slots) else options
+        options = options if takes_options and not bucket.is_small(slots) else []
         for place in range(deployment.lanes * deployment.runtime_domains):
             lane, domain = divmod(place, deployment.runtime_domains)
             plan = StepPlan(

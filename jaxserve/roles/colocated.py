@@ -9,10 +9,10 @@ from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
 from jaxserve.mesh import ATTENTION_RULES, COLOCATED_FFN_RULES
 from jaxserve.roles.colocated_programs import ColocatedPrograms
-from jaxserve.roles.compilation import Get, compile_steps
+from jaxserve.roles.compilation import Get, StepCompiler
 from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
 from jaxserve.roles.expert_slots import ExpertSlots, open_slots
-from jaxserve.roles.layout import Bucket, deployment_buckets
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
 from jaxserve.roles.token_lanes import TokenLanes
@@ -87,12 +87,11 @@ def build_worker(
     """Loads weights and compiles programs."""
     config, names, meshes, templates, source = model
     programs = ColocatedPrograms(templates, deployment, meshes.attention)
-    buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + 2 * config.all_layers):
         weights = ColocatedWeights(source, names, programs)
-    executables = compile_steps(colocated_executables, programs, buckets)
+    compiler = StepCompiler(colocated_executables, programs, SamplingExecutables._fields)
     slots = open_slots(programs.experts, programs.banks, weights, names, source)
-    return ColocatedWorker(programs, executables, weights, slots, observer)
+    return ColocatedWorker(programs, compiler, weights, slots, observer)
 
 
 class ColocatedWorker(WholeSteps):
@@ -104,12 +103,12 @@ class ColocatedWorker(WholeSteps):
     def __init__(
         self,
         programs: ColocatedPrograms,
-        executables: dict[Bucket, ColocatedExecutables],
+        compiler: StepCompiler,
         weights: ColocatedWeights,
         slots: ExpertSlots | None,
         observer: Observer | None = None,
     ):
-        self._programs, self._executables = programs, executables
+        self._programs, self.compiler = programs, compiler
         super().__init__(programs.deployment.lanes, weights, slots, observer)
 
     def _clear(self) -> None:
@@ -121,8 +120,8 @@ class ColocatedWorker(WholeSteps):
 
     def advance(self) -> Finished:
         """Enqueues the step that waited longest."""
-        (plan,), slots = self._take(), self.slots
-        step, sampling, drafting, predict = self._executables[plan.bucket]
+        (plan,), slots = map(self.compiler.fitted, self._take()), self.slots
+        step, sampling, drafting, predict = self.compiler.executables[plan.bucket]
         batch, table = self._tokens.put(plan)
         before, batch = self._tokens.begin(plan, drafting, batch)
         banks = self._programs.stacked_banks

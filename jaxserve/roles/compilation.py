@@ -1,4 +1,4 @@
-"""Compiles the programs of a worker ahead of time, each once, and keeps them for later processes.
+"""Compiles the programs of a worker, each once, and keeps them for later processes.
 
 Processes of a host share a folder of compiled programs. Hosts may share a folder or a bucket
 (`gs://`, `s3://`). A reader never sees part of an entry.
@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import msgspec
 from jax._src import compilation_cache, compilation_cache_interface, compiler, lru_cache
 
 from jaxserve.config.model import FFN, LayerKind
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, EngineFailedError
 from jaxserve.progress import Progress
-from jaxserve.roles.layout import Bucket
+from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.program import Program
 from jaxserve.storage.bucket import ByteSpan, StorageBucket, is_url
 from jaxserve.storage.files import write_whole
 from jaxserve.storage.mirror import user_cache
+
+PROGRAM_SECONDS = 60.0
+"""Longest wait at the end of a process for the program that it compiles."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,82 @@ def compile_steps[Steps](steps: Callable[..., Steps], programs: Any, sizes: Sequ
     these executables."""
     compiled = compile_all(wanted(steps, programs, sizes))
     return steps(programs, sizes, lambda *one: compiled[ProgramKey.of(*one)])
+
+
+Failed = Callable[[EngineFailedError], object]
+
+
+class StepCompiler:
+    """Compiles the programs of steps by bucket, as `scheduler.compile_first` says: all at once, or
+    first a few that suffice, and the others on a thread while the process serves.
+
+    Args:
+      steps: returns executables by bucket, as `compile_steps` calls it.
+      programs: where the programs are made.
+      options: names of the programs that only steps with options need.
+
+    Attributes:
+      executables: by bucket. With a few of them, others are added later, in whole buckets.
+      takes_options: whether steps may have options; until then None stands for their programs.
+    """
+
+    def __init__(self, steps: Callable[..., Any], programs: Any, options: Sequence[str]):
+        deployment = programs.deployment
+        self._buckets = first = deployment_buckets(deployment)
+        few = deployment.scheduler.compile_first == "few" and jax.process_count() == 1
+        if few:
+            first = [one for one in first if one.pages == first[-1].pages]
+            middle = next(one.tokens for one in first if one.tokens >= programs.slots)
+            first = [one for one in first if one.tokens in (middle, first[-1].tokens)]
+        self._steps, self._programs, self._made = steps, programs, dict[ProgramKey, Any]()
+        self._made |= compile_all(self._missing(first, options if few else ()))
+        self.executables, self.takes_options = self._bound(first), not few
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, made: Callable[[], object], failed: Failed) -> None:
+        """Begins to compile what is missing. The thread calls `made` each time when more steps may
+        run, or `failed` with the reason why no more will."""
+        if not self.takes_options:
+            self._thread = threading.Thread(None, self._run, "compile", (made, failed), daemon=True)
+            self._thread.start()
+
+    def fitted[Plan: Any](self, plan: Plan) -> Plan:
+        """Returns a `StepPlan` with the smallest bucket whose programs are compiled."""
+        if plan.bucket in self.executables:
+            return plan
+        fitting = (one for one in self._buckets if one in self.executables)
+        bucket = next(one for one in fitting if one.holds(plan.bucket))
+        return msgspec.structs.replace(plan, bucket=bucket)
+
+    def close(self) -> None:
+        """Ends the thread, once the program is compiled that it is at: the interpreter may not end
+        while XLA compiles."""
+        self._closed = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(PROGRAM_SECONDS)
+
+    def _run(self, made: Callable[[], object], failed: Failed) -> None:
+        rest = [[one] for one in self._buckets if one not in self.executables]
+        try:
+            for some in ([*self.executables], *rest):
+                for key, program in self._missing(some).items():
+                    if self._closed:
+                        return
+                    self._made[key] = program.compile()
+                self.executables |= self._bound(some)
+                self.takes_options = True
+                made()
+        except Exception as error:
+            logger.exception("compilation after the start")
+            failed(EngineFailedError(f"compilation after the start: {error}"))
+
+    def _missing(self, some: Sequence[Bucket], but: Sequence[str] = ()) -> Mapping[Any, Program]:
+        found = wanted(self._steps, self._programs, some).items()
+        return {key: one for key, one in found if not (key in self._made or key.name in but)}
+
+    def _bound(self, some: Sequence[Bucket]) -> dict[Bucket, Any]:
+        return self._steps(self._programs, some, lambda *one: self._made.get(ProgramKey.of(*one)))
 
 
 class WholeEntries(lru_cache.LRUCache):

@@ -46,6 +46,10 @@ class Bucket(msgspec.Struct, frozen=True):
         (`roles/sampling.py`)."""
         return not self.drafts and self.tokens < slots
 
+    def holds(self, one: "Bucket") -> bool:
+        """Returns whether every step of one bucket fits this one."""
+        return self.drafts == one.drafts and self.tokens >= one.tokens and self.pages >= one.pages
+
     @property
     def undrafted(self) -> "Bucket":
         """The bucket for programs that do not depend on drafts: without drafts."""

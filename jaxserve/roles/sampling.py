@@ -218,7 +218,7 @@ def _rules(fields: dict[str, Array]) -> LogitRules:
 
 
 class SamplingExecutables(NamedTuple):
-    """The sampling programs of one bucket."""
+    """The sampling programs of one bucket, each under the name of its function."""
 
     choose: jax.stages.Compiled
     logprobs: jax.stages.Compiled

@@ -329,6 +329,8 @@ class _Sizes:
         longest = -(-limits.max_length // self._now.cache.page_size)
         if self._on_cpu:
             self._set("scheduler.page_buckets", [longest], "attention stops at the longest there")
+            if self._now.topology.has("colocated") and "scheduler.token_buckets" in self._found:
+                self._set("scheduler.compile_first", "few", "the others while it serves")
             return
         pages, least = {longest}, max(1, SMALLEST_PAGES // self._now.cache.page_size)
         while (size := min(pages) // 4) >= least:

@@ -1,5 +1,5 @@
 """A model folder without a tokenizer, as `LLM` sizes it: its tokens are those of the NumPy model at
-every size of step, and nothing compiles after the start."""
+every size of step, and no step waits for a compilation."""
 
 import dataclasses
 import random
@@ -12,6 +12,7 @@ import pytest
 from jaxserve.engine.request import SamplingParams
 from jaxserve.llm import LLM
 from tests.jaxserve import layouts
+from tests.jaxserve.waiting import until
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import write_tiny_step3
 
@@ -43,24 +44,33 @@ def test_sizes(llm: LLM) -> None:
 
 def test_tokens_of_every_size_of_step(llm: LLM, folder: Path) -> None:
     """1, 5 and 12 sequences take steps of 1, 8 and 32 tokens; prompts take more. A request with
-    options, one with a temperature of 0 among random ones, and a context of several blocks."""
+    options, one with a temperature of 0 among random ones, and a context of several blocks. All
+    while most programs are compiled, and again afterwards, when no thread compiles."""
     draw, reference = random.Random(3), Step3Numpy.from_folder(folder)
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     compiled: list[str] = []
     listener = lambda name, *_, **__: compiled.append(name)  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listener)
     prompts = [[draw.randrange(161) for _ in range(n)] for n in (7, 150, 1, 30, 3, *[2] * 7)]
     expected = [reference.greedy(prompt, 6) for prompt in prompts]
-    for count in (1, 2, 5, 12):
-        outputs = llm.generate(prompts[:count], greedy)
-        assert [output.token_ids for output in outputs] == expected[:count]
-    params = [greedy, SamplingParams(max_tokens=6, seed=4, ignore_eos=True)]
-    alone = llm.generate(prompts[1], params[1])[0].token_ids
-    mixed = [output.token_ids for output in llm.generate(prompts[:2], params)]
-    assert mixed == [expected[0], alone]
+    seeded = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
     penalised = SamplingParams(
         max_tokens=6, temperature=0.0, ignore_eos=True, logit_bias={expected[0][0]: -100.0}
     )
-    assert llm.generate(prompts[0], penalised)[0].token_ids[0] != expected[0][0]
+    engine, mixed = llm._engine, []
+    for all_compiled in (False, True):
+        for count in (1, 2, 5, 12):
+            outputs = llm.generate(prompts[:count], greedy)
+            assert [output.token_ids for output in outputs] == expected[:count]
+        engine.cancel(engine.submit(prompts[1], penalised, lambda output: None))
+        outputs = llm.generate([*prompts[:2], prompts[0]], [greedy, seeded, penalised])
+        mixed.append([output.token_ids for output in outputs])
+        alone = llm.generate(prompts[1], seeded)[0].token_ids
+        assert mixed[-1][:2] == [expected[0], alone]
+        if not all_compiled:
+            until(lambda: len(engine.driver.compiler.executables) == 5, 600)
+            jax.monitoring.register_event_duration_secs_listener(listener)
     jax.monitoring.unregister_event_duration_listener(listener)
+    assert mixed[0] == mixed[1]
+    assert mixed[0][2][0] != expected[0][0]
+    assert engine.compilations_after_ready == 0
     assert not [name for name in compiled if "backend_compile" in name]

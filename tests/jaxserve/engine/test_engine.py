@@ -3,7 +3,6 @@
 import inspect
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -13,7 +12,7 @@ import pytest
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import DrainingError, EngineFailedError, InvalidRequestError, OverloadedError
 from tests import golden
-from tests.jaxserve.engine.fake_driver import fake_engine
+from tests.jaxserve.engine.fake_driver import FakeDriver, fake_engine
 from tests.jaxserve.layouts import Collector, Output, ask, idle
 from tests.jaxserve.waiting import until
 
@@ -64,13 +63,6 @@ def make():
 
 
 class TestRequests:
-    def test_prefill_in_chunks(self, make):
-        engine, driver = make()
-        assert ask(engine, list(range(20)), SamplingParams(max_tokens=2)) == Output(
-            [20, 21], "length"
-        )
-        assert driver.count("begin") == 4  # 8, 8 and 4 tokens, then one
-
     def test_more_than_slots(self, make):
         engine, _ = make(overrides={"lanes": 2, "attention.dp": 2, "scheduler.max_waiting": 50})
         collector = Collector()
@@ -171,23 +163,6 @@ class TestCancel:
         assert others == [Output([*range(5, 45)], "length")] * 2
         idle(engine)
 
-    def test_from_its_own_output(self, make):
-        engine, _ = make()
-        outputs, ended = [], threading.Event()
-
-        def on_output(output):
-            outputs.append(output)
-            if len(outputs) == 3:
-                engine.cancel("a")
-            if output.finish_reason:
-                ended.set()
-
-        engine.submit([1], LONG, on_output, request_id="a")
-        assert ended.wait(20)
-        idle(engine)
-        assert outputs[-1].finish_reason == "cancelled"
-        assert len(outputs) <= 5
-
     def test_between_submit_and_the_loop(self, make):
         """Both before the loop looked: the request ends without a step."""
         engine, driver = make(held=True)
@@ -219,52 +194,23 @@ class TestDeadline:
         assert driver.count("begin") == 0
         idle(engine)
 
-    def test_many_threads_set_them_while_the_loop_looks(self, make):
-        engine, _ = make(overrides={"scheduler.max_waiting": 10000})
-
-        def work(name):
-            collector, params = Collector(), SamplingParams(max_tokens=2)
-            for number in range(100):
-                end, request_id = time.monotonic() + 60, f"{name} {number}"
-                collector.submit(engine, [1], params, request_id=request_id, deadline=end)
-            return {output.finish_reason for output in collector.wait().values()}
-
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(work, range(4))) == [{"length"}] * 4
-        assert engine.status == "ready"
-        idle(engine)
-
 
 class TestOverload:
     def test_refuses_with_a_time_to_come_back(self, make):
-        """2 slots and 5 places to wait."""
-        engine, driver = make(held=True)
-        collector = Collector()
-
-        def flood():
-            for _ in range(20):
-                collector.submit(engine, [1], LONG)
-                time.sleep(0.01)
-
-        with pytest.raises(OverloadedError, match="5 requests wait already") as error:
-            flood()
-        assert error.value.retry_after_s > 0
-        assert 5 <= len(collector._outputs) - 1 <= 7
-        driver.gate.set()
-        outputs = collector.wait()
-        assert [o.finish_reason for o in outputs.values()].count("length") == len(outputs) - 1
-        collector.submit(engine, [1], SamplingParams(max_tokens=1), request_id="later")
-        assert collector.wait()["later"].finish_reason == "length"
-        idle(engine)
-
-    def test_counts_what_the_loop_has_not_taken_yet(self, make):
+        """Two slots and five places to wait, also for what the loop has not taken yet."""
         engine, driver = make(held=True)
         collector = submitted(engine)
         until(lambda: driver.count("advance") == 2)  # the loop waits for a result
         for _ in range(5):
             collector.submit(engine, [1], LONG)
-        with pytest.raises(OverloadedError):
-            collector.submit(engine, [1], LONG)
+        with pytest.raises(OverloadedError, match="5 requests wait already") as error:
+            engine.submit([1], LONG, print)
+        assert error.value.retry_after_s > 0
+        driver.gate.set()
+        assert {output.finish_reason for output in collector.wait().values()} == {"length"}
+        collector.submit(engine, [1], SamplingParams(max_tokens=1), request_id="later")
+        assert collector.wait()["later"].finish_reason == "length"
+        idle(engine)
 
 
 class TestDrain:
@@ -284,20 +230,15 @@ class TestDrain:
         assert engine.status == "draining"
         idle(engine)
 
-    def test_says_when_the_time_is_up(self, make):
+    def test_says_when_the_time_is_up_and_waits_for_no_cancelled_request(self, make):
         engine, driver = make(held=True)
-        collector = submitted(engine)
+        collector = submitted(engine, count=2)
         assert engine.drain(0.1) is False
+        engine.cancel("request 0")
         driver.gate.set()
         assert engine.drain(20) is True
-        assert collector.wait()["request 0"].finish_reason == "length"
-
-    def test_cancelled_requests_do_not_hold_it_up(self, make):
-        engine, _ = make(pace=0.005)
-        submitted(engine).wait_for_tokens("request 0", 1)
-        engine.cancel("request 0")
-        assert engine.drain(20) is True
-        assert engine.drain(0.0) is True, "it is idle"
+        outputs = collector.wait()
+        assert [output.finish_reason for output in outputs.values()] == ["cancelled", "length"]
 
 
 class TestClose:
@@ -401,6 +342,25 @@ class TestFailure:
         collector = submitted(engine)
         self.failed(engine, collector, f"process 1 is gone (then: {message})")
         assert fault == "result_fault" or "Traceback" in caplog.text
+
+    def test_programs_that_are_compiled_late(self, make, monkeypatch):
+        """Their requests wait for them, and hear at once that they will not come."""
+        late, told = SimpleNamespace(takes_options=False, close=lambda: None), []
+        late.start = lambda *both: told.extend(both)
+        monkeypatch.setattr(FakeDriver, "compiler", late, raising=False)
+        engine, _ = make()
+        collector = submitted(engine, SamplingParams(max_tokens=2, logprobs=1))
+        assert ask(engine, [1], SamplingParams(max_tokens=1), request_id="plain").token_ids == [1]
+        assert not collector._outputs["request 0"]
+        _made, failed = told
+        failed(EngineFailedError("compilation after the start: no memory"))
+        self.failed(engine, collector, "compilation after the start: no memory")
+        engine, _ = make()
+        collector = submitted(engine, SamplingParams(max_tokens=2, presence_penalty=1.0))
+        until(lambda: engine._loop.waiting == 1)
+        late.takes_options = True
+        told[2]()
+        assert collector.wait()["request 0"] == Output([1, 2], "length")
 
     def test_told_by_somebody_else_while_the_loop_waits(self, make):
         """A follower is gone: nobody waits for the step's deadline."""

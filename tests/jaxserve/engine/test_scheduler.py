@@ -155,6 +155,22 @@ def test_a_big_request_holds_smaller_ones_back():
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
 
 
+def test_requests_with_options_wait_for_their_programs_and_others_overtake_them():
+    scheduler, compiled = make_scheduler(), []
+    scheduler.queue.takes_options = lambda: bool(compiled)
+    for name in ("scored", "cancelled"):
+        scheduler.add(make_request(name, [1, 2], logprobs=1, max_tokens=1))
+    scheduler.add(make_request("plain", [4], max_tokens=1))
+    first = scheduler.plan(0)
+    assert scheduler.waiting_ids() == ["scored", "cancelled"]
+    assert scheduler.complete(first, sampled({0: 11})) == [news("plain", [11], "length")]
+    scheduler.cancel("cancelled")
+    assert scheduler.plan(0) is None
+    compiled.append("options")
+    assert [one.logprobs for one in scheduler.plan(0).groups[0]] == [1]
+    assert scheduler.waiting_ids() == []
+
+
 def test_admission_leaves_a_page_for_everybody_inside():
     scheduler = make_scheduler(pages=5, max_length=10)
     scheduler.add(make_request("a", [1, 2, 3]))  # 2 pages, for 3 tokens and the next

@@ -17,6 +17,7 @@ from jaxserve.roles.attention_programs import AttentionPrograms, attention_execu
 from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import (
+    StepCompiler,
     WholeEntries,
     compile_all,
     compile_steps,
@@ -27,6 +28,8 @@ from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.hot_call import hot_call
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
+from jaxserve.roles.sampling import SamplingExecutables
+from jaxserve.roles.step_plan import StepPlan
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.storage.conftest import objects as objects
@@ -80,11 +83,36 @@ def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
     assert small.sampling.choose is not large.sampling.choose
 
 
-def test_colocated_has_one_program_a_bucket(compiled, tmp_path):
-    programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, layouts.COLOCATED))
-    bound = compile_steps(colocated_executables, programs, BUCKETS)
-    assert sorted(compiled) == sorted(["step"] * 4 + ["choose", "score"] * 2 + ["logprobs"])
-    assert list(bound) == BUCKETS
+@pytest.fixture
+def few(compiled, tmp_path):
+    """Compiles a part of three buckets of tokens and two of pages."""
+    few = {"scheduler.compile_first": "few", "scheduler.token_buckets": [8, 16, 24]}
+    few |= {"scheduler.page_buckets": [4, 18], **layouts.COLOCATED}
+    programs = programs_of(ColocatedPrograms, layouts.deployment(tmp_path, few))
+    return StepCompiler(colocated_executables, programs, SamplingExecutables._fields)
+
+
+def test_programs_that_suffice_come_first_and_the_others_while_it_serves(compiled, few):
+    assert [*few.executables] == [Bucket(8, 18), Bucket(24, 18)]
+    assert (compiled, few.takes_options) == (["step"] * 2, False)
+    plan, buckets = StepPlan(0, 0, Bucket(16, 4), b"", b""), []
+    assert few.fitted(plan).bucket == Bucket(24, 18)
+    few.start(lambda: buckets.append(len(few.executables)), buckets.append)
+    few._thread.join(60)
+    assert buckets == [2, 3, 4, 5, 6]
+    assert few.takes_options
+    assert sorted(compiled) == sorted(["step"] * 6 + ["choose", "score"] * 3 + ["logprobs"])
+    assert None not in {one for bound in few.executables.values() for one in bound.sampling}
+    assert few.fitted(plan) is plan
+
+
+def test_a_program_that_cannot_be_compiled_later_is_told_at_once(few, monkeypatch):
+    monkeypatch.setattr(Program, "compile", Mock(side_effect=MemoryError("no room for choose")))
+    told = []
+    few.start(lambda: told.append("made"), told.append)
+    few._thread.join(60)
+    assert [str(error) for error in told] == ["compilation after the start: no room for choose"]
+    assert not few.takes_options
 
 
 SIZES = [8, 64, 16, 128, 24, 96, 32, 48]
