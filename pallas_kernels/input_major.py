@@ -46,6 +46,12 @@ def in_tiles(matrix: Array, width: int) -> Array:
     return jnp.swapaxes(tiles, -1, -2)
 
 
+def in_rows(tiles: Any) -> Any:
+    """Undoes `in_tiles`, for NumPy's arrays and for JAX's."""
+    *stack, count, d_in, width = tiles.shape
+    return tiles.swapaxes(-1, -2).reshape(*stack, count * width, d_in)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputMajor:

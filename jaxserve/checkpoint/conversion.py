@@ -65,6 +65,7 @@ from jaxserve.model.matrix_formats import weight_format
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.storage.mirror import SCRIPTS, local_folder
+from pallas_kernels.input_major import in_rows
 from pallas_kernels.quantize import in_bytes
 
 logger = logging.getLogger(__name__)
@@ -409,8 +410,10 @@ def _leaves(model: _Model, checkpoint: HFCheckpoint, block: StoredBlock) -> dict
     template, rules = model.template(block)
     mesh = model.meshes.attention
     shardings = [cached_sharding(mesh, spec) for spec in template.specs(rules)]
-    leaves = checkpoint.leaves(template, block.sources, shardings)
-    return dict(zip(template.names, leaves, strict=True))
+    leaves = zip(
+        template.leaves, checkpoint.leaves(template, block.sources, shardings), strict=True
+    )
+    return {one.name: in_rows(leaf) if one.input_major else leaf for one, leaf in leaves}
 
 
 def _write(

@@ -1,8 +1,8 @@
 """Random weights that devices make for themselves, each its own shards, in one program a shape.
 
 Weights of large models take minutes on a host. These are for checks of speed and memory: they have
-the scale of real ones, and depend on names of tensors and on positions alone. Matrices that lie in
-tiles, as on CPUs, and INT4 come from `checkpoint/random_leaves.py`.
+the scale of real ones, and depend on names of tensors and on positions alone. INT4 comes from
+`checkpoint/random_leaves.py`.
 """
 
 import functools
@@ -34,7 +34,7 @@ class DeviceLeaves(RandomLeaves):
     ) -> list[jax.Array]:
         """Arrays of one block, or of several that are stacked."""
         known = ("float32", "bfloat16", *_LARGEST)
-        if any(leaf.input_major or str(leaf.dtype) not in known for leaf in template.leaves):
+        if any(str(leaf.dtype) not in known for leaf in template.leaves):
             return super().leaves(template, sources, shardings)
         stacked = not isinstance(sources, Mapping)
         blocks = [sources] if isinstance(sources, Mapping) else sources
@@ -42,7 +42,7 @@ class DeviceLeaves(RandomLeaves):
         arrays = []
         for leaf, sharding in zip(template.leaves, shardings, strict=True):
             matrix = shapes.get(leaf.name.removesuffix("scales") + "values", leaf)
-            width = matrix.shape[-1] if matrix.shape else 1
+            width = matrix.shape[-2 if matrix.input_major else -1] if matrix.shape else 1
             spread = (3 / width) ** 0.5
             if leaf.name.endswith("scales"):
                 form = "constant", spread / _LARGEST[str(matrix.dtype)]

@@ -23,6 +23,7 @@ from jaxserve.link.weights.client import pieces
 from jaxserve.link.weights.frames import Held, HeldArray, Ranges
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.roles.weights import HeldBlock
+from pallas_kernels.input_major import in_rows
 
 if TYPE_CHECKING:  # a colocated or attention worker may have none
     from jaxserve.roles.expert_slots import ExpertSlots
@@ -106,10 +107,8 @@ class HeldWeights:
                 parts = _overlaps(own.leaves()[array.place], where, apart=True)
         whole = _assembled(parts, where)
         if known.input_major:
-            *outer, tiles, d_in, width = whole.shape
-            rows = np.swapaxes(whole, -1, -2).reshape((*outer, tiles * width, d_in))
-            (first, stop), start = wanted[-2], ranges[-3][0] * width
-            whole = rows[..., first - start : stop - start, :]
+            (first, stop), start = wanted[-2], ranges[-3][0] * known.shape[-1]
+            whole = in_rows(whole)[..., first - start : stop - start, :]
         return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 

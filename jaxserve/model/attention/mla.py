@@ -41,6 +41,7 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
+    Weight,
     add_once,
     linear,
     matrix,
@@ -51,6 +52,7 @@ from jaxserve.model.module import (
 )
 from pallas_kernels.attention.api import chunk_attention, merge, paged_attention, write_rows
 from pallas_kernels.grouped_matmul.dense import matmul
+from pallas_kernels.input_major import TILE, InputMajor
 from pallas_kernels.rotate_and_write import kept, norm_and_write, rotate
 from pallas_kernels.sparse_attention import attend_chosen, choose_positions
 
@@ -159,8 +161,8 @@ class LatentAttention(nnx.Module):
       query_norm: [q_latent]; None if the model has no such norm.
       query_up: [q_heads·(nope_dim + rope_dim), q_latent].
       latent_norm: [kv_latent].
-      key_up: [q_heads, nope_dim, kv_latent].
-      value_up: [q_heads, v_dim, kv_latent].
+      key_up: [q_heads, nope_dim, kv_latent]; on TPUs see `_in_columns`.
+      value_up: [q_heads, v_dim, kv_latent]; on TPUs see `_in_columns`.
       out: [d_model, q_heads·v_dim].
       down_bias, out_bias: biases of `down` and `out`, or None.
       indexer: chooses the tokens to attend to; None: all, or those that the last indexer before
@@ -186,8 +188,11 @@ class LatentAttention(nnx.Module):
         )
         self.latent_norm = scale(rngs, formats.norms, latent=latent)
         # Not quantised: they are small for each head, and absorption needs full precision.
-        self.key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
-        self.value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
+        key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
+        value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
+        on_tpu = config.platform == "tpu"
+        self.key_up = _in_columns(key_up) if on_tpu else key_up
+        self.value_up = _in_columns(value_up) if on_tpu else value_up
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
         self.out_bias = zeros(rngs, dtype, d_model=d_model) if biased else None
         own = sizes.indexer and not sizes.indexer.shared
@@ -277,28 +282,50 @@ class LatentAttention(nnx.Module):
 
     def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
         """Absorbs W^UK into the queries instead of applying it to the keys."""
-        query = _einsum("thn,hnc->thc", nope, self.key_up[...])
+        query = _of_heads("thn,hnc->thc", nope, self.key_up[...])
         return jnp.concatenate([query, rope], axis=-1)
 
     def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
         """Turns weighted sums of latents into those of values: W^UV after the softmax."""
-        return _einsum("thc,hvc->thv", mixed, self.value_up[...])
+        return _of_heads("thc,hnc->thn", mixed, self.value_up[...])
 
     def _naive(
         self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
     ) -> tuple[Array, Array]:
         """Attends among the batch's own tokens; also returns the log-sum-exp of every head."""
         latent, key = row[:, : self.sizes.kv_latent], row[:, None, self.sizes.kv_latent :]
-        keys = _einsum("tc,hnc->thn", latent, self.key_up[...])
+        keys = _of_heads("tc,hnc->thn", latent, self.key_up[...])
         shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))
         return chunk_attention(
             jnp.concatenate([nope, rope], axis=-1),
             jnp.concatenate([keys, shared], axis=-1),
-            _einsum("tc,hvc->thv", latent, self.value_up[...]),
+            _of_heads("tc,hnc->thn", latent, self.value_up[...]),
             batch.sequence_of_token,
             batch.position,
             scale=self.sizes.scale,
         )
+
+
+def _in_columns(of_heads: Weight) -> Weight:
+    """Lays the matrix [rows, kv_latent] of each head out input by input (`InputMajor`), where its
+    rows are a multiple of 128. XLA has 8 rows in a tile of an argument and 16 in a tile of a stack
+    that a loop reads, and copies the stack. One column of tiles, 128 numbers, is the same in
+    both."""
+    return of_heads.by_inputs({}) if of_heads.shape[1] % TILE == 0 else of_heads
+
+
+def _of_heads(products: str, x: Array, w: Array | InputMajor) -> Array:
+    """`_einsum` of an array with the matrices [h, n, c] of all heads."""
+    if not isinstance(w, InputMajor):
+        return _einsum(products, x, w)
+    tiles = w.values  # [h, i, c, w]: row i · 128 + w of a head
+    if w.entry is not None:
+        tiles = jax.lax.dynamic_index_in_dim(tiles, w.entry, keepdims=False)
+    left, _, result = products.replace("n", "iw").replace(",", "->").split("->")
+    if left == "thiw":
+        x = x.reshape(*x.shape[:2], tiles.shape[1], -1)
+    found = _einsum(f"{left},hicw->{result}", x, tiles)
+    return found.reshape(*found.shape[:2], -1)
 
 
 def _einsum(products: str, x: Array, w: Array) -> Array:

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.hf import HFCheckpoint
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.config.formats import FORMATS
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight, quantize_weight
 from tests import golden
@@ -64,9 +65,6 @@ def padded(matrix, shape):
     return result
 
 
-DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-
-
 @pytest.mark.parametrize("layout", ["1A1F", *nightly("2A2F"), "2A4F"])
 def test_kept_as_they_are(layout, folder, floats):
     found = list(Opened(folder, LAYOUTS[layout]).quantised())
@@ -84,8 +82,9 @@ def test_kept_as_they_are(layout, folder, floats):
 def test_multiplied_out(layout, dtype, folder, floats):
     plain = {"dtype": dtype, "attention.weights": dtype, "ffn.weights": dtype}
     for layer, _, leaves in Opened(folder, LAYOUTS[layout] | plain).blocks():
-        both = floats[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].reshape(4, 48 + 64, 64)
-        split = {"attention.key_up": both[:, :48], "attention.value_up": both[:, 48:]}
+        both = floats[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].reshape(4, 128 + 64, 64)
+        tiled = both[:, None, :128].swapaxes(2, 3)
+        split = {"attention.key_up": tiled, "attention.value_up": both[:, 128:]}
         for name, leaf in leaves.items():
             if name.split(".")[0] in ("experts", "dense") or name.endswith(("query_up", ".out")):
                 wanted = padded(expected(floats, layer, name), leaf.shape)
@@ -110,7 +109,7 @@ def test_in_another_format(layout, weights, dequantised, floats, tmp_path):
     folder = MODEL.write(tmp_path, dequantised=dequantised)
     formats = {"attention.weights": weights, "ffn.weights": weights}
     for layer, name, matrix in Opened(folder, LAYOUTS[layout] | formats).quantised():
-        assert (matrix.dtype, matrix.block) == (DTYPES[weights], (1, 0))
+        assert (matrix.dtype.name, matrix.block) == (FORMATS[weights].dtype, (1, 0))
         wanted = padded(expected(floats, layer, name), matrix.values.shape)
         whole = quantize_weight(jnp.asarray(wanted), weights)
         np.testing.assert_array_equal(bits(matrix.values), bits(whole.values))

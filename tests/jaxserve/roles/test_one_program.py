@@ -52,7 +52,8 @@ WHOLE_TILES = TinyStep3(
     share_expert_dim=42,
     moe_num_experts=8,
 )
-DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(hidden_size=128, moe_intermediate_size=256))
+WHOLE_COLUMNS = {"hidden_size": 128, "moe_intermediate_size": 256, "qk_nope_head_dim": 128}
+DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(**WHOLE_COLUMNS))
 
 
 @pytest.mark.nightly

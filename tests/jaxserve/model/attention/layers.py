@@ -21,7 +21,8 @@ from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, layer_entries, page_arrays
-from jaxserve.model.module import Formats, Template
+from jaxserve.model.module import Formats, Template, TemplateLeaf
+from pallas_kernels.input_major import in_tiles
 from pallas_kernels.quantize import dequantize_weight, quantize_weight
 from tests.jaxserve.checkpoint.opened import leaf_of
 from tests.reference.decoder_numpy import DeepseekNumpy, Glm4Numpy, MinimaxNumpy, Qwen3Numpy
@@ -103,11 +104,9 @@ class Layer:
         self.specs = self.template.specs(ATTENTION_RULES)
         tensors, sources = model.tensors(), family.names(config).attention[0]
         self.leaves = [
-            self._put(_leaf(leaf.name, sources, tensors, options.weights), leaf.dtype, spec)
+            self._put(_leaf(leaf, sources, tensors, options.weights), leaf.dtype, spec)
             for leaf, spec in zip(self.template.leaves, self.specs, strict=True)
         ]
-        for leaf, shape in zip(self.leaves, self.template.leaves, strict=True):
-            assert leaf.shape == shape.shape
         self._page_arrays = page_arrays(
             deployment, layer_entries(config, kind.attention, deployment)
         )
@@ -161,19 +160,19 @@ class Layer:
 
 
 def _leaf(
-    name: str, sources: dict[str, Source], tensors: dict[str, np.ndarray], weights: str
+    known: TemplateLeaf, sources: dict[str, Source], tensors: dict[str, np.ndarray], weights: str
 ) -> np.ndarray:
     """A leaf of the module from the tensors of the checkpoint."""
-    base = name.removesuffix(".values").removesuffix(".scales")
+    base = known.name.removesuffix(".values").removesuffix(".scales")
     leaf = leaf_of(sources[f"attention.{base}"], tensors)
     format: Any = weights.split()[0]
     # Vectors, and the matrices that MLA absorbs, are never quantised.
     if format == "plain" or leaf.ndim != 2:
-        return leaf
+        return np.asarray(in_tiles(leaf, known.shape[-1])) if known.input_major else leaf
     quantised = quantize_weight(jnp.asarray(leaf, jnp.float32), format, (1, 0))
-    if name == base:
+    if known.name == base:
         return np.asarray(dequantize_weight(quantised, jnp.float32))
-    return np.asarray(quantised.values if name.endswith(".values") else quantised.scales)
+    return np.asarray(quantised.values if known.name.endswith(".values") else quantised.scales)
 
 
 def _poison(array: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.unoptimised
 SIZES = TinyDeepseek(num_hidden_layers=1, first_k_dense_replace=1)
 VARIANTS = {
     "plain": SIZES,
-    "full query": replace(SIZES, q_lora_rank=None),
-    "biases": replace(SIZES, attention_bias=True),
+    # Heads of one and of two columns of tiles.
+    "biases": replace(SIZES, attention_bias=True, qk_nope_head_dim=128, v_head_dim=256),
     "full query, biases": replace(SIZES, q_lora_rank=None, attention_bias=True),
     "yarn": replace(SIZES, yarn=Yarn(mscale=1.0, mscale_all_dim=1.0)),
     "yarn, mscales": replace(SIZES, yarn=Yarn(40.0, 4096, mscale=0.7, mscale_all_dim=1.2)),
