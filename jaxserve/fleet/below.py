@@ -1,24 +1,23 @@
-"""The session of a process that gets plans from this one: it is told without waiting for it.
+"""The processes that get plans from this one: where it listens for them, and their sessions.
 
-The engine's thread sends a boundary to every process directly below with one system call each. A
-peer that reads slowly delays no other: another thread sends the rest of its messages. Used by the
-leader (`leader.py`) and by followers that hand its messages on (`follower.py`).
+The engine's thread sends a boundary to every process directly below with one system call each, and
+waits for none (`Channel.post`). Used by the leader (`leader.py`) and by followers that hand its
+messages on (`follower.py`).
 """
 
 import contextlib
-import select
-import threading
+import socket
 
 import msgspec
 
 from jaxserve.fleet import control
+from jaxserve.fleet.addresses import is_ip, is_loopback
 from jaxserve.link.session.messages import encode
 from jaxserve.link.session.served import ServedSession
+from jaxserve.ports import listening
 
 HELLO_SECONDS = 10.0
 """Seconds within which a follower proves its token and registers."""
-LOOK_SECONDS = 0.4
-"""Seconds between two looks at a process that reads nothing."""
 
 
 class Below(ServedSession):
@@ -32,18 +31,29 @@ class Below(ServedSession):
 
     def post(self, body: bytes) -> None:
         """Sends an encoded message, behind what was sent before."""
-        try:
-            waits = self._channel.post(body)
-        except OSError:  # the thread that reads says why
-            return
-        if waits:
-            threading.Thread(target=self._catch_up, name="catch up", daemon=True).start()
+        with contextlib.suppress(OSError):  # the thread that reads says why
+            self._channel.post(body)
 
-    def _catch_up(self) -> None:
-        """Sends what waits for room, until nothing does or the connection has ended."""
-        room = select.poll()
-        room.register(self._channel.descriptor, select.POLLOUT)
-        with contextlib.suppress(OSError):
-            while self._channel.unsent and self.failure is None:
-                room.poll(LOOK_SECONDS * 1000)
-                self._channel.flush()
+
+def everywhere(towards: str) -> str:
+    """Returns the host to listen on for all that reach that host: loopback alone, or all."""
+    return "127.0.0.1" if is_loopback(towards) else "[::]"
+
+
+def listening_socket(host: str, port: int = 0) -> socket.socket:
+    """Returns a socket that listens on a port of an address of this host; port 0 takes a free one.
+
+    `[::]` stands for all addresses. So does a name: it may have several, or resolve to loopback
+    alone on its own host (Debian writes 127.0.1.1 into /etc/hosts).
+
+    Raises:
+      OSError: the port is taken, or the address is none of this host's.
+    """
+    bare, dual = host.strip("[]"), socket.has_dualstack_ipv6()
+    if not is_ip(host) and not is_loopback(host):
+        bare = "::"
+    if bare == "::" and not dual:
+        bare = "0.0.0.0"
+    family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0][0]
+    every = dual and bare == "::"
+    return listening(bare, port, family=family, backlog=128, dualstack_ipv6=every)

@@ -17,11 +17,9 @@ from typing import NoReturn
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet import bootstrap
-from jaxserve.fleet.collected import COUNTS
-from jaxserve.fleet.collected_counts import collect_counts
+from jaxserve.fleet.collected import COUNTS, collect_counts, own_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.follower_reports import own_counts
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.link.remote.server import MessageServer

@@ -25,9 +25,9 @@ import msgspec
 from jaxserve.config.deployment import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.below import HELLO_SECONDS, LOOK_SECONDS, Below
-from jaxserve.fleet.listening import everywhere, listening_socket
+from jaxserve.fleet.below import HELLO_SECONDS, Below, everywhere, listening_socket
 from jaxserve.link.session.channel import (
+    LOOK_SECONDS,
     AuthenticationError,
     Channel,
     Deadlines,

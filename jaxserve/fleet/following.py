@@ -11,9 +11,8 @@ import jax
 import msgspec
 
 from jaxserve.engine.runtime import Driver, Runtime
-from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS
+from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, own_counts
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.follower_reports import own_counts
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages

@@ -18,9 +18,8 @@ from jaxserve.config.deployment import Cluster
 from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
-from jaxserve.fleet.below import HELLO_SECONDS
+from jaxserve.fleet.below import HELLO_SECONDS, listening_socket
 from jaxserve.fleet.follower_session import FollowerSession, find_failure
-from jaxserve.fleet.listening import listening_socket
 from jaxserve.link.session.channel import join_address, split_address
 from jaxserve.link.session.hello import Refusal
 from jaxserve.link.session.listener import Listener

@@ -1,9 +1,9 @@
-"""A router's connections to its workers: one thread reads and writes all of them.
+"""A router's connections to its workers: one thread reads all of them.
 
 A thread or two a worker would be thousands. So a `WorkerConnection` is a session whose frames are
-read without waiting, by a selector. A few other threads dial, prove the token and exchange the
-first frames; they dial lost workers until these answer. Called by `router.py`; knows messages, and
-nothing of requests.
+read without waiting, by a selector, and sent without waiting (`Channel.post`). A few other threads
+dial, prove the token and exchange the first frames; they dial lost workers until these answer.
+Called by `router.py`; knows messages, and nothing of requests.
 """
 
 import contextlib
@@ -62,8 +62,6 @@ class WorkerConnection(Session):
         self.cause = ""
         """Why the connection was given up, in one word: closed, silent, stuck, failed, unread or
         removed."""
-        self.unsent = channel.unsent
-        """Bytes that wait for room in the connection's buffer."""
 
     def fail(self, reason: str, cause: str = "") -> None:
         """See `Session`."""
@@ -72,20 +70,13 @@ class WorkerConnection(Session):
         super().fail(reason)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends as much as the socket takes at once; `flush` sends the rest."""
+        """See `Session`; never waits for the worker."""
         try:
             self._channel.post(encode(message))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self.fail(str(error))
-        if len(self.unsent) > MAX_UNSENT_BYTES:
-            self.fail(f"it has left {len(self.unsent)} bytes unread", "unread")
-
-    def flush(self) -> None:
-        """Sends more of the bytes that wait."""
-        try:
-            self._channel.flush()
-        except OSError as error:
-            self.fail(str(error))
+        if (unsent := len(self._channel.unsent)) > MAX_UNSENT_BYTES:
+            self.fail(f"it has left {unsent} bytes unread", "unread")
 
     def take(self) -> None:
         """Hands every whole frame that has come to its handler."""
@@ -162,7 +153,6 @@ class WorkerConnections:
         # Under the lock:
         self._due: dict[str, float] = {}  # address → when to dial again
         self._dialled: list[WorkerConnection] = []
-        self._changed: set[WorkerConnection] = set()  # with bytes left to send
         # Written by the connections' thread:
         self._wires: dict[str, WorkerConnection] = {}
         self._reasons: dict[str, str] = {}  # address → why no worker is connected there
@@ -191,14 +181,8 @@ class WorkerConnections:
 
     def send(self, address: str, frame: Frame) -> None:
         """Sends a frame, or drops it if no worker is connected there; from any thread."""
-        wire = self._wires.get(address)
-        if wire is None:
-            return
-        wire.send(frame)
-        if wire.unsent:
-            with self._lock:
-                self._changed.add(wire)
-            self.wake()
+        if (wire := self._wires.get(address)) is not None:
+            wire.send(frame)
 
     def forget(self, address: str, why: str) -> None:
         """Gives up the connection to a place that has left the fleet; from any thread."""
@@ -237,46 +221,29 @@ class WorkerConnections:
         events = self._selector.select(TICK_SECONDS)
         self.last_turn = time.monotonic()
         now = self.clock.tick()
-        for key, mask in events:
+        for key, _ in events:
             wire: WorkerConnection | None = key.data
             if wire is None:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
                 continue
-            if mask & selectors.EVENT_WRITE:
-                wire.flush()
-            if mask & selectors.EVENT_READ:
-                wire.take()
-            if wire.failure is not None or mask & selectors.EVENT_WRITE:
-                self._look_after(wire)
+            wire.take()
+            self._drop_lost(wire)
         self._welcome()
         self.receiver.turn()
-        with self._lock:
-            changed, self._changed = self._changed, set()
-        for wire in changed:
-            self._look_after(wire)
         if now < self._next_tick:
             return
         self._next_tick = now + TICK_SECONDS
         for wire in list(self._wires.values()):
             wire.tick(now)
-            if wire.failure is not None:
-                self._look_after(wire)
+            self._drop_lost(wire)
         self._dial(now)
         self.receiver.tick()
 
-    def _look_after(self, wire: WorkerConnection) -> None:
-        """Gives a lost connection up, and waits for room where something is left to send."""
-        if self._wires.get(wire.place.address) is not wire:
-            return
-        if wire.failure is not None:
+    def _drop_lost(self, wire: WorkerConnection) -> None:
+        """Gives a connection up if it is lost."""
+        if wire.failure is not None and self._wires.get(wire.place.address) is wire:
             self._drop(wire, wire.failure)
-            return
-        wanted = selectors.EVENT_READ
-        if wire.unsent:
-            wanted |= selectors.EVENT_WRITE
-        if self._selector.get_key(wire.descriptor).events != wanted:
-            self._selector.modify(wire.descriptor, wanted, wire)
 
     def _welcome(self) -> None:
         with self._lock:
@@ -289,7 +256,7 @@ class WorkerConnections:
             self._reasons.pop(wire.place.address, None)
             self._selector.register(wire.descriptor, selectors.EVENT_READ, wire)
             wire.take()  # frames right behind the welcome have come with it
-            self._look_after(wire)
+            self._drop_lost(wire)
 
     def _drop(self, wire: WorkerConnection, why: str) -> None:
         address = wire.place.address

@@ -36,6 +36,8 @@ MOST_PARTS = 64
 """Parts that go out together with their frame; the system takes 1,024 at most."""
 TICK_SECONDS = 0.1
 """Wait of a channel's reader before it looks at its deadlines."""
+LOOK_SECONDS = 0.4
+"""Seconds between two looks at a peer that reads nothing of what was posted."""
 READ_BYTES = 1 << 16
 """Most bytes that are read ahead: a frame, and small rows behind it, come in one call."""
 LONGEST_TICK_SECONDS = 0.5
@@ -191,16 +193,10 @@ class Channel:
                     self._socket.sendall(part[sent:] if sent else part)
                 sent = max(0, sent - part.nbytes)
 
-    def post(self, frame: bytes) -> bool:
-        """Sends a frame without waiting, or lets it wait for room behind others. A channel that
-        posts does not `send` any more.
-
-        Returns:
-          Whether bytes have begun to wait: then `flush` sends them when there is room.
-
-        Raises:
-          OSError: the connection is gone.
-        """
+    def post(self, frame: bytes) -> None:
+        """Sends a frame without waiting. Where the peer reads slowly, another thread sends the rest
+        of it, and the frames behind it, once there is room. A channel that posts does not `send`
+        any more. Raises OSError when the connection is gone."""
         with self._sending:
             waited, whole = bool(self.unsent), self._framing.pack(frame)
             try:
@@ -208,13 +204,19 @@ class Channel:
             except BlockingIOError:
                 sent = 0
             self.unsent += whole[sent:]
-            return bool(self.unsent) and not waited
+            if self.unsent and not waited:
+                threading.Thread(target=self._catch_up, name="catch up", daemon=True).start()
 
-    def flush(self) -> None:
-        """Sends more of what waits for room, without waiting; raises OSError as `post`."""
-        with self._sending, contextlib.suppress(BlockingIOError):
+    def _catch_up(self) -> None:
+        """Sends what waits for room, until nothing does or the connection has ended."""
+        room = select.poll()
+        room.register(self.descriptor, select.POLLOUT)
+        with contextlib.suppress(OSError):  # the thread that reads says why
             while self.unsent:
-                del self.unsent[: self._socket.send(self.unsent, socket.MSG_DONTWAIT)]
+                room.poll(LOOK_SECONDS * 1000)
+                with self._sending, contextlib.suppress(BlockingIOError):
+                    while self.unsent:
+                        del self.unsent[: self._socket.send(self.unsent, socket.MSG_DONTWAIT)]
 
     def wait(self, seconds: float | None = -1.0) -> bool:
         """Waits for the next frame and returns whether it has begun to come.
