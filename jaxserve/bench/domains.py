@@ -23,7 +23,7 @@ from jaxserve.link.dispatch.contract import MOST_MESSAGES, MessageSize
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
 
 LAYERS, LANES, ROWS, WORDS = 16, 2, 32, 512

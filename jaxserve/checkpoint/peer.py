@@ -36,8 +36,7 @@ from jaxserve.checkpoint.source import CheckpointNames, Shape, Sources
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError
 from jaxserve.link.session.channel import resolve, split_address
-from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.link.weights.client import PeerError, WeightsPeer
 from jaxserve.link.weights.frames import HeldArray
 from jaxserve.model.module import Template

@@ -85,7 +85,7 @@ def _between(transport: str) -> None:
     import numpy as np
 
     from jaxserve.link.session.channel import Channel
-    from jaxserve.link.session.listening import listen
+    from jaxserve.link.session.listener import listen
     from jaxserve.link.session.messages import Bulk
     from jaxserve.link.transports import opens
 

@@ -33,7 +33,7 @@ from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import process_shares
 from jaxserve.fleet.process_end import alone, describe, end, exit_code_of, log_end
 from jaxserve.link.session.channel import split_address
-from jaxserve.link.session.own_hello import facts_digest
+from jaxserve.link.session.hello import facts_digest
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1

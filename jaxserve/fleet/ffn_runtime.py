@@ -32,7 +32,7 @@ from jaxserve.link.dispatch.message import message_formats
 from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.remote.work import MessageLanding, sizes_together
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import listen
 from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.mesh import AbstractSubmeshes

@@ -17,8 +17,7 @@ from jaxserve.engine.runtime import Driver
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
-from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.roles.page_spread import HandedPages, page_access
 from jaxserve.roles.page_transfer import PageTransfer
 

@@ -23,8 +23,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
-from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, by_process, mesh_rows
 from jaxserve.model.matrix_formats import placed
 from jaxserve.roles.capacity import Sizes

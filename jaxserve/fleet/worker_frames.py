@@ -22,9 +22,8 @@ import jaxserve
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, Refusal
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.link.session.messages import Greeting
-from jaxserve.link.session.own_hello import make_hello
 from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 

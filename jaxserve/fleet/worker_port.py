@@ -28,8 +28,7 @@ from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Channel, Deadlines
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
-from jaxserve.link.session.listener import Listener, address_of
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import Listener, address_of, listen
 from jaxserve.link.session.working import WorkingSession
 
 if TYPE_CHECKING:  # a router's faces have another engine

@@ -25,11 +25,9 @@ from jaxserve.link.session.channel import (
     split_address,
 )
 from jaxserve.link.session.greet import greet
-from jaxserve.link.session.hello import Refusal
-from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.hello import Refusal, make_hello
+from jaxserve.link.session.listener import Listener, listen
 from jaxserve.link.session.messages import Greeting
-from jaxserve.link.session.own_hello import make_hello
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.session.session import Session
 from jaxserve.preflight.outcomes import Failed

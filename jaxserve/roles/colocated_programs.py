@@ -11,8 +11,7 @@ from jaxtyping import Array
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
 from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages

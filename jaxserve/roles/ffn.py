@@ -22,8 +22,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN
 from jaxserve.link.dispatch.contract import Contract, MessageSize
 from jaxserve.link.dispatch.ends import Arrays, FFNEnd
-from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
 from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.ffn.axes import Axes

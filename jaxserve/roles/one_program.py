@@ -28,7 +28,7 @@ from jaxtyping import Array
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import PackedRows
 from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, ROLE, Submeshes, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages

@@ -38,8 +38,7 @@ from jaxtyping import Array
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError, EngineFailedError
-from jaxserve.link.dispatch.message import reinterpreted
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import PackedRows, reinterpreted
 from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, ROLE
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.templates import ModelTemplates

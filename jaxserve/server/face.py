@@ -2,7 +2,11 @@
 
 It serves gRPC and HTTP on ports that it shares with its siblings. The engine is in the process that
 started it, so a face is a replica of the router with one worker, at a Unix socket. It ends when the
-engine's process says so or is gone; signals are the engine's process's to answer.
+engine's process says so or is gone; signals are the engine's process's to answer. Beside the
+messages of routers and workers (`worker_frames.py`) it exchanges these with `face_port.py`:
+
+    face → engine   Abort
+    engine → face   (Admitted | Abort | Aborted)
 """
 
 import contextlib
@@ -25,12 +29,11 @@ from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
-from jaxserve.fleet.request_frames import Outputs, Refusal
+from jaxserve.fleet.request_frames import Frame, Outputs, Refusal
 from jaxserve.fleet.routed import Routed
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.worker_connections import WorkerConnection
 from jaxserve.observe.load import EngineLoad
-from jaxserve.server.face_frames import Abort, Aborted, Admitted
 from jaxserve.server.faces import LocalFaces
 from jaxserve.text.output import joined
 
@@ -61,6 +64,26 @@ class Start(msgspec.Struct, frozen=True):
     log_format: str
     metrics_folder: str
     successor: bool = False
+
+
+class Admitted(Frame):
+    """Tells a face that its request is accepted; the alternative is `Rejected`."""
+
+    request_id: str
+
+
+class Abort(Frame):
+    """Ends a request for a caller other than its client: of another face, answered by `Aborted`; or
+    of the face that gets this."""
+
+    request_id: str
+
+
+class Aborted(Frame):
+    """Says whether any face has the request that was to be aborted."""
+
+    request_id: str
+    found: bool
 
 
 class EngineConnection(WorkerConnection):

@@ -10,7 +10,7 @@ from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.request_frames import check_unused
 from jaxserve.fleet.worker_port import RouterConnection, WorkerPort
 from jaxserve.link.session.channel import Channel
-from jaxserve.server.face_frames import Abort, Aborted, Admitted
+from jaxserve.server.face import Abort, Aborted, Admitted
 
 
 class FacePort(WorkerPort):

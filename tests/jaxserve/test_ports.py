@@ -3,7 +3,7 @@ import pytest
 from jaxserve import ports
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.follower import Relay
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import listen
 from tests.jaxserve.fleet.ends import identity
 
 

@@ -8,6 +8,7 @@ per array, not per byte. Knows nothing of attention and ffn.
 import functools
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt, UInt32
+from jaxtyping import Array, Float, Int32, UInt, UInt32
 
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.contract import Contract
@@ -191,3 +192,23 @@ def message_formats(contract: Contract) -> dict[str, MessageFormat]:
 def answer_format(contract: Contract) -> AnswerFormat:
     """The format of all answers."""
     return AnswerFormat(contract.d_model, contract.combine)
+
+
+class PackedRows(NamedTuple):
+    """Rows of a message as the exchange handles them (`model.ffn.exchange.RowPacking`)."""
+
+    format: MessageFormat
+    dtype: jnp.dtype
+    """The dtype that rows are dequantised to."""
+
+    def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
+        """Unpacks the rows."""
+        return self.format.unpack(packed, self.dtype)
+
+    def addressed(
+        self, packed: UInt[Array, "rows words"], slots: Int32[Array, "rows top_k"]
+    ) -> UInt[Array, "rows words"]:
+        """Replaces the expert ids of packed rows."""
+        form = self.format
+        words = to_words(reinterpreted(slots, jnp.uint32), form.word)
+        return jax.lax.dynamic_update_slice_in_dim(packed, words, form.experts_at, axis=1)

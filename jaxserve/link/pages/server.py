@@ -30,8 +30,7 @@ from jaxserve.link.session.channel import (
     Deadlines,
 )
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import Listener, listen
 from jaxserve.link.session.messages import encode
 from jaxserve.link.session.working import WorkingSession
 

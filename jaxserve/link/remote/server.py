@@ -37,8 +37,7 @@ from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
-from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import Listener, listen
 from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.readers import Readers
 from jaxserve.link.session.served import ServedSession

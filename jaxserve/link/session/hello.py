@@ -2,9 +2,14 @@
 
 An attention runtime and an ffn runtime are started apart, perhaps from different files: nothing but
 this comparison keeps an ffn worker of another model from answering with numbers that look like any
-others. Used by both ends of every session; the builder of a worker fills in the facts. Plain
-Python; knows nothing of models and meshes beyond the names in `facts`.
+others. Used by both ends of every session; the builder of a worker makes its hello with the facts.
+Plain Python; knows nothing of models and meshes beyond the names in `facts`.
 """
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
 
 import msgspec
 
@@ -31,6 +36,22 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     versions: dict[str, str] = {}
     protocol: int = PROTOCOL
+
+
+def make_hello(role: str, facts: Mapping[str, str], *, versions: Mapping[str, str] = {}) -> Hello:
+    """Returns the hello of this process as a worker of `role`."""
+    return Hello(
+        worker=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
+        facts=dict(facts),
+        digest=facts_digest(facts),
+        versions=dict(versions),
+    )
+
+
+def facts_digest(facts: Mapping[str, str]) -> str:
+    """Returns sixteen hexadecimal digits; the order of the keys does not matter."""
+    lines = sorted(f"{key}={value!r}" for key, value in facts.items())
+    return hashlib.blake2s("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 class Refusal(Exception):

@@ -6,20 +6,25 @@ one connection ends the thread that accepts.
 """
 
 import contextlib
+import ipaddress
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 
+from jaxserve.errors import ConfigError
 from jaxserve.link.session.channel import (
     MAX_FRAME_BYTES,
     AuthenticationError,
     Channel,
     accept,
     closed_on_error,
+    is_path,
     join_address,
+    split_address,
 )
+from jaxserve.ports import listening
 
 MOST_HANDSHAKES = 64
 """Connections that have not proved yet that they know the token. A further one ends the oldest: a
@@ -126,6 +131,28 @@ class Listener:
             logger.exception("%s: the connection of %s", self._name, channel.peer)
         finally:
             self._threads.pop(thread, None)
+
+
+def listen(address: str, token: str) -> socket.socket:
+    """Returns a listening socket at host:port, where port 0 takes a free one, or at a path.
+
+    Raises:
+      ConfigError: the address is neither, cannot be listened on, or is reachable from other hosts
+        while there is no token.
+    """
+    host, port = ("", 0) if is_path(address) else split_address(address)
+    try:
+        if not host:
+            return socket.create_server(address, family=socket.AF_UNIX, backlog=64)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if not token and not all(ipaddress.ip_address(a[4][0]).is_loopback for a in found):
+            raise ConfigError(
+                f"link address {address}: other hosts reach it, so it needs a token (one secret, "
+                "the same for every worker)"
+            )
+        return listening(host, port, family=found[0][0], backlog=64)
+    except OSError as error:
+        raise ConfigError(f"link address {address}: {error}") from error
 
 
 def shut(sock: socket.socket) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import Listener, listen
 from jaxserve.link.session.messages import Failed, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RowPacking(Protocol):
-    """The packing of rows (`link.dispatch.packed_rows.PackedRows`)."""
+    """The packing of rows (`link.dispatch.message.PackedRows`)."""
 
     def unpack(self, packed: UInt[Array, "rows words"]) -> DispatchMessage:
         """Unpacks rows."""

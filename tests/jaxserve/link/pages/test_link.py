@@ -21,7 +21,7 @@ from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
 from tests import golden
 from tests.conftest import REPOSITORY

@@ -17,7 +17,7 @@ from jaxserve.link.pages.frames import Fetch, pages_digest
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
-from jaxserve.link.session.own_hello import facts_digest, make_hello
+from jaxserve.link.session.hello import facts_digest, make_hello
 
 FACTS = {"model": "toy"}
 PIECES = (4, 16)

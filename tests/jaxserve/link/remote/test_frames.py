@@ -6,8 +6,8 @@ import pytest
 from jaxserve.link.remote import frames
 from jaxserve.link.remote.connection import MessageConnection
 from jaxserve.link.remote.server import _DomainConnection
+from jaxserve.link.session.hello import make_hello
 from jaxserve.link.session.messages import Bulk, Echo, Failed, Refused, encode
-from jaxserve.link.session.own_hello import make_hello
 
 HELLO = make_hello("ffn", {"model": "toy"}, versions={"jax": "0.12.0"})
 NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))

@@ -13,9 +13,8 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote.frames import Join, NamedMessage
 from jaxserve.link.remote.group import Domain
 from jaxserve.link.remote.server import MessageServer, _DomainConnection
-from jaxserve.link.session.hello import Refusal
+from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
-from jaxserve.link.session.own_hello import make_hello
 
 LANES, LAYERS = 2, 3
 

@@ -22,8 +22,8 @@ from jaxserve.link.remote import client, connection, frames, hedging
 from jaxserve.link.remote.peer import RETRY_SECONDS, PeerState
 from jaxserve.link.session import session
 from jaxserve.link.session.channel import TICK_SECONDS, Deadlines
+from jaxserve.link.session.hello import make_hello
 from jaxserve.link.session.messages import Bulk, Echo, encode
-from jaxserve.link.session.own_hello import make_hello
 
 DEADLINES = Deadlines(handshake=1, probe=0.25, suspect=1.5, down=3, answer=4, absent=30)
 LANES, ROUNDS = 3, 30

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.link.remote.connection import AnswerShape, MessageConnection, Unanswered
 from jaxserve.link.remote.frames import Join
 from jaxserve.link.session.channel import Deadlines, dial
-from jaxserve.link.session.own_hello import make_hello
+from jaxserve.link.session.hello import make_hello
 from tests.jaxserve.link.remote import toy_server as toy
 from tests.jaxserve.waiting import until
 

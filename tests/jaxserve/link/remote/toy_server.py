@@ -52,7 +52,7 @@ def message_client(
 
     from jaxserve.link.remote.client import MessageClient
     from jaxserve.link.session.channel import Deadlines
-    from jaxserve.link.session.own_hello import make_hello
+    from jaxserve.link.session.hello import make_hello
 
     return MessageClient(
         addresses,
@@ -179,7 +179,7 @@ def serve(options: dict) -> None:
     from jaxserve.link.remote.cohorts import Cohorts
     from jaxserve.link.remote.server import MessageServer
     from jaxserve.link.session.channel import Deadlines
-    from jaxserve.link.session.own_hello import make_hello
+    from jaxserve.link.session.hello import make_hello
 
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())

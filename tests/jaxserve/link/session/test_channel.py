@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.link.session import channel as channels
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import listen
 
 
 @pytest.fixture

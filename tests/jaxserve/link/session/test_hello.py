@@ -1,7 +1,6 @@
 """Who works with whom, and how a difference is named."""
 
-from jaxserve.link.session.hello import Hello, refusal
-from jaxserve.link.session.own_hello import facts_digest
+from jaxserve.link.session.hello import Hello, facts_digest, refusal
 
 FACTS = {"model": "toy", "layers": "4", "dispatch": "fp8"}
 

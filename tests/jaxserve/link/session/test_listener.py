@@ -10,8 +10,7 @@ import pytest
 from jaxserve.link.session import channel as channel_module
 from jaxserve.link.session import listener as listener_module
 from jaxserve.link.session.channel import Channel, dial, split_address
-from jaxserve.link.session.listener import Listener
-from jaxserve.link.session.listening import listen
+from jaxserve.link.session.listener import Listener, listen
 from tests.jaxserve.waiting import until
 
 TOKEN = "secret"

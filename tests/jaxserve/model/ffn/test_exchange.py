@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.checkpoint.families import architecture
 from jaxserve.checkpoint.random_leaves import random_leaves
 from jaxserve.config.model import FFN
-from jaxserve.link.dispatch.message import MessageFormat
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.balance import rebalance

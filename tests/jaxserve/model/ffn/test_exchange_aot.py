@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.config.model import FFN, MLA, ModelConfig, Rope
 from jaxserve.config.model import RouterSpec as Rule
-from jaxserve.link.dispatch.message import MessageFormat
-from jaxserve.link.dispatch.packed_rows import PackedRows
+from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNBlock
