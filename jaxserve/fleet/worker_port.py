@@ -64,6 +64,7 @@ class WorkerPort:
       restore: Builds a grammar from its serialised form; slow.
       resume_seconds: Time for which requests with keys outlive their router.
       on_become: Starts this worker again in the other role. None: it cannot.
+      tracing: Makes the spans of requests with a trace (`server.tracing.Tracing`). None: no spans.
 
     Attributes:
       address: Address on which it listens.
@@ -81,8 +82,10 @@ class WorkerPort:
         restore: Callable[[GrammarOf, int], Any],
         resume_seconds: float = 0.0,
         on_become: Callable[[frames.Become], None] | None = None,
+        *,
+        tracing: Any = None,
     ):
-        self.on_become, self.hello = on_become, hello
+        self.on_become, self.hello, self.tracing = on_become, hello, tracing
         self._make_facts, self._restore = facts, restore
         self._socket = listen(address, token)
         self.address = address_of(self._socket)
@@ -138,7 +141,7 @@ class WorkerPort:
         without it: routers that see different workers would have it start again and again.
         """
         latest = time.monotonic() - AGREED_SECONDS
-        spared = self._opened < latest and all(r.spared > latest for r in self._connected())
+        spared = self._opened < latest and all(r.spared > latest for r in list(self._routers))
         if self.on_become is not None and (order.domain or spared):
             self.becoming = True
             self.drains("move")
@@ -152,11 +155,13 @@ class WorkerPort:
         self._stopping.set()
         self._listener.close(max(0.0, deadline - time.monotonic()))
         self.compiling.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     def flush(self, seconds: float) -> None:
         """Waits until everything queued for routers is sent, or the seconds are over."""
         deadline = time.monotonic() + seconds
-        for router in self._connected():
+        for router in list(self._routers):
             router.flush(max(0.0, deadline - time.monotonic()))
 
     def restored(self, grammar: GrammarOf) -> Any:
@@ -191,9 +196,6 @@ class WorkerPort:
         if self.engine is not None:
             self.engine.cancel(request_id)
 
-    def _connected(self) -> list["RouterConnection"]:
-        return list(self._routers)
-
     def _tick(self) -> None:
         while not self._stopping.wait(STATE_SECONDS):
             try:
@@ -204,7 +206,7 @@ class WorkerPort:
 
     def _send_state(self) -> None:
         if self.engine is not None:
-            counts = {router: router.count for router in self._connected()}
+            counts = {router: router.count for router in list(self._routers)}
             everyone = sum(counts.values())
             for router, own in counts.items():
                 router.post(self.state(everyone - own))
@@ -228,7 +230,9 @@ class RouterConnection(WorkingSession[Item]):
         self._restoring: set[str] = set()  # still wanted, but their grammars are not there yet
         self._prefills: dict[str, None] = {}  # ids; until released
         self._withdrawn: set[str] = set()  # ids that may go elsewhere, without a token so far
-        self.post: Callable[[Item], None] = self._wanted.put
+        self._spans: dict[str, tuple[Any, int]] = {}
+        """Id of a traced request → its spans, and the tokens of its prompt."""
+        self.post: Callable[[Item], None] = self._noted if port.tracing else self._wanted.put
         """Queues an item."""
         self.spared = -math.inf
         """When the router said last that a stand-in may go back, in seconds of `time.monotonic`."""
@@ -327,9 +331,30 @@ class RouterConnection(WorkingSession[Item]):
         """Forgets a request."""
         self._submitted.pop(attempt, None)
 
+    def _traced(self, frame: Any, trace: str) -> Any:
+        """Begins the spans of a request that has a trace; returns its frame."""
+        if trace and self._port.tracing is not None:
+            tokens = len(frame.prompt) // frames.TOKEN_BYTES
+            self._spans[frame.request_id] = self._port.tracing.worker(trace), tokens
+        return frame
+
+    def _noted(self, item: Item) -> None:
+        """Queues an item, and notes it where its request is traced; on the engine's thread."""
+        match item:
+            case TokenOutput() if self._spans and item.request_id in self._spans:
+                spans, prompt = self._spans[item.request_id]
+                spans.note(item, prompt, item.cached_tokens)
+                if item.finish_reason is not None:
+                    self._spans.pop(item.request_id, None)
+            case frames.Held() | frames.Rejected() if item.request_id in self._spans:
+                spans, _ = self._spans.pop(item.request_id)
+                spans.held(item.source if isinstance(item, frames.Held) else None)
+        self._wanted.put(item)
+
     # ------------------------------------------------------------------- the router's messages
 
     def _submit(self, frame: frames.Submit) -> None:
+        self._traced(frame, frame.params.trace)
         submit = functools.partial(self._run, _deadline(frame.seconds))
         self._submitted[frame.request_id] = len(frame.emitted) // frames.TOKEN_BYTES
         if not frame.grammar.serialised:
@@ -454,7 +479,9 @@ class RouterConnection(WorkingSession[Item]):
     handlers: ClassVar = {
         frames.Submit: _submit,
         frames.Adopt: _adopt,
-        frames.Prefill: lambda self, frame: self._try(frame, self._prefill),
+        frames.Prefill: lambda self, frame: self._try(
+            self._traced(frame, frame.trace), self._prefill
+        ),
         frames.Release: _release,
         frames.Renew: lambda self, frame: self._engine.renew(frame.hand_off),
         Cancel: _cancel,

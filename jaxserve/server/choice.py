@@ -18,7 +18,6 @@ from jaxserve.server.grpc import GrpcServer
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS, METRICS, PROBES
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
-from jaxserve.server.traced_port import TracedPort
 from jaxserve.server.tracing import Tracing
 
 LAST_ANSWERS_SECONDS = 5.0
@@ -74,10 +73,9 @@ def worker_port(deployment: Deployment, role: str, address: str, *arguments: Any
     Raises:
       ConfigError: as `Tracing` and `WorkerPort`, which has the further arguments.
     """
-    if not deployment.server.traces:
-        return WorkerPort(address, *arguments)
-    tracing = Tracing(deployment.server.traces, role, address)
-    return TracedPort(tracing, address, *arguments)
+    traces = deployment.server.traces
+    tracing = Tracing(traces, role, address) if traces else None
+    return WorkerPort(address, *arguments, tracing=tracing)
 
 
 class Probes:

@@ -29,7 +29,7 @@ class FacePort(WorkerPort):
 
     def connected(self, pid: int) -> bool:
         """Whether the face in a process is connected."""
-        return any(face.name.endswith(f"pid {pid})") for face in self._connected())
+        return any(face.name.endswith(f"pid {pid})") for face in list(self._routers))
 
     def abort(self, request_id: str) -> bool:
         """Has a face end its request; returns whether one has it."""

@@ -39,7 +39,6 @@ from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.shedding import shedding
-from jaxserve.server.traced_port import TracedFacePort
 from jaxserve.server.tracing import Tracing
 from jaxserve.storage.mirror import local_folder
 from jaxserve.text.structured import GrammarCompiler
@@ -90,18 +89,14 @@ class FaceProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="jaxserve-faces-")
         self._token = secrets.token_hex(16)
         self._model = model_digest(local_folder(deployment.model))
-        arguments: Any = (
+        self._port = FacePort(
             f"{self._folder.name}/engine",
             self._token,
             hello_of("engine", self._model),
             _facts,
             self._restore,
             deployment.fleet.resume_seconds,
-        )
-        self._port = (
-            TracedFacePort(Tracing(server.traces, "engine"), *arguments)
-            if server.traces
-            else FacePort(*arguments)
+            tracing=Tracing(server.traces, "engine") if server.traces else None,
         )
         self._reserved: list[socket.socket] = []
         self._processes: list[_Process] = []

@@ -259,7 +259,7 @@ class FakeWorker:
     def kill(self) -> None:
         """Ends the connections without a word, like a process that is killed."""
         self.port._stopping.set()
-        for router in self.port._connected():
+        for router in list(self.port._routers):
             router.fail("killed")
         self.port._listener.close(1.0)
         self.engine.close()

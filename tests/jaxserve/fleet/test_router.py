@@ -440,7 +440,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_worker_undialled(failing, mon
         fleet.submit([3], 5, "x")
         fleet.results.until(lambda: "x" in fleet.results.last)
         (worker,) = fleet.domains
-        until(lambda: len(worker.port._connected()) == 1)
+        until(lambda: len(worker.port._routers) == 1)
 
 
 def test_a_frame_that_is_not_taken_loses_no_token(monkeypatch):

@@ -149,7 +149,7 @@ def test_what_is_not_wanted_any_more_while_its_grammar_is_restored(meanwhile, wa
                 router.send(frames.Withdraw("x"))
             case _:
                 router.leave()
-                until(lambda: not worker.port._connected())
+                until(lambda: not worker.port._routers)
         if meanwhile != "leave":
             router.until_taken()
         goes_on.set()
@@ -166,7 +166,7 @@ def test_what_is_not_wanted_any_more_while_its_grammar_is_restored(meanwhile, wa
 
 
 def router_count(worker: FakeWorker) -> int:
-    (router,) = worker.port._connected()
+    (router,) = worker.port._routers
     return router.count
 
 
@@ -238,7 +238,7 @@ def test_a_kept_request_that_ends_while_it_is_adopted_is_not_counted() -> None:
         worker.engine.allowed = 1
         first = Router(worker)
         first.submit("x@first.1", keyed=True)
-        until(lambda: worker.port._connected() and worker.engine.running)
+        until(lambda: worker.port._routers and worker.engine.running)
         first.leave()
         until(lambda: worker.port.kept.orphans)
         adopt = worker.port.kept.adopt
@@ -261,10 +261,10 @@ def test_outputs_that_cannot_be_sent_end_the_connection() -> None:
     with a_worker() as worker:
         router = Router(worker)
         router.until_taken()
-        (connection,) = worker.port._connected()
+        (connection,) = worker.port._routers
         connection.post(frames.Pipeline(object()))  # type: ignore[arg-type]
         until(lambda: connection.failure)
-        until(lambda: not worker.port._connected())
+        until(lambda: not worker.port._routers)
 
 
 @pytest.fixture
