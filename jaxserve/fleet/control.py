@@ -7,7 +7,7 @@ Every message is msgpack of one of the structs below; nothing is ever unpickled.
 `Boundary`.
 Knows nothing of sockets, requests or device arrays.
 
-    follower → leader   Register  (State | Collected | Report)*
+    follower → leader   Register  (FollowerState | Collected | Report)*
     leader → follower   Accepted  Joined  (Echo | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one; or Refused
     leader → all        (Boundary | Echo)*  Shutdown
@@ -24,7 +24,7 @@ from jaxserve.link.session.messages import Echo, Greeting
 from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Raised whenever a message below changes its meaning."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -64,7 +64,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All processes have registered and receive the messages for all."""
 
 
-class State(msgspec.Struct, tag=True, array_like=True):
+class FollowerState(msgspec.Struct, tag=True, array_like=True):
     """A follower is alive and has come this far."""
 
     completed: int = -1
@@ -139,7 +139,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     failure: str = ""
 
 
-FromFollower = State | Collected | Report
+FromFollower = FollowerState | Collected | Report
 ForAll = Boundary | Echo | Shutdown
 FromLeader = Joined | WarmUp | Boundary | Collect | FailureReceived | Shutdown
 

@@ -5,7 +5,14 @@ import secrets
 import time
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.expert_control import Found, Look, Place, Rebalance, encode, questions
+from jaxserve.fleet.expert_control import (
+    Findings,
+    Look,
+    RebalanceExperts,
+    Restore,
+    encode,
+    questions,
+)
 from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import check_placement
 from jaxserve.observe.recorder import Recorder, StageResult
@@ -30,9 +37,9 @@ def answer(balancer: ExpertBalancer, log: "PassLog", question: bytes) -> bytes:
     spans: list[Span] = []
     try:
         match asked:
-            case Rebalance(dry_run):
+            case RebalanceExperts(dry_run):
                 proposal = balancer.rebalance(dry_run=dry_run)
-            case Place(placements):
+            case Restore(placements):
                 _place(balancer, placements)
             case Look(watch):
                 spans = log.spans() if watch else []
@@ -41,7 +48,7 @@ def answer(balancer: ExpertBalancer, log: "PassLog", question: bytes) -> bytes:
     except EngineFailedError as error:
         failed = str(error)
     placements, told = dict(balancer.placements), (spans, proposal, refused, failed)
-    return encode(Found(log.name, balancer.view(), placements, log.work, *told))
+    return encode(Findings(log.name, balancer.view(), placements, log.work, *told))
 
 
 class PassLog:

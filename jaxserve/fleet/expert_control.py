@@ -18,19 +18,19 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     watch: bool = False
 
 
-class Rebalance(msgspec.Struct, frozen=True, tag=True):
+class RebalanceExperts(msgspec.Struct, frozen=True, tag=True):
     """Asks for a rebalance (`ExpertBalancer.rebalance`)."""
 
     dry_run: bool
 
 
-class Place(msgspec.Struct, frozen=True, tag=True):
+class Restore(msgspec.Struct, frozen=True, tag=True):
     """Asks a worker that began anew to move its experts there."""
 
     placements: dict[int, tuple[int, ...]]
 
 
-class Found(msgspec.Struct, frozen=True):
+class Findings(msgspec.Struct, frozen=True):
     """The answer to every question."""
 
     worker: str
@@ -49,5 +49,5 @@ class Found(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-questions = msgspec.msgpack.Decoder(Look | Rebalance | Place)
-answers = msgspec.msgpack.Decoder(Found)
+questions = msgspec.msgpack.Decoder(Look | RebalanceExperts | Restore)
+answers = msgspec.msgpack.Decoder(Findings)

@@ -146,7 +146,7 @@ class Follower:
         self._token = token
         self.cluster = cluster
         self._on_failure = on_failure
-        self._state = control.State()
+        self._state = control.FollowerState()
         self._running: deque[tuple[int, Any]] = deque()
         """Boundaries that are not known to be done, and their last arrays."""
         self._next = 0

@@ -35,7 +35,7 @@ class FollowerSession(Below):
         self._leader = leader
         self.relayed = False
         """True if another follower hands the messages for all on to it."""
-        self.state = control.State()
+        self.state = control.FollowerState()
         """Latest state that the follower has sent."""
         self.lost = ""
         """Reason of an unexpected end of the session."""
@@ -76,7 +76,7 @@ class FollowerSession(Below):
     def update(self, message: object, now: float) -> None:
         """Updates the state from a message."""
         match message:
-            case control.State(completed, error=error):
+            case control.FollowerState(completed, error=error):
                 if completed != self.state.completed:
                     self.advanced_at = now
                 if error and not self.state.error:

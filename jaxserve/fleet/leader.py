@@ -357,7 +357,7 @@ class Leader:
             self._changed.notify_all()
         if isinstance(message, control.Report):
             self.on_report(follower.identity.process_id, message.data)
-        elif isinstance(message, control.State) and message.error:
+        elif isinstance(message, control.FollowerState) and message.error:
             follower.send(control.FailureReceived())
 
     def ended(self, follower: FollowerSession) -> None:

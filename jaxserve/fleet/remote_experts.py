@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.expert_control import Found, Look, Place, Rebalance, answers, encode
+from jaxserve.fleet.expert_control import Findings, Look, RebalanceExperts, Restore, answers, encode
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import Action
@@ -47,8 +47,8 @@ class RemoteExperts:
         self, ask: Ask, seconds: float = LOOK_SECONDS, where: Callable[[], str] = lambda: ""
     ):
         self._ask, self._where, self._seconds = ask, where, seconds
-        self._found: Found | None = None
-        self._remembered: Found | None = None
+        self._found: Findings | None = None
+        self._remembered: Findings | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-experts", daemon=True)
@@ -84,7 +84,7 @@ class RemoteExperts:
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
         """Has the ffn worker in use rebalance; see `ExpertBalancer.rebalance`."""
-        found = self._question(Rebalance(dry_run))
+        found = self._question(RebalanceExperts(dry_run))
         if found.refused:
             raise ValueError(found.refused)
         if found.proposal is None:
@@ -103,7 +103,7 @@ class RemoteExperts:
         before, now = self._remembered, self._question(Look())
         if before is not None and _began_anew(before, now):
             if not now.view.moving:
-                now = self._question(Place(before.placements))
+                now = self._question(Restore(before.placements))
                 what = now.refused or "moves them to where they were"
                 logger.info("experts: ffn worker %s %s", now.worker, what)
             if now.view.moving:
@@ -111,8 +111,8 @@ class RemoteExperts:
         self._remembered = now
 
     def _question(
-        self, question: Look | Rebalance | Place, seconds: float = ANSWER_SECONDS
-    ) -> Found:
+        self, question: Look | RebalanceExperts | Restore, seconds: float = ANSWER_SECONDS
+    ) -> Findings:
         with self._lock:
             data = self._ask(encode(question), seconds)
             try:
@@ -131,7 +131,7 @@ class RemoteExperts:
                 logger.exception("experts: looking for them")
 
 
-def _began_anew(before: Found, now: Found) -> bool:
+def _began_anew(before: Findings, now: Findings) -> bool:
     """Whether this is another worker, which has finished no rebalance and has experts elsewhere."""
     same = before.worker == now.worker or before.placements == now.placements
     return not same and not now.view.epoch

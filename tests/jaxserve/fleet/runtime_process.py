@@ -13,7 +13,7 @@ from jaxserve.config.command_line import read_deployment
 from jaxserve.fleet import bootstrap
 from jaxserve.fleet.arguments import from_arguments
 from jaxserve.fleet.assembly import Options, open_engine, open_follower
-from jaxserve.fleet.expert_control import Place
+from jaxserve.fleet.expert_control import Restore
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
 from jaxserve.fleet.remote_experts import RemoteExperts
@@ -41,7 +41,7 @@ def begin_moves(experts: RemoteExperts) -> None:
         time.sleep(0.05)
     turned = {layer: slots[::-1] for layer, slots in experts._found.placements.items()}
     print(f"experts {sorted(experts._found.placements.items())}", flush=True)
-    found = experts._question(Place(turned))
+    found = experts._question(Restore(turned))
     print(f"moving {found.view.moving}", flush=True)
 
 

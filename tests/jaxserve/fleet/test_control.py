@@ -3,7 +3,7 @@ import pytest
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
-from jaxserve.fleet.control import State
+from jaxserve.fleet.control import FollowerState
 from jaxserve.fleet.follower import _Source
 from jaxserve.fleet.follower_session import FollowerSession
 from jaxserve.link.session.messages import encode
@@ -16,9 +16,9 @@ def test_boundary_survives_the_wire() -> None:
 
 
 def test_each_direction_takes_only_its_own_messages() -> None:
-    assert FollowerSession.decode(encode(State(3, True))) == State(3, True)
+    assert FollowerSession.decode(encode(FollowerState(3, True))) == FollowerState(3, True)
     with pytest.raises(msgspec.ValidationError):
-        _Source.decode(encode(State(3, True)))
+        _Source.decode(encode(FollowerState(3, True)))
     with pytest.raises(msgspec.DecodeError):
         FollowerSession.decode(b"\x80\x04.")
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve.config.deployment import Cluster
-from jaxserve.fleet.control import State
+from jaxserve.fleet.control import FollowerState
 from jaxserve.fleet.follower_session import SETTLE_SECONDS, FollowerSession, find_failure
 from tests.jaxserve.fleet.ends import identity
 
@@ -18,7 +18,7 @@ def follower(
 ) -> FollowerSession:
     session = FollowerSession(LEADER, CHANNEL)
     session.identity = identity(process, 4)
-    session.state = State(completed, ready, error=error)
+    session.state = FollowerState(completed, ready, error=error)
     for name, value in changes.items():
         setattr(session, name, value)
     return session
@@ -91,9 +91,9 @@ def test_all_that_are_late_are_named() -> None:
 
 def test_what_a_follower_says_is_booked() -> None:
     session, place = follower(1), "ffn of lane 0, layer 1, step 2"
-    session.update(State(3, True, place, 7), 10.0)
+    session.update(FollowerState(3, True, place, 7), 10.0)
     assert (session.advanced_at, session.error_at) == (10.0, 0.0)
-    session.update(State(3, True, place, 7, error="first"), 11.0)
-    session.update(State(3, True, place, 7, error="first", leaving=True), 12.0)
+    session.update(FollowerState(3, True, place, 7, error="first"), 11.0)
+    session.update(FollowerState(3, True, place, 7, error="first", leaving=True), 12.0)
     assert session.describe().endswith(f"first; last seen in {place}")
     assert (session.advanced_at, session.error_at) == (10.0, 11.0)
