@@ -26,7 +26,7 @@ from jaxserve.fleet.request_frames import Frame
 from jaxserve.link.session.channel import Channel, Deadlines, closed_on_error, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.messages import encode
+from jaxserve.link.session.messages import Join, encode
 from jaxserve.link.session.session import Session
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ class WorkerConnections:
         seconds = self.deadlines.handshake
         channel = dial(place.address, self._token, seconds, frames.WORKER_FRAME_BYTES)
         with closed_on_error(channel):
-            join, decode = frames.Join(self._hello), self._kind.decode
+            join, decode = Join(self._hello), self._kind.decode
             facts = greet(channel, join, frames.Welcome, decode, seconds).facts
             if facts.role != place.role and not facts.stands_in:
                 raise ConfigError(f"it is a {facts.role}, not a {place.role}")

@@ -87,10 +87,6 @@ def hello_of(who: str, model: str) -> Hello:
     return make_hello(who, {"model": model}, versions={"jaxserve": jaxserve.__version__})
 
 
-class Join(Greeting, frozen=True, tag="Join"):
-    """First frame of a router."""
-
-
 class Submit(Frame):
     """Hands a request to a domain, which answers with `Outputs` or `Rejected`.
 

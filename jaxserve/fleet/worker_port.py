@@ -29,6 +29,7 @@ from jaxserve.link.session.channel import Channel, Deadlines
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.hello import Refusal as HelloRefusal
 from jaxserve.link.session.listener import Listener, address_of, listen
+from jaxserve.link.session.messages import Join
 from jaxserve.link.session.working import WorkingSession
 
 if TYPE_CHECKING:  # a router's faces have another engine
@@ -219,7 +220,7 @@ Item = TokenOutput | Frame | threading.Event
 class RouterConnection(WorkingSession[Item]):
     """One router's requests, and the way of their outputs to it."""
 
-    greeting = frames.Join
+    greeting = Join
 
     def __init__(self, port: WorkerPort, channel: Channel):
         super().__init__("routers", channel, port.hello, DEADLINES)
@@ -242,7 +243,7 @@ class RouterConnection(WorkingSession[Item]):
         """Requests and prompts of this router that the worker has."""
         return len(self._submitted) + len(self._prefills)
 
-    def _admit(self, join: frames.Join) -> frames.Welcome:
+    def _admit(self, join: Join) -> frames.Welcome:
         port = self._port
         if port.engine is None or port.facts is None:
             raise HelloRefusal("is starting", later=True)

@@ -22,7 +22,7 @@ from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import TICK_SECONDS, Deadlines, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
-from jaxserve.link.session.messages import Bulk
+from jaxserve.link.session.messages import Bulk, Failed, Join, Ready
 from jaxserve.link.session.session import Session
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class PagesConnection(Session):
         deadlines: Deadlines,
         on_tick: Callable[["PagesConnection"], None],
     ):
-        join, seconds = frames.Join(hello), deadlines.handshake
+        join, seconds = Join(hello), deadlines.handshake
         channel = dial(address, token, seconds)
         welcome = greet(channel, join, frames.Welcome, self.decode, seconds)
         super().__init__(channel, deadlines)
@@ -90,7 +90,7 @@ class PagesConnection(Session):
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
         """Pieces that the owner has asked for. Answers arrive in this order and remove them."""
-        self._answers: queue.SimpleQueue[tuple[int, _Received | frames.Failed] | None]
+        self._answers: queue.SimpleQueue[tuple[int, _Received | Failed] | None]
         self._answers = queue.SimpleQueue()
         self._busy_since: float | None = None
         self._doubted = False
@@ -175,7 +175,7 @@ class PagesConnection(Session):
             given, content = answer
             if given != number:
                 continue
-            if isinstance(content, frames.Failed):
+            if isinstance(content, Failed):
                 raise PagesError(content.text, mismatch=content.mismatch)
             return content
         raise OSError(self.failure)
@@ -207,18 +207,18 @@ class PagesConnection(Session):
             logger.warning("pages link to %s is suspect: %s", self._channel.peer, what)
         self._doubted = bool(what)
 
-    def _sent(self, ready: frames.Ready) -> None:
+    def _sent(self, ready: Ready) -> None:
         expected = bulk_bytes(self._next_asked(ready.number).shapes)
         if ready.bulk.size != expected:
             raise OSError(f"a piece of {ready.bulk.size} bytes, expected {expected}")
         buffer = self._buffers.receive(self._channel, expected, self._deadlines.answer)
         self._answers.put((ready.number, _Received(buffer, ready.bulk)))
 
-    def _not_sent(self, failed: frames.Failed) -> None:
+    def _not_sent(self, failed: Failed) -> None:
         self._next_asked(failed.number)
         self._answers.put((failed.number, failed))
 
-    handlers: ClassVar = {frames.Ready: _sent, frames.Failed: _not_sent}
+    handlers: ClassVar = {Ready: _sent, Failed: _not_sent}
 
     def _next_asked(self, number: int) -> _Asked:
         asked = self._asked.popleft() if self._asked else None

@@ -14,11 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from jaxserve.link.session.messages import Bulk, Greeting
-
-
-class Join(Greeting, frozen=True, tag="join"):
-    """First frame of a decode worker."""
+from jaxserve.link.session.messages import Greeting
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):
@@ -40,22 +36,6 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
     """Tokens of the piece, padding included."""
     digest: str
     epoch: int
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The piece follows."""
-
-    number: int
-    bulk: Bulk
-
-
-class Failed(msgspec.Struct, frozen=True, tag="unready", array_like=True):
-    """The piece will not come."""
-
-    number: int
-    text: str
-    mismatch: bool
-    """True if the prefill worker holds other tokens than the fetch asks for."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):

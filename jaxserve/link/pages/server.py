@@ -31,7 +31,7 @@ from jaxserve.link.session.channel import (
 )
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener, listen
-from jaxserve.link.session.messages import encode
+from jaxserve.link.session.messages import Failed, Join, Ready, encode
 from jaxserve.link.session.working import WorkingSession
 
 logger = logging.getLogger(__name__)
@@ -150,13 +150,13 @@ class _Room:
 class _Puller(WorkingSession[frames.Fetch]):
     """One connected decode worker."""
 
-    greeting = frames.Join
+    greeting = Join
 
     def __init__(self, server: PagesServer, channel: Channel):
         super().__init__("pages", channel, server.hello, server.deadlines)
         self._server = server
 
-    def _admit(self, join: frames.Join) -> frames.Welcome:
+    def _admit(self, join: Join) -> frames.Welcome:
         return frames.Welcome(self._hello, self._server.cache_format)
 
     def _fetch(self, fetch: frames.Fetch) -> None:
@@ -219,7 +219,7 @@ class _Puller(WorkingSession[frames.Fetch]):
             piece = self._read_piece(reading)
             sent = send_arrays(
                 self._channel,
-                lambda bulk: encode(frames.Ready(number, bulk)),
+                lambda bulk: encode(Ready(number, bulk)),
                 piece,
                 checked=self._server.checksums,
             )
@@ -227,7 +227,7 @@ class _Puller(WorkingSession[frames.Fetch]):
         except PagesError as error:
             self._server.count(failures=1)
             with contextlib.suppress(OSError):
-                self.send(frames.Failed(number, str(error), error.mismatch))
+                self.send(Failed(number, str(error), error.mismatch))
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:

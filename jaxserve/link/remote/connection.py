@@ -24,7 +24,7 @@ from jaxserve.link.remote import frames
 from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.messages import Bulk, Failed, encode
+from jaxserve.link.session.messages import Bulk, Failed, Ready, encode
 from jaxserve.link.session.session import Session
 from jaxserve.link.transports import opens
 
@@ -228,7 +228,7 @@ class MessageConnection(Session):
     def _limit(self) -> float:
         return self._allowed()
 
-    def _arrived(self, result: frames.Result) -> None:
+    def _arrived(self, result: Ready) -> None:
         message = self._posted.get(result.number)
         if message is None:
             raise RuntimeError(f"an answer to message {result.number}, which waits for none")
@@ -246,7 +246,7 @@ class MessageConnection(Session):
             self._posted[failed.number].refusals += 1
         self.fail(failed.text)
 
-    handlers: ClassVar = {frames.Result: _arrived, Failed: _refused, frames.Answer: _settle}
+    handlers: ClassVar = {Ready: _arrived, Failed: _refused, frames.Answer: _settle}
 
     def _tick(self, now: float) -> None:
         for number, due in list(self._due.items()):

@@ -1,9 +1,9 @@
 """Messages of a link between runtimes.
 
-The rows of a layer follow the `Note` that announces them, and those of its answer the `Result`.
+The rows of a layer follow the `Note` that announces them, and those of its answer the `Ready`.
 
     attention → ffn   Join     (Note rows | Echo | Question)*
-    ffn → attention   Welcome  (Result rows | Failed | Echo | Answer)*    or Refused
+    ffn → attention   Welcome  (Ready rows | Failed | Echo | Answer)*     or Refused
 """
 
 import msgspec
@@ -44,13 +44,6 @@ class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     kind: str
     layer: int
     rows: int
-    bulk: Bulk
-
-
-class Result(msgspec.Struct, frozen=True, tag="result", array_like=True):
-    """The answer to the message with this number follows."""
-
-    number: int
     bulk: Bulk
 
 

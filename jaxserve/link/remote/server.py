@@ -38,7 +38,7 @@ from jaxserve.link.remote.work import Preparations, Work
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener, listen
-from jaxserve.link.session.messages import Failed, encode
+from jaxserve.link.session.messages import Failed, Ready, encode
 from jaxserve.link.session.readers import Readers
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.transports import opens
@@ -382,7 +382,7 @@ class _DomainConnection(ServedSession):
     def _send(self, number: int, answer: Sequence[jax.Array]) -> None:
         """Sends an answer once it is computed."""
         try:
-            self._transfers.send(lambda bulk: encode(frames.Result(number, bulk)), answer)
+            self._transfers.send(lambda bulk: encode(Ready(number, bulk)), answer)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:

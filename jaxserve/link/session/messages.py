@@ -24,6 +24,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
     number: int
     text: str
+    mismatch: bool = False
+    """True if this end holds other data than the other one expects."""
 
 
 class Bulk(msgspec.Struct, frozen=True, array_like=True):
@@ -35,10 +37,21 @@ class Bulk(msgspec.Struct, frozen=True, array_like=True):
     """Checksum of the bytes; None where none was taken (`pages.checksums`)."""
 
 
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The bytes that the other end asked for with this number follow."""
+
+    number: int
+    bulk: Bulk
+
+
 class Greeting(msgspec.Struct, frozen=True, array_like=True):
     """First frame of either end."""
 
     hello: Hello
+
+
+class Join(Greeting, frozen=True, tag="join"):
+    """First frame of an end that dials and says no more than its hello."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):

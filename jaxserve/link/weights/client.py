@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, dial
 from jaxserve.link.session.greet import greet
 from jaxserve.link.session.hello import Hello, Refusal
-from jaxserve.link.session.messages import Failed, Refused, decoder, encode
+from jaxserve.link.session.messages import Bulk, Failed, Join, Ready, Refused, decoder, encode
 from jaxserve.link.weights import frames
 
 PIECE_BYTES = 4 << 20
@@ -27,7 +27,7 @@ SILENT_SECONDS = 10.0
 """How long a piece may take: the other end keeps a rate, and may have to wait for a step."""
 
 
-_decoder = decoder(frames.Welcome, Refused, frames.Ready, Failed)
+_decoder = decoder(frames.Welcome, Refused, Ready, Failed)
 
 
 class PeerError(Exception):
@@ -44,7 +44,7 @@ class WeightsPeer:
     def __init__(self, address: str, hello: Hello, token: str):
         self.address = address
         self._number = 0
-        join, seconds = frames.Join(hello), DEFAULT_DEADLINES.handshake
+        join, seconds = Join(hello), DEFAULT_DEADLINES.handshake
         try:
             self._channel = dial(address, token, seconds, frames.MAX_FRAME_BYTES)
             welcome = greet(self._channel, join, frames.Welcome, _decoder.decode, seconds)
@@ -83,9 +83,9 @@ class WeightsPeer:
     def _land(self, number: int, target: np.ndarray) -> None:
         if not self._channel.wait(SILENT_SECONDS):
             raise PeerError(f"{self.address}: silent for {SILENT_SECONDS:g} s")
-        wanted = frames.Ready(number, target.nbytes)
+        wanted = Ready(number, Bulk(target.nbytes, None))
         match _decoder.decode(self._channel.receive()):
-            case frames.Ready() as ready if ready == wanted:
+            case Ready() as ready if ready == wanted:
                 whole = target if target.flags.c_contiguous else np.empty_like(target, order="C")
                 bytes_of = whole.reshape(-1).view(np.uint8)
                 self._channel.receive_into(memoryview(bytes_of), SILENT_SECONDS)

@@ -38,10 +38,6 @@ Held = dict[str, dict[str, HeldArray]]
 """Arrays by block and leaf."""
 
 
-class Join(Greeting, frozen=True, tag="join"):
-    """First frame of a worker that wants weights."""
-
-
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """The running worker gives them."""
 
@@ -56,11 +52,3 @@ class Read(msgspec.Struct, frozen=True, tag="read", array_like=True):
     block: str
     leaf: str
     ranges: Ranges
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """The part follows."""
-
-    number: int
-    size: int
-    """Size of the part in bytes."""

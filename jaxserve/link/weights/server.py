@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.listener import Listener, listen
-from jaxserve.link.session.messages import Failed, encode
+from jaxserve.link.session.messages import Bulk, Failed, Join, Ready, encode
 from jaxserve.link.session.served import ServedSession
 from jaxserve.link.weights import frames
 
@@ -101,14 +101,14 @@ class WeightsServer:
 class _Reader(ServedSession):
     """One connected worker that reads."""
 
-    greeting = frames.Join
+    greeting = Join
 
     def __init__(self, server: WeightsServer, channel: Channel):
         super().__init__("weights", channel, server.hello, DEFAULT_DEADLINES)
         self._server = server
         self._bytes = 0  # sent
 
-    def _admit(self, join: frames.Join) -> frames.Welcome:
+    def _admit(self, join: Join) -> frames.Welcome:
         return frames.Welcome(self._hello, self._server.holder.held())
 
     def _limit(self) -> float:
@@ -122,7 +122,7 @@ class _Reader(ServedSession):
         except (ValueError, RuntimeError) as error:
             return self.send(Failed(read.number, str(error)))
         self._server.pace.take(part.nbytes)
-        ready = frames.Ready(read.number, part.nbytes)
+        ready = Ready(read.number, Bulk(part.nbytes, None))
         self._channel.send(encode(ready), [memoryview(part)])
         self._bytes += part.nbytes
 

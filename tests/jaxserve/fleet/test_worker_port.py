@@ -19,7 +19,7 @@ from jaxserve.fleet.kept_requests import OnOutput
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Cancel, GrammarOf, Outputs
 from jaxserve.fleet.worker_connections import WorkerConnection
 from jaxserve.link.session.channel import dial, split_address
-from jaxserve.link.session.messages import Echo, encode
+from jaxserve.link.session.messages import Echo, Join, encode
 from tests.jaxserve.fleet.fake_worker import MODEL, TOKEN, FakeWorker
 from tests.jaxserve.fleet.test_router import SECONDS
 from tests.jaxserve.link.session.test_listener import ENDS, closed_ends  # noqa: F401
@@ -34,7 +34,7 @@ class Router:
     def __init__(self, worker: FakeWorker):
         self._channel = dial(worker.address, TOKEN, SECONDS, frames.WORKER_FRAME_BYTES)
         ENDS.append(self._channel)
-        self.send(frames.Join(frames.hello_of("router r", MODEL)))
+        self.send(Join(frames.hello_of("router r", MODEL)))
         assert isinstance(self.receive(), frames.Welcome)
 
     def send(self, message: msgspec.Struct) -> None:

@@ -7,7 +7,7 @@ from jaxserve.link.remote import frames
 from jaxserve.link.remote.connection import MessageConnection
 from jaxserve.link.remote.server import _DomainConnection
 from jaxserve.link.session.hello import make_hello
-from jaxserve.link.session.messages import Bulk, Echo, Failed, Refused, encode
+from jaxserve.link.session.messages import Bulk, Echo, Failed, Ready, Refused, encode
 
 HELLO = make_hello("ffn", {"model": "toy"}, versions={"jax": "0.12.0"})
 NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))
@@ -23,7 +23,7 @@ def test_frames_come_back() -> None:
     for frame in (frames.Join(HELLO, "d0", 2, (8, 24), (1,)), NOTE, Echo(3)):
         assert _DomainConnection.decode(encode(frame)) == frame
     answers = frames.Welcome(HELLO), Refused("24 rows", True), Failed(1, "no"), Echo(3)
-    for answer in (*answers, frames.Result(7, Bulk(64, None))):
+    for answer in (*answers, Ready(7, Bulk(64, None))):
         assert MessageConnection.decode(encode(answer)) == answer
 
 

@@ -23,7 +23,7 @@ from jaxserve.link.remote.peer import RETRY_SECONDS, PeerState
 from jaxserve.link.session import session
 from jaxserve.link.session.channel import TICK_SECONDS, Deadlines
 from jaxserve.link.session.hello import make_hello
-from jaxserve.link.session.messages import Bulk, Echo, encode
+from jaxserve.link.session.messages import Bulk, Echo, Ready, encode
 
 DEADLINES = Deadlines(handshake=1, probe=0.25, suspect=1.5, down=3, answer=4, absent=30)
 LANES, ROUNDS = 3, 30
@@ -100,7 +100,7 @@ class Holder:
             frame, number, rows = encode(note), -1, None
             if parts:
                 number, rows = note.number, 2 * parts[0] + note.layer
-                frame = encode(frames.Result(number, Bulk(0, None)))
+                frame = encode(Ready(number, Bulk(0, None)))
             line.inbox.extend([(frame, number, rows)] * (1 + (self.world.random.random() < 0.02)))
 
     def fail(self, kind, seconds):
