@@ -175,6 +175,11 @@ def describe_roles(deployment: Deployment) -> str:
             f"{prefill.long_workers} of {prefill.workers} prefill workers"
         )
     fleet = deployment.fleet
+    if fleet.long_domains:
+        lines.append(
+            f"long sequences: of {fleet.long_tokens} tokens and more, on {fleet.long_domains} "
+            "domains of their own"
+        )
     if fleet.domains:
         places = {"prefill workers": fleet.prefill, "domains": fleet.domains}
         lines.append(

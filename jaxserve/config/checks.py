@@ -220,16 +220,23 @@ def _check_instances(deployment: Deployment) -> None:
 def _check_fleet(deployment: Deployment) -> None:
     """Raises ConfigError if prefill workers, domains and the router contradict each other."""
     prefill, fleet, pages = deployment.prefill, deployment.fleet, deployment.pages
-    if bool(prefill.long_tokens) != bool(prefill.long_workers):
-        raise ConfigError(
-            f"prefill.long_tokens = {prefill.long_tokens} and prefill.long_workers = "
-            f"{prefill.long_workers}: one is of no use without the other"
-        )
-    if prefill.long_workers and prefill.long_workers >= prefill.workers:
-        raise ConfigError(
-            f"prefill.long_workers = {prefill.long_workers} of prefill.workers = "
-            f"{prefill.workers} leave none for shorter prompts"
-        )
+    for role, long, key, count in (
+        ("prefill", "long_workers", "prefill.workers", prefill.workers),
+        ("fleet", "long_domains", "len(fleet.domains)", len(fleet.domains)),
+    ):
+        section = getattr(deployment, role)
+        tokens, workers = section.long_tokens, getattr(section, long)
+        if bool(tokens) != bool(workers):
+            raise ConfigError(
+                f"{role}.long_tokens = {tokens} and {role}.{long} = {workers}: one is of no use "
+                "without the other"
+            )
+        # The addresses of domains may come later, or each stand for several.
+        known = role == "prefill" or (fleet.domains and fleet.registry == "static")
+        if known and workers >= max(1, count):
+            raise ConfigError(
+                f"{role}.{long} = {workers} of {key} = {count} leave none for what is shorter"
+            )
     if prefill.workers and not deployment.cache.prefix:
         raise ConfigError(
             f"prefill.workers = {prefill.workers}, but cache.prefix = false: a domain takes pages "

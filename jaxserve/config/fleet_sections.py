@@ -96,6 +96,12 @@ class Fleet(Section, frozen=True):
     """Requests that may wait at a domain for a slot and pages, until another domain has both;
     further ones stay at their prefill worker, which keeps their pages (`pages.held`), or, without
     prefill workers, at the router, up to `prefill_waiting`."""
+    long_domains: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Number of domains, the last ones, that take sequences of `fleet.long_tokens` or more; others
+    go to no such domain. A step lasts as long as its longest sequences take."""
+    long_tokens: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    """Tokens of prompt and output from which on a sequence is a long one. One that becomes so
+    begins again at a domain for long ones with a free slot, from its tokens. 0: none is."""
     replay: Literal["same_weights", "any_weights"] = "same_weights"
     """Where a request goes on whose domain is lost or drains, when it has tokens already: on
     workers with the weights that it began with, or, while weights are replaced, on any."""

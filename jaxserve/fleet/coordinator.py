@@ -15,6 +15,8 @@ The policy:
    take, plus the prompt tokens that the domain lacks. The domain's scheduler picks the DP group. If
    no domain has room, the pages stay held; if all prefill workers are full, new requests are
    refused. A request that waits for a slot moves to another domain that has a free slot earlier.
+   With `fleet.long_domains` long sequences have domains of their own, to which others move, as in
+   4, once they have grown as long: so others' steps do not last as long as their attention takes.
 4. Generated tokens are logged. If a domain is lost, prompt and log are prefilled and continued
    elsewhere with the same seed, so that the tokens are those of the lost domain.
 """
@@ -79,7 +81,7 @@ class Coordinator:
         self.replays = 0
         """Requests that began again elsewhere because a worker was lost."""
         self.moves = 0
-        """Requests that began again elsewhere because a worker drains."""
+        """Requests that began again elsewhere: their worker drains, or they have outgrown it."""
         self.refusals = 0
 
     @property
@@ -245,7 +247,7 @@ class Coordinator:
         return [] if request is None else self._end(request, "cancelled") + self._go_on()
 
     def tick(self) -> list[Action]:
-        """Ends late requests and renews leases. Called several times a second."""
+        """Ends late requests, renews leases and moves requests. Called several times a second."""
         now = self._clock()
         actions: list[Action] = []
         for request in list(self.requests.values()):
@@ -272,6 +274,8 @@ class Coordinator:
             if seconds > self._fleet.absent_seconds:
                 why += f" for {seconds:.0f} s (fleet.absent_seconds)"
                 actions += self._end(request, "error", why, unavailable=True)
+        for request in self.placement.outgrown(self.requests.values()):
+            actions += self._leave(request)
         return actions + self._go_on() + self._move()
 
     # ----------------------------------------------------------------------------- movements
@@ -285,6 +289,14 @@ class Coordinator:
             actions.append(SendFrame(request.worker.name, Withdraw(request.attempt)))
         return actions
 
+    def _leave(self, request: Routed) -> list[Action]:
+        """Makes a request leave its worker and begin again from its token log."""
+        self.moves += 1
+        actions: list[Action] = []
+        if request.worker is not None:
+            actions.append(SendFrame(request.worker.name, Cancel(request.attempt)))
+        return actions + self._again(request)
+
     def _drain(self, worker: Worker) -> list[Action]:
         """Makes requests leave a draining worker."""
         actions: list[Action] = []
@@ -294,10 +306,7 @@ class Coordinator:
                 request.asked = True
                 actions.append(SendFrame(worker.name, Withdraw(request.attempt)))
                 continue
-            if request.place == "domain":
-                actions.append(SendFrame(worker.name, Cancel(request.attempt)))
-            self.moves += 1
-            actions += self._again(request)
+            actions += self._leave(request)
         return actions
 
     def _orphan(self, request_id: str) -> tuple[Worker, str] | None:

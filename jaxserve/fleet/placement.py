@@ -5,8 +5,8 @@ requests that it has sent since. All workers of a role are a table of columns: a
 compared in tens of microseconds.
 """
 
-import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -113,8 +113,11 @@ class Placement:
     """
 
     def __init__(self, deployment: Deployment, clock: Callable[[], float]):
-        self._prefill, self._pages = deployment.prefill, deployment.pages
-        self._fleet, self._clock = deployment.fleet, clock
+        self._pages, self._fleet, self._clock = deployment.pages, deployment.fleet, clock
+        self._long: dict[WorkerRole, int] = {
+            "prefill": deployment.prefill.long_tokens,
+            "domain": deployment.fleet.long_tokens,
+        }
         self.wants_prefill = bool(deployment.prefill.workers or deployment.fleet.prefill)
         self._roles: dict[WorkerRole, dict[str, Worker]] = {"prefill": {}, "domain": {}}
         self._absent: dict[WorkerRole, float | None] = dict.fromkeys(self._roles, clock())
@@ -202,8 +205,9 @@ class Placement:
         if request.length <= page:
             return False
         hits = self.index.hits(request.blocks)
-        known = max((hits.get(name, 0) for name in self._roles["domain"]), default=0) if hits else 0
-        return request.length - known > page
+        reserved = self._is_long(request, "domain")
+        alike = (w.name for w in self._roles["domain"].values() if w.reserved == reserved)
+        return request.length - max((hits.get(name, 0) for name in alike), default=0) > page
 
     def prefilled_alike(self, request: Routed) -> bool:
         """Returns whether a prefill worker could compute for a request: it has the request's
@@ -219,10 +223,8 @@ class Placement:
     def needs(self, request: Routed) -> str:
         """Names the kind of room and the weights that a request needs. If one request finds no
         room, no other with the same needs does."""
-        role = "domain"
-        if self.prefills(request):
-            role = "long prefill" if self._is_long(request) else "prefill"
-        return f"{role} {request.weights}"
+        role: WorkerRole = "prefill" if self.prefills(request) else "domain"
+        return f"{role} {self._is_long(request, role)} {request.weights}"
 
     def cost(self, request: Routed, worker: Worker) -> float:
         """Returns the cost of a request's prompt for a prefill worker, in tokens."""
@@ -231,12 +233,7 @@ class Placement:
 
     def choose_prefill(self, request: Routed) -> Worker | None:
         """Returns the worker expected to finish the prompt first; None if none has room."""
-        table = self._tables["prefill"]
-        usable = table.usable(self._clock())
-        usable &= self._fits(request, table)
-        if self._prefill.long_tokens:
-            alike = usable & (table["reserved"] == self._is_long(request))
-            usable = alike if alike.any() else usable
+        table, usable = self._possible(request, "prefill")
         usable &= table["count"] < self._fleet.prefill_waiting + self._pages.held
         if not usable.any():
             return None
@@ -253,10 +250,8 @@ class Placement:
         Domains with a free slot are preferred, then those that meet the target time per output
         token.
         """
-        table = self._tables["domain"]
-        usable = table.usable(self._clock())
+        table, usable = self._possible(request, "domain")
         count, slots = table["count"], table["slots"]
-        usable &= self._fits(request, table)
         usable &= count < slots + self._fleet.domain_waiting
         if not usable.any():
             return None
@@ -275,26 +270,33 @@ class Placement:
         return table.workers[int(np.where(alike, taken / table["tokens"], np.inf).argmin())]
 
     def stranded(self) -> list[Routed]:
-        """Returns requests that wait at a domain while others have free slots: in order of
-        deadline, and at most as many as there are free slots."""
-        domains, now = self._roles["domain"].values(), self._clock()
-        free = sum(
-            max(0, worker.facts.slots - worker.count)
-            for worker in self._usable("domain")
-            if not worker.load.waiting
-        )
-        found: list[Routed] = []
-        for worker in domains if free else ():
+        """Returns requests that wait at a domain while others of its kind, reserved or not, have
+        free slots: in order of deadline, and at most as many as there are free slots."""
+        idle = (worker for worker in self._usable("domain") if not worker.load.waiting)
+        free, found = _free(idle, attrgetter("reserved")), list[Routed]()
+        for worker in self._roles["domain"].values():
             waiting = max(worker.count - worker.facts.slots, worker.load.waiting)
-            if waiting <= 0:
+            if not free[worker.reserved] or waiting <= 0:
                 continue
             silent = [request for request in worker.requests.values() if request.last_at is None]
-            for request in sorted(silent, key=lambda request: request.rank)[-waiting:]:
+            for request in sorted(silent, key=attrgetter("rank"))[-waiting:]:
                 if request.asked:
-                    free -= 1
-                elif now - request.placed_at >= STRANDED_SECONDS:
+                    free[worker.reserved] -= 1
+                elif self._clock() - request.placed_at >= STRANDED_SECONDS:
                     found.append(request)
-        return heapq.nsmallest(max(0, free), found, key=lambda request: request.rank)
+        return _first(found, free, attrgetter("worker.reserved"))
+
+    def outgrown(self, requests: Iterable[Routed]) -> list[Routed]:
+        """Returns requests that have grown too long for their domain, in order of deadline: no more
+        than domains for long ones have free slots, less those on their way there."""
+        bound = self._long["domain"]
+        long = [one for one in requests if bound and one.length >= bound]
+        reserved = (worker for worker in self._usable("domain") if worker.reserved)
+        free = _free(reserved, attrgetter("facts.weights"))
+        free.subtract(one.weights for one in long if one.place != "domain")
+        begun = [one for one in long if one.worker and one.last_at is not None]
+        found = [one for one in begun if one.worker and not one.worker.reserved]
+        return _first(found, free, attrgetter("weights"))
 
     def leaving(self, worker: Worker, moving: int) -> list[Routed]:
         """Returns the requests that should leave a draining worker: those without a token there
@@ -308,17 +310,15 @@ class Placement:
             move = worker.drain == "move" and self._absent["prefill"] is None
             return [one for one in requests if move and one.place == "prefill"]
         others = [other for other in self._usable("domain") if other is not worker]
+        others = [other for other in others if other.reserved == worker.reserved] or others
         found = [one for one in requests if one.last_at is None and not one.asked]
         if worker.drain != "move":
             return found
-        free: dict[str, int] = {}
-        for other in others:
-            room = max(0, other.facts.slots - other.count)
-            free[other.facts.weights] = free.get(other.facts.weights, 0) + room
-        if self._fleet.replay == "any_weights":
-            free = dict.fromkeys(self._weights, sum(free.values()))
+        free = _free(others, attrgetter("facts.weights"))
+        anywhere = self._fleet.replay == "any_weights"
+        room = free.total() if anywhere else free[worker.facts.weights]
         begun = [one for one in requests if one.last_at is not None]
-        return found + begun[: max(0, free.get(worker.facts.weights, 0) - moving)]
+        return found + begun[: max(0, room - moving)]
 
     def room_for(self, request: Routed, waiting: int) -> Worker | None:
         """Returns the worker for a new request; None: it waits, like `waiting` others.
@@ -356,6 +356,16 @@ class Placement:
         elif self._absent[role] is None:
             self._absent[role] = self._clock()
 
+    def _possible(self, request: Routed, role: WorkerRole) -> tuple[WorkerTable, np.ndarray]:
+        """Returns a role's workers, and [workers], true for those that may get a request: they have
+        its weights, and are reserved for long requests if it is one, unless none such is there."""
+        table = self._tables[role]
+        usable = table.usable(self._clock()) & self._fits(request, table)
+        if self._long[role]:
+            alike = usable & (table["reserved"] == self._is_long(request, role))
+            usable = alike if alike.any() else usable
+        return table, usable
+
     def _fits(self, request: Routed, table: WorkerTable) -> np.ndarray | bool:
         """Returns [workers], true for workers of an up-to-date table whose weights the request may
         run on: its own, or, if it may run on any, those of a domain that accepts requests."""
@@ -369,12 +379,15 @@ class Placement:
             return True
         return np.isin(table["weights"], domains["weights"][takes])
 
-    def _is_long(self, request: Routed) -> bool:
-        bound = self._prefill.long_tokens
+    def _is_long(self, request: Routed, role: WorkerRole) -> bool:
+        """Returns whether workers of a role that are reserved for long requests should have this
+        one: by the tokens that a prefill worker would compute, or all that a domain attends to."""
+        bound, known = self._long[role], 0
         if not bound or request.length < bound:
             return False
-        hits = self.index.hits(request.blocks)
-        known = max((hits.get(n, 0) for n in self._roles["prefill"]), default=0)
+        if role == "prefill":
+            hits = self.index.hits(request.blocks)
+            known = max((hits.get(name, 0) for name in self._roles[role]), default=0)
         return request.length - known >= bound
 
     def _usable(self, role: WorkerRole) -> Iterator[Worker]:
@@ -382,3 +395,21 @@ class Placement:
         for worker in self._roles[role].values():
             if not worker.suspect and worker.full_until <= now:
                 yield worker
+
+
+def _free[K](domains: Iterable[Worker], key: Callable[[Worker], K]) -> Counter[K]:
+    """Counts free slots by a property of their domain."""
+    free: Counter[K] = Counter()
+    for domain in domains:
+        free[key(domain)] += max(0, domain.facts.slots - domain.count)
+    return free
+
+
+def _first[K](found: list[Routed], free: Counter[K], key: Callable[[Routed], K]) -> list[Routed]:
+    """Returns requests in order of deadline, as long as there are free slots of their key."""
+    chosen: list[Routed] = []
+    for request in sorted(found, key=attrgetter("rank")):
+        if free[key(request)] > 0:
+            free[key(request)] -= 1
+            chosen.append(request)
+    return chosen

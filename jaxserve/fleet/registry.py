@@ -27,7 +27,7 @@ class Place(NamedTuple):
     address: str
     role: WorkerRole
     reserved: bool = False
-    """True if the worker takes long prompts only."""
+    """True if the worker takes long prompts, or as a domain long sequences, alone."""
 
 
 class Registry:
@@ -40,7 +40,10 @@ class Registry:
 
     def __init__(self, fleet: Fleet, prefill: Prefill, look_up: Resolve = resolve):
         self._fleet, self._look_up = fleet, look_up
-        self._long = prefill.long_workers
+        self._roles: list[tuple[WorkerRole, list[str], int]] = [
+            ("prefill", fleet.prefill, prefill.long_workers),
+            ("domain", fleet.domains, fleet.long_domains),
+        ]
         self._known: dict[str, list[str]] = {}
         self._changes: dict[str, Place | None] = {}  # None: removed; replaced, never changed
         self._stopping = threading.Event()
@@ -50,14 +53,12 @@ class Registry:
 
     def places(self) -> list[Place]:
         """All places, in the order of the file, then those that were added."""
-        fleet = self._fleet
-        prefill, domains = self._resolved(fleet.prefill), self._resolved(fleet.domains)
-        first_long = len(prefill) - self._long
-        found: dict[str, Place | None] = {
-            address: Place(address, "prefill", number >= first_long)
-            for number, address in enumerate(prefill)
-        }
-        found |= {address: Place(address, "domain") for address in domains} | self._changes
+        found: dict[str, Place | None] = {}
+        for role, names, long in self._roles:
+            addresses = self._resolved(names)
+            first = len(addresses) - long
+            found |= {a: Place(a, role, n >= first) for n, a in enumerate(addresses)}
+        found |= self._changes
         return [place for place in found.values() if place is not None]
 
     def add(self, place: Place) -> None:

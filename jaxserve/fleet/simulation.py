@@ -214,8 +214,10 @@ class FleetSimulation:
         together = deployment.domains if deployment.topology.has("ffn") else 1
         asked = {"elsewhere": self._elsewhere, "domains": together}
         again = functools.partial(self._engine, deployment, domain, **asked)
-        for number in range(decode_workers(deployment)):
-            self._workers[f"domain {number}"] = _Worker("domain", again(), again, False)
+        domains = decode_workers(deployment)
+        for number in range(domains):
+            reserved = number >= domains - deployment.fleet.long_domains
+            self._workers[f"domain {number}"] = _Worker("domain", again(), again, reserved)
         for loss in conditions.losses:
             if loss.worker not in self._workers:
                 known = ", ".join(self._workers)

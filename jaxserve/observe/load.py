@@ -139,7 +139,8 @@ class EngineLoad(DomainLoad, frozen=True, kw_only=True):
       slots: sequences that may get steps at a time.
       workers: of a fleet.
       replays: of a fleet, how often a request went on elsewhere because its worker was lost.
-      moves: of a fleet, how often a request went on elsewhere because its worker drains.
+      moves: of a fleet, how often a request went on elsewhere because its worker drains, or because
+        it has grown too long for it (`fleet.long_tokens`).
       refusals: of a fleet, requests that found no room, or whose targets could not be met.
       domains: the figures of each domain.
       hand_offs: counters of the pages link's end; in a fleet the sum of all ends; None: no link.

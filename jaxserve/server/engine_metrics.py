@@ -155,7 +155,11 @@ class EngineCollector(Collector):
         losses = [(role, *one) for role, causes in load.losses.items() for one in causes.items()]
         yield self._family(Count, "worker_losses", text, ["role", "cause"], losses)
         yield self._counter("replays", "Requests that lost their worker.", load.replays)
-        yield self._counter("moves", "Requests that left a worker that drains.", load.moves)
+        yield self._counter(
+            "moves",
+            "Requests that left a worker that drains, or that is not for such long ones.",
+            load.moves,
+        )
         yield self._counter("refusals", "Requests for which there was no room.", load.refusals)
 
     def _pipeline_metrics(self, view: PipelineView) -> Iterator[Metric]:

@@ -47,9 +47,11 @@ def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | N
     prefills = usable("prefill")
     versions = {w.facts.weights for w in usable("domain")}
     prefills = [w for w in prefills if not versions or w.facts.weights in versions]
-    long = deployment.prefill.long_tokens
-    if long and any(w.reserved == (length >= long) for w in prefills):
-        prefills = [w for w in prefills if w.reserved == (length >= long)]
+
+    def alike(workers, long):
+        return [w for w in workers if long and w.reserved == (length >= long)] or workers
+
+    prefills = alike(prefills, deployment.prefill.long_tokens)
     room = deployment.fleet.prefill_waiting + deployment.pages.held
 
     def seconds(worker):
@@ -63,7 +65,7 @@ def one_by_one(world: World, request: Routed) -> tuple[Worker | None, Worker | N
         taken = estimates.taken(worker) + estimates.promised(request) + lacking
         return worker.count >= worker.facts.slots, late, taken / worker.facts.tokens
 
-    domains = usable("domain")
+    domains = alike(usable("domain"), deployment.fleet.long_tokens)
     most = deployment.fleet.domain_waiting
     return (
         min((w for w in prefills if w.count < room), key=seconds, default=None),
@@ -97,6 +99,8 @@ class Fleet(RuleBasedStateMachine):
             pages__on_failure="fail" if fail else "recompute",
             prefill__long_tokens=40 * long,
             prefill__long_workers=int(long),
+            fleet__long_tokens=40 * long,
+            fleet__long_domains=int(long),
             fleet__tpot_seconds=0.5,
         )
         self.count, self.long = 0, long
@@ -110,12 +114,11 @@ class Fleet(RuleBasedStateMachine):
         if which not in self.there:
             tokens = 320 if which == "d1" else 16000
             options = {"slots": 2, "tokens": tokens, "weights": self.weights[which]}
-            self.world.join(which, which == "p1" and self.long, **options)
+            self.world.join(which, which in ("p1", "d1") and self.long, **options)
 
     @rule(which=st.sampled_from(NAMES))
     def leave(self, which):
-        if which in self.there:
-            self.world.leave(which)
+        self.world.leave(which)
 
     @rule(length=st.integers(1, 70), tokens=st.integers(1, 4), whole=st.booleans())
     def submit(self, length, tokens, whole):
@@ -307,15 +310,6 @@ class TestChoices:
         world.submit("a4", 10)
         assert world.sent[-1].worker == "d0"
 
-    def test_requests_of_other_routers_count(self):
-        world = World.without_prefill("d0", "d1")
-        world.told("d0", EngineLoad(running=4, kv_usage=[0.5]), others=4)
-        for n in range(1, 5):
-            world.submit(f"a{n}", 10)
-        assert {action.worker for action in world.sent} == {"d1"}
-        world.submit("a5", 10)
-        assert world.sent[-1].worker == "d1", "all slots are taken; less of its cache is"
-
 
 class TestServiceLevel:
     def world(self, **overrides: Any) -> World:
@@ -356,12 +350,6 @@ class TestServiceLevel:
         domain.facts = worker_facts("domain", slots=4)
         domain.pace, domain.others = 0.05, 6
         assert world.coordinator.placement.estimates.wait(domain) == pytest.approx(4.8)
-
-    def test_or_they_wait_their_turn(self):
-        world = World.of("p0", "p1", "d0", fleet__ttft_seconds=0.001)
-        world.speeds(p0=1.0)
-        world.submit("a1", 1500)
-        assert isinstance(world.sent[-1], orders.SendPrefill)
 
 
 def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
@@ -444,6 +432,56 @@ class TestMoves:
         assert not world.withdrawn
 
 
+class TestLongSequences:
+    """d1, with one slot, takes sequences of 100 tokens and more."""
+
+    def world(self, *lengths: int, weights: str = "one") -> World:
+        world = World(fleet__long_tokens=100, fleet__long_domains=1)
+        world.join("p0", weights="one")
+        world.join("d0", weights="one")
+        world.join("d1", True, slots=1, weights=weights)
+        for n, length in enumerate(lengths):
+            world.submit(f"a{n}", length, max_tokens=5)
+            world.computed(*world.prompts)
+        return world
+
+    def where(self, world: World) -> dict[str, str]:
+        return {one.job.request_id: worker for worker, one in world.running.values()}
+
+    def test_they_have_domains_of_their_own_while_one_is_there(self):
+        world = self.world(99, 100, 300)
+        assert self.where(world) == {"a0": "d0", "a1": "d1", "a2": "d1"}
+        world.tick(1.0)
+        assert not world.withdrawn, "free slots of d0 are not for a2"
+        world.leave("d0")
+        world.computed(*world.prompts)
+        assert self.where(world) == {"a0": "d1", "a1": "d1", "a2": "d1"}
+
+    def test_what_grows_long_goes_there_one_by_one(self):
+        world = self.world(98, 98)
+        for attempt in [*world.running] * 2:
+            world.emit(attempt)
+        assert self.where(world) == {"a0": "d0", "a1": "d0"}
+        for name in ("a0", "a1"):
+            world.tick()
+            ((attempt, (worker, _, length)),) = world.prompts.items()
+            assert (worker, length) == ("p0", 100)
+            world.tick()
+            assert [*world.prompts] == [attempt], "the one slot is spoken for"
+            world.computed(attempt)
+            assert self.where(world)[name] == "d1"
+            while name not in world.ended:
+                world.emit(next(one for one in world.running if one.startswith(name)))
+        assert world.log == {"a0": [0, 1, 2, 3, 4], "a1": [0, 1, 2, 3, 4]}
+        assert (world.coordinator.moves, world.coordinator.replays) == (2, 0)
+
+    def test_what_could_not_run_there_stays(self):
+        world = self.world(99, weights="two")
+        world.emit(*world.running)
+        world.tick(1.0)
+        assert self.where(world) == {"a0": "d0"}
+
+
 class TestOtherWeights:
     """A prefill worker whose weights no domain has."""
 
@@ -509,15 +547,9 @@ def test_deadlines_where_no_worker_looks_at_them():
     world.submit("a1", 5, deadline=103.0)
     world.join("p0")
     world.submit("a2", 50, deadline=104.0)
-    world.now = 102.9
-    world.tick()
-    assert not world.ended
-    world.now = 103.0
-    world.tick()
-    assert world.ended == {"a1": "cancelled"}
-    world.now = 104.0
-    world.tick()
-    assert world.ended == {"a1": "cancelled", "a2": "cancelled"}
+    for seconds, ended in ((2.9, []), (0.1, ["a1"]), (1.0, ["a1", "a2"])):
+        world.tick(seconds)
+        assert world.ended == dict.fromkeys(ended, "cancelled")
     assert not world.prompts
 
 
@@ -547,7 +579,8 @@ class TestWeightsThatNoWorkerHasAnyMore:
         return world
 
     def test_others_that_wait_are_served(self):
-        world = self.world(40)
+        """However many wait that could run nowhere, as many as may wait."""
+        world = self.world(64)
         world.submit("b0", 10, max_tokens=1)
         world.submit("b1", 10, max_tokens=1)
         for name in ("b0", "b1"):
@@ -555,13 +588,7 @@ class TestWeightsThatNoWorkerHasAnyMore:
             assert request.job.request_id == name
             world.emit(attempt)
         world.tick()
-        assert world.coordinator.waiting == 40
-
-    def test_others_are_not_refused_for_their_sake(self):
-        world = self.world(64)
-        world.submit("b0", 10)
-        world.submit("b1", 10)
-        assert [request.job.request_id for _, request in world.running.values()] == ["b0"]
+        assert world.coordinator.waiting == 64
 
     def test_they_go_on_when_such_a_worker_comes(self):
         world = self.world(40)

@@ -27,12 +27,13 @@ KUBERNETES = Fleet(prefill=["prefill:9100"], domains=["decode:9200"], registry="
 
 
 def test_addresses_of_the_file_are_the_workers():
-    fleet = Fleet(prefill=["a:1", "b:1", "c:1"], domains=["d:2"])
+    fleet = Fleet(prefill=["a:1", "b:1", "c:1"], domains=["d:2", "e:2"], long_domains=1)
     assert Registry(fleet, Prefill(workers=3, long_workers=1), Names()).places() == [
         Place("a:1", "prefill"),
         Place("b:1", "prefill"),
         Place("c:1", "prefill", reserved=True),
         Place("d:2", "domain"),
+        Place("e:2", "domain", reserved=True),
     ]
 
 
