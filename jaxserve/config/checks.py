@@ -220,38 +220,21 @@ def _check_instances(deployment: Deployment) -> None:
 def _check_fleet(deployment: Deployment) -> None:
     """Raises ConfigError if prefill workers, domains and the router contradict each other."""
     prefill, fleet, pages = deployment.prefill, deployment.fleet, deployment.pages
-    for role, long, key, count in (
-        ("prefill", "long_workers", "prefill.workers", prefill.workers),
-        ("fleet", "long_domains", "len(fleet.domains)", len(fleet.domains)),
-    ):
-        section = getattr(deployment, role)
-        tokens, workers = section.long_tokens, getattr(section, long)
-        if bool(tokens) != bool(workers):
-            raise ConfigError(
-                f"{role}.long_tokens = {tokens} and {role}.{long} = {workers}: one is of no use "
-                "without the other"
-            )
-        # The addresses of domains may come later, or each stand for several.
-        known = role == "prefill" or (fleet.domains and fleet.registry == "static")
-        if known and workers >= max(1, count):
-            raise ConfigError(
-                f"{role}.{long} = {workers} of {key} = {count} leave none for what is shorter"
-            )
+    if bool(prefill.long_tokens) != bool(prefill.long_workers):
+        raise ConfigError(f"{prefill.long_tokens=} and {prefill.long_workers=} need each other")
+    if bool(fleet.long_tokens) != bool(fleet.long_domains):
+        raise ConfigError(f"{fleet.long_tokens=} and {fleet.long_domains=} need each other")
+    if prefill.long_workers and prefill.long_workers >= prefill.workers:
+        raise ConfigError(f"{prefill.long_workers=} of {prefill.workers=}: none for short prompts")
     if prefill.workers and not deployment.cache.prefix:
         raise ConfigError(
             f"prefill.workers = {prefill.workers}, but cache.prefix = false: a domain takes pages "
             "into its prefix cache"
         )
     if pages.on_failure == "fail" and pages.recompute_tokens:
-        raise ConfigError(
-            f"pages.recompute_tokens = {pages.recompute_tokens}, but pages.on_failure = fail: "
-            "nothing is recomputed"
-        )
+        raise ConfigError(f"{pages.recompute_tokens=}, but {pages.on_failure=}")
     if fleet.late == "refuse" and not fleet.ttft_seconds and not fleet.tpot_seconds:
-        raise ConfigError(
-            "fleet.late = refuse, but fleet.ttft_seconds = 0 and fleet.tpot_seconds = 0: there is "
-            "no target that could be missed"
-        )
+        raise ConfigError(f"{fleet.late=} needs {fleet.ttft_seconds=} or {fleet.tpot_seconds=}")
     for key in ("least_domains", "rebalance_roles"):
         if (value := getattr(fleet, key)) and not prefill.workers:
             raise ConfigError(
@@ -277,15 +260,11 @@ def _check_fleet(deployment: Deployment) -> None:
     if fleet.registry == "kubernetes" or not fleet.domains:
         return
     if fleet.least_domains > len(fleet.domains):
-        raise ConfigError(
-            f"fleet.least_domains = {fleet.least_domains}, but fleet.domains has "
-            f"{len(fleet.domains)} addresses"
-        )
+        raise ConfigError(f"{fleet.least_domains=} of {fleet.domains=}: these are fewer")
+    if fleet.long_domains >= len(fleet.domains):
+        raise ConfigError(f"{fleet.long_domains=} of {fleet.domains=}: none for short sequences")
     if len(fleet.prefill) != prefill.workers:
-        raise ConfigError(
-            f"fleet.prefill: {len(fleet.prefill)} addresses, but prefill.workers = "
-            f"{prefill.workers}"
-        )
+        raise ConfigError(f"{fleet.prefill=}: {prefill.workers=} need an address each")
     if deployment.topology.separates_domains and len(fleet.domains) != deployment.domains:
         raise ConfigError(
             f"fleet.domains: {len(fleet.domains)} addresses, but domains = {deployment.domains}, "

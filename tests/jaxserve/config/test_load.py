@@ -196,7 +196,7 @@ class TestFleet:
         )
         text += "'prefill.jaxserve:9100'], domains: ['decode.jaxserve:9100']}"
         assert read(text % "kubernetes").fleet.registry == "kubernetes"
-        with pytest.raises(ConfigError, match=r"1 addresses, but prefill\.workers = 4"):
+        with pytest.raises(ConfigError, match=r"prefill\.workers=4 need an address each"):
             read(text % "static")
 
 
