@@ -100,7 +100,7 @@ FORGETS = 0.9
 """Factor by which a lane's `waited` shrinks with every layer."""
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
-USUAL = 12
+USUAL = 14
 """Mean deviations up to which a late message is taken to come at once. Of hundreds of calm lanes
 one is always late; only beyond what chance explains does one stall."""
 FIRST_ITERATION = 0.05
@@ -137,7 +137,7 @@ class _Lane:
             mean = self._means[at] or seconds
             late = seconds - mean
             if late < mean / 2:
-                self._deviation += 0.05 * (abs(late) - self._deviation)
+                self._deviation += 0.02 * (abs(late) - self._deviation)
                 late *= 0.5 if late < -mean / 2 else 0.2
             else:
                 late = 0.02 * min(late, 7 * mean)
@@ -149,10 +149,11 @@ class _Lane:
         following = 0 if layer == self.last else layer + 1
         self.due = now + 1.02 * self._means[following if following < 3 else 3]
 
-    def further(self, now: float) -> float:
-        """Returns how many seconds from now the message is expected. One that is later than usual
-        is assumed to take as long again."""
-        late = now - self.due
+    def further(self, now: float, others: float) -> float:
+        """Returns how many seconds from now the message is expected. One that is later than usual,
+        beside the others of its cohort, who are `others` seconds late on the mean, is assumed to
+        take as long again."""
+        late = now - self.due - others
         return 0.0 if 0 < late < USUAL * self._deviation else abs(late)
 
 
@@ -167,6 +168,9 @@ class _Cohort:
         self.in_step: set[_Lane] = set()
         self.missing: set[_Lane] = set()
         """Lanes in step whose next message has not arrived."""
+        self.late = 0.0
+        """Seconds by which the messages of the other lanes in step came late, together. What makes
+        all of them late, like a pass that waited for one, says nothing about a single lane."""
         self.waiting: dict[int, dict[_Lane, Waiting]] = {}
         """Messages by layer and lane, in the order of their arrival."""
 
@@ -227,7 +231,9 @@ class Cohorts(Turns):
         if lane.due:
             self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
         lane.arrives(message.layer, now)
-        cohort.missing.discard(lane)
+        if lane in cohort.missing:
+            cohort.missing.remove(lane)
+            cohort.late += now - lane.due
         return now >= cohort.look or not cohort.missing
 
     def take(self, now: float, *, idle: bool) -> Decision:
@@ -325,7 +331,7 @@ class Cohorts(Turns):
             cohort.began = now
         self._note_waits(cohort, layer)
         self.left_behind += len(cohort.in_step - lanes)
-        cohort.layer, cohort.ran, cohort.look = layer, now, 0.0
+        cohort.layer, cohort.ran, cohort.look, cohort.late = layer, now, 0.0, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
         return self._at(cohort, layer)
 
@@ -375,8 +381,10 @@ class Cohorts(Turns):
         if all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
         price = self._price * self.iteration
+        late = max(cohort.late, 0.0) / max(len(cohort.in_step) - len(cohort.missing), 1)
         waits = sorted(
-            (lane.further(now), max(price - lane.waited, LEAST * price)) for lane in cohort.missing
+            (lane.further(now, late), max(price - lane.waited, LEAST * price))
+            for lane in cohort.missing
         )
         present, cost, left = len(cohort.waiting[cohort.position]), 0.0, 0
         # Leave the last ones behind if waiting for them costs more than they are worth.
