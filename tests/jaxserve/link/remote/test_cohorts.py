@@ -29,7 +29,6 @@ def in_step(policy, domains="abcd", layers=12, beat=0.001):
 
 @pytest.mark.parametrize("together", [0.0, 0.009])
 def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_worth(together):
-    """Likewise where all are late by 9 ms: what makes all late tells nothing of the last one."""
     policy = Cohorts(most=8, price=1.0)
     now = in_step(policy)
     whole = policy.take(now, idle=True)
