@@ -1,4 +1,4 @@
-"""A router's connections to its workers: one thread reads all of them.
+"""A router's connections to its workers: one thread reads them all.
 
 A thread or two a worker would be thousands. So a `WorkerConnection` is a session whose frames are
 read without waiting, by a selector, and sent without waiting (`Channel.post`). A few other threads

@@ -103,7 +103,7 @@ class StepCompiler:
       options: names of the programs that only steps with options need.
 
     Attributes:
-      executables: by bucket. With a few of them, others are added later, in whole buckets.
+      executables: by bucket. If only a few are ready, others are added later, in whole buckets.
       takes_options: whether steps may have options; until then None stands for their programs.
     """
 

@@ -169,8 +169,8 @@ class _Cohort:
         self.missing: set[_Lane] = set()
         """Lanes in step whose next message has not arrived."""
         self.late = 0.0
-        """Seconds by which the messages of the other lanes in step came late, together. What makes
-        all of them late, like a pass that waited for one, says nothing about a single lane."""
+        """Sum of the seconds by which messages of other lanes in step came late. If all lanes are
+        late, for example after a pass that waited for one, that says nothing about a single one."""
         self.waiting: dict[int, dict[_Lane, Waiting]] = {}
         """Messages by layer and lane, in the order of their arrival."""
 

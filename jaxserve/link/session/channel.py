@@ -194,9 +194,9 @@ class Channel:
                 sent = max(0, sent - part.nbytes)
 
     def post(self, frame: bytes) -> None:
-        """Sends a frame without waiting. Where the peer reads slowly, another thread sends the rest
-        of it, and the frames behind it, once there is room. A channel that posts does not `send`
-        any more. Raises OSError when the connection is gone."""
+        """Sends a frame without waiting. If the peer reads slowly, another thread sends the rest
+        and later frames once there is room. A channel that posts does not `send` any more. Raises
+        OSError when the connection is gone."""
         with self._sending:
             waited, whole = bool(self.unsent), self._framing.pack(frame)
             try:

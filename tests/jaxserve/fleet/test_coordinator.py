@@ -416,14 +416,6 @@ class TestMoves:
         assert world.ended == {"a1": "length", "a2": "length", "a3": "length"}
         assert world.coordinator.replays == 0
 
-    def test_one_that_has_a_token_meanwhile_stays(self):
-        world = self.world()
-        world.tick(1.0)
-        (attempt,) = world.withdrawn
-        world.emit(attempt)  # it ends at d0; nothing comes back
-        world.tick()
-        assert self.asked(world) == ["a2"]
-
     def test_a_domain_that_is_full_is_not_waited_for(self):
         world = self.world()
         world.now += 1.0
@@ -461,7 +453,6 @@ class TestLongSequences:
         world = self.world(98, 98)
         for attempt in [*world.running] * 2:
             world.emit(attempt)
-        assert self.where(world) == {"a0": "d0", "a1": "d0"}
         for name in ("a0", "a1"):
             world.tick()
             ((attempt, (worker, _, length)),) = world.prompts.items()

@@ -112,12 +112,9 @@ def test_not_while_a_fleet_starts():
     assert fleet.after(5.2) == [("p1", True)]
 
 
-def test_spare_domains_and_none_asked_for():
+def test_spare_domains():
     fleet = whole(fleet__least_domains=1)
     fleet.leave("d1")
-    assert fleet.after(100) == []
-    fleet = whole(fleet__least_domains=0)
-    fleet.leave("d0", "d1")
     assert fleet.after(100) == []
 
 
