@@ -72,9 +72,9 @@ def start(cache: str) -> dict[str, float]:
             lines.append(line)
             now = time.monotonic() - begin
             if took := re.search(r"(load|compile): .* in ([\d.]+) s", line):
-                if took[1] == "load":
-                    seconds["imports and server"] = now - float(took[2])
-                seconds[took[1]] = float(took[2])
+                name, own = took[1], float(took[2])
+                seconds.setdefault("imports and server", now - own)
+                seconds[name] = seconds.get(name, 0.0) + own  # each role has its own
                 compiled = now
             if line.startswith("ready"):
                 seconds |= {"warm-up": now - compiled, "ready": now}
