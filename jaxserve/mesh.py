@@ -306,7 +306,8 @@ def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedShard
     if sharding.mesh.devices.flat[0].platform == "cpu" and hasattr(mmap, "MADV_DONTNEED"):
         for shard in jax.block_until_ready(zeros).addressable_shards:
             begin, page = shard.data.unsafe_buffer_pointer(), mmap.PAGESIZE
-            start, stop = -(-begin // page) * page, (begin + shard.data.nbytes) // page * page
+            end = begin + shard.data.on_device_size_in_bytes()  # nbytes: twice that of 4-bit types
+            start, stop = -(-begin // page) * page, end // page * page
             where = ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start))
             ctypes.CDLL(None).madvise(*where, mmap.MADV_DONTNEED)
     return zeros

@@ -1,12 +1,14 @@
+import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
@@ -126,15 +128,17 @@ def test_axis_product():
     assert cached_sharding(mesh, PartitionSpec("dp")) is cached_sharding(mesh, PartitionSpec("dp"))
 
 
-def test_zeros_are_made_where_they_belong():
+def test_zeros_lie_where_they_belong_and_give_back_their_own_memory_alone(monkeypatch):
+    """In 4 bits that is half a byte an element: more would be the memory of other arrays."""
+    given: list[int] = []
+    system = SimpleNamespace(madvise=lambda start, size, how: given.append(size.value))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: system)
     mesh = Mesh(np.asarray(jax.devices()[2:4]).reshape(2, 1), ("dp", "tp"))
-    array = sharded_zeros(
-        (4, 2, 1), jnp.dtype(jnp.bfloat16), NamedSharding(mesh, PartitionSpec("dp"))
-    )
-    assert array.dtype == jnp.bfloat16
-    assert [shard.device.id for shard in array.addressable_shards] == [2, 3]
-    assert [shard.data.shape for shard in array.addressable_shards] == [(2, 2, 1), (2, 2, 1)]
+    array = sharded_zeros((4, 99999), jnp.dtype("int4"), cached_sharding(mesh, PartitionSpec("dp")))
+    places = [(shard.device.id, shard.data.shape) for shard in array.addressable_shards]
+    assert places == [(2, (2, 99999)), (3, (2, 99999))]
     assert not np.asarray(array, np.float32).any()
+    assert [0 < size < 100_000 for size in given] == [True, True]
 
 
 class Chip(NamedTuple):

@@ -112,12 +112,6 @@ def test_not_while_a_fleet_starts():
     assert fleet.after(5.2) == [("p1", True)]
 
 
-def test_spare_domains():
-    fleet = whole(fleet__least_domains=1)
-    fleet.leave("d1")
-    assert fleet.after(100) == []
-
-
 @pytest.mark.parametrize("fail", [False, True])
 def test_one_prefill_worker_is_left(fail):
     """But for a fleet without any domain, where domains compute prompts themselves."""
