@@ -44,9 +44,17 @@ class GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
-    """Plain JSON, without the HTML escapes of Jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, without the HTML escapes of Jinja2's own filter. It takes no other options of
+    `json.dumps`, which would call a template's `default` or `cls` outside the sandbox."""
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: Any = "") -> None:
