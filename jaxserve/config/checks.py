@@ -232,9 +232,11 @@ def _check_fleet(deployment: Deployment) -> None:
             "into its prefix cache"
         )
     if pages.on_failure == "fail" and pages.recompute_tokens:
-        raise ConfigError(f"{pages.recompute_tokens=}, but {pages.on_failure=}")
+        raise ConfigError(f"{pages.recompute_tokens=}, but {pages.on_failure=}: none is recomputed")
     if fleet.late == "refuse" and not fleet.ttft_seconds and not fleet.tpot_seconds:
-        raise ConfigError(f"{fleet.late=} needs {fleet.ttft_seconds=} or {fleet.tpot_seconds=}")
+        raise ConfigError(
+            f"{fleet.late=}: {fleet.ttft_seconds=} and {fleet.tpot_seconds=}: no target"
+        )
     for key in ("least_domains", "rebalance_roles"):
         if (value := getattr(fleet, key)) and not prefill.workers:
             raise ConfigError(

@@ -412,7 +412,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             spec = kind.attention
             floats = isinstance(spec, Compressed | DeltaNet) or getattr(spec, "indexer", None)
             if kind.int8_products and floats:
-                raise ConfigError(f"attention.int8_products: not for attention of layer {number}")
+                raise ConfigError(
+                    f"attention.int8_products: layer {number} attends in floats alone"
+                )
         return msgspec.structs.replace(self, decoder=tuple(kinds))
 
     def kinds(self) -> list[LayerKind]:

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
@@ -100,9 +99,9 @@ class Engine:
         self._followers, self.link = followers, link
         self._info, self._watch, self.experts = info or {}, watch, experts
         self._compiler: StepCompiler | None = getattr(driver, "compiler", None)
-        if self._compiler is not None:
+        if (compiler := self._compiler) is not None:
             for scheduler in schedulers:
-                scheduler.queue.takes_options = partial(getattr, self._compiler, "takes_options")
+                scheduler.queue.takes_options = lambda: compiler.takes_options
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._open: dict[str, tuple[OnOutput, Grammar | None]] = {}

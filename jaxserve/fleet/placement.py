@@ -294,9 +294,9 @@ class Placement:
         reserved = (worker for worker in self._usable("domain") if worker.reserved)
         free = _free(reserved, attrgetter("facts.weights"))
         free.subtract(one.weights for one in long if one.place != "domain")
-        begun = [one for one in long if one.worker and one.last_at is not None]
-        found = [one for one in begun if one.worker and not one.worker.reserved]
-        return _first(found, free, attrgetter("weights"))
+        here = [one for one in long if one.worker and not one.worker.reserved]
+        begun = [one for one in here if one.last_at is not None]
+        return _first(begun, free, attrgetter("weights"))
 
     def leaving(self, worker: Worker, moving: int) -> list[Routed]:
         """Returns the requests that should leave a draining worker: those without a token there

@@ -210,8 +210,9 @@ class Channel:
     def _catch_up(self) -> None:
         """Sends what waits for room, until nothing does or the connection has ended."""
         room = select.poll()
-        room.register(self.descriptor, select.POLLOUT)
-        with contextlib.suppress(OSError):  # the thread that reads says why
+        # It may have been closed meanwhile (a ValueError); the thread that reads says why.
+        with contextlib.suppress(OSError, ValueError):
+            room.register(self.descriptor, select.POLLOUT)
             while self.unsent:
                 room.poll(LOOK_SECONDS * 1000)
                 with self._sending, contextlib.suppress(BlockingIOError):
