@@ -109,21 +109,25 @@ def complete(deployment: Deployment) -> Deployment:
 
 
 def least_slice(devices: int, cores: int, torus: int) -> int:
-    """Returns the JAX devices of the least TPU slice that has this many. Slices have 1, 2, 4, 8, …
-    chips and, on a torus of three dimensions, multiples of 64.
+    """Returns the number of JAX devices in the smallest TPU slice with at least `devices` of them.
+
+    Slices have 4, 8, 16, … chips. A torus of two dimensions also has slices of a single chip, and
+    one of three dimensions all multiples of 64 chips. Google Cloud rents no slice of two chips.
 
     Args:
       cores: JAX devices of a chip.
       torus: dimensions of the torus.
     """
     chips = -(-devices // cores)
-    step = 64 if torus == 3 and chips > 64 else 1 << (chips - 1).bit_length()
+    if chips == 1 and torus == 2:
+        return cores
+    step = 64 if torus == 3 and chips > 64 else max(4, 1 << (chips - 1).bit_length())
     return cores * step * -(-chips // step)
 
 
 def _check_slices(deployment: Deployment) -> None:
-    """Checks each runtime on the least TPU slice that holds it, of which it may leave a part
-    unused; raises as `check_slice`."""
+    """Checks each runtime on the smallest TPU slice that holds it. Chips of the slice may stay
+    unused. Raises as `check_slice`."""
     tpu = hardware_file(deployment.attention.hardware or deployment.ffn.hardware)
     runtimes, cores = runtime_roles(deployment), tpu.get("jax_devices", 1)
     for roles in runtimes if "torus" in tpu else ():

@@ -3,10 +3,7 @@
 from typing import NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.hardware import Hardware, TpuNames, shape
-
-LARGEST = 4096
-"""Chips of the largest slice that Google Cloud lists by its dimensions."""
+from jaxserve.planner.hardware import LARGEST_SLICE, Hardware, TpuNames, shape
 
 
 class TpuSlice(NamedTuple):
@@ -39,13 +36,13 @@ def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
     """
     if hardware.tpu is None:
         raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
-    most, flat = min(LARGEST, hardware.link_devices // hardware.jax_devices), hardware.torus == 2
-    known = [1] * flat + [4 << power for power in range(11) if 4 << power <= most]
-    larger = 64 < chips <= most and hardware.slice_of(chips * hardware.jax_devices)
-    if chips not in known and not larger:
+    flat, cores = hardware.torus == 2, hardware.jax_devices
+    if not hardware.slice_of(chips * cores):
+        powers = (1 << power for power in range(LARGEST_SLICE.bit_length()))
+        known = [str(power) for power in powers if hardware.slice_of(power * cores)]
         more = "" if flat else ", and other multiples of 64"
-        raise ConfigError(f"{chips} chips of {name}: there are slices of {str(known)[1:-1]}{more}")
-    sizes = shape(hardware, chips * hardware.jax_devices)
+        raise ConfigError(f"{chips} chips of {name}: there are slices of {', '.join(known)}{more}")
+    sizes = shape(hardware, chips * cores)
     whole = chips if flat and chips <= 8 else 4
     # A dimension of one chip comes last: 2x2x1.
     text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))

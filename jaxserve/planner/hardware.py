@@ -33,6 +33,8 @@ MEASURES = ("price", "teraflops", "memory_gb", "memory_gb_s", "link_gb_s", "netw
 
 MONTH = 730.0
 """Hours of a month, for prices by the hour."""
+LARGEST_SLICE = 4096
+"""Chips of the largest TPU slice that Google Cloud lists by its dimensions."""
 
 
 class TpuNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,8 +127,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def slice_of(self, devices: int) -> bool:
         """Whether this number of JAX devices can be rented: TPUs come in slices of chips."""
+        most = min(LARGEST_SLICE * self.jax_devices, self.link_devices)
         there = least_slice(devices, self.jax_devices, self.torus)
-        return self.platform != "tpu" or there == devices
+        return self.platform != "tpu" or devices == there <= most
 
     def stores(self, number_format: str) -> bool:
         """Whether weights and cache may be kept in this format there. A GPU widens what it cannot
@@ -239,11 +242,13 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """Chips along each dimension of the least slice with these devices, ascending: 16 chips are
-    4 × 4, or 2 × 2 × 4."""
+    """Returns the chips along each dimension of the smallest slice with these devices, ascending:
+    16 chips are 4 × 4, or 2 × 2 × 4. Two chips are neighbours, which is a part of a slice."""
     sizes, factor = [1] * hardware.torus, 2
     cores = hardware.jax_devices
-    left = least_slice(devices, cores, hardware.torus) // cores
+    left = -(-devices // cores)
+    if left > 2:
+        left = least_slice(devices, cores, hardware.torus) // cores
     while left > 1:
         while left % factor:
             factor += 1
