@@ -15,7 +15,6 @@ from jaxserve.bench import (
     hand_off,
     host,
     load,
-    long,
     mixes,
     overlap,
     quality,
@@ -43,11 +42,10 @@ class Bench(NamedTuple):
 
 BENCHES = {
     "pipeline": Bench(
-        "host time, overlap, tokens/s, start-up",
+        "host time, overlap, whole steps, start-up",
         {
             "host": host.measure,
             "overlap": overlap.measure,
-            "tokens": mixes.measure_tokens,
             "steps": mixes.measure_steps,
             "startup": startup.measure,
         },
@@ -81,7 +79,6 @@ BENCHES = {
         },
     ),
     "load": Bench("load of a checkpoint, next to cat on its files", {"load": load.measure}),
-    "long": Bench("time to the first token, by length of the context", {"long": long.measure}),
     "host": Bench("the leader's Python a lane and step", {"host": step_host.measure}),
     "router": Bench("one router before a thousand stub workers", {"router": router.measure}),
     "drafts": Bench("the gain of drafts on the demo model", {"drafts": drafts.measure}),

@@ -4,8 +4,7 @@ and `cache.storage`.
 Part of `bench engine`. Every user's turn repeats the conversation so far. Four engines on the demo
 model take turns with the same requests: a pool for all conversations, a tenth of it, a tenth with
 host memory below, and one with a folder below that. At the end all but the first are closed and
-opened again, and every user returns once. A fifth engine reads the same folder then, but no page
-before its request is admitted.
+opened again, and every user returns once.
 """
 
 import random
@@ -28,12 +27,11 @@ SHARE = 10
 pages: a small pool has about the pages of the conversations that run together. With fewer, requests
 would wait for pages however fast these came back."""
 TOKENS, OUTPUT_TOKENS, PAGE_SIZE, VOCAB = 40, 8, 16, 1000
-FOLDER = "a tenth, host memory and a folder"
 POOLS: dict[str, tuple[int, list[str]]] = {
     "endless": (1, []),
     "a tenth": (SHARE, []),
     "a tenth, and host memory": (SHARE, ["cache.host_gb=1"]),
-    FOLDER: (SHARE, ["cache.host_gb=1", "cache.storage={folder}"]),
+    "a tenth, host memory and a folder": (SHARE, ["cache.host_gb=1", "cache.storage={folder}"]),
 }
 """Inverse of the pool's share of all pages, and settings."""
 RATIO = 1.3
@@ -66,11 +64,6 @@ def measure(quick: bool) -> Iterator[Part]:
             # Not judged: in that turn the last conversation of a round waits for pages.
             kept = percentile(samples["returning"], 95) / percentile(warm, 95)
             measures.append(Measure("  p95 ÷ endless, not restarted", kept, ""))
-    early, late = (found[FOLDER][each] for each in ("returning", "without prefetch"))
-    kept = statistics.median(early) / statistics.median(late)
-    measures.append(Measure("after a restart, pages read ahead ÷ not, p50", kept, ""))
-    kept = percentile(early, 95) / percentile(late, 95)
-    measures.append(Measure("  p95", kept, ""))
     notes = [f"{users} users, {turns} turns; all tokens equal."]
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 
@@ -133,12 +126,7 @@ def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
     for name in [name for name in POOLS if name != "endless"]:
         engines[name].close()
         engines[name] = opened(name)
-    late = engines["without prefetch"] = opened(FOLDER)
-    vars(late.schedulers[0].fetches)["prepare"] = lambda sequence: None
     returning = take_turn()
-    del engines["without prefetch"]
-    late.close()
-    found[FOLDER]["without prefetch"] = returning["without prefetch"]
     for name, engine in engines.items():
         found[name] |= {"returning": returning[name], "returned": engine.load().host_pages}
         engine.close()

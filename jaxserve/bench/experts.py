@@ -14,18 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.random_model import RandomModel, build, deployment_of
+from jaxserve.bench.random_model import deployment_of, model_config, templates_of
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import core_seconds, take_turns
 from jaxserve.bench.workers import Worker, run_worker
-from jaxserve.checkpoint.decoder_layers import decoder_layers
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec
+from jaxserve.checkpoint.random_leaves import RandomLeaves
+from jaxserve.checkpoint.step3 import step3_names
+from jaxserve.config.model import FFN, RouterSpec
 from jaxserve.config.sections import Experts
 from jaxserve.mesh import FFN_AXES, cached_sharding
 from jaxserve.model.ffn.placement import Placement, SlotSizes, balance_of, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_slots
 from jaxserve.model.message import DispatchMessage
 from jaxserve.roles.expert_balancer import ExpertFacts, propose
+from jaxserve.roles.ffn import build_ffn
 from jaxserve.roles.layout import Bucket
 
 RANKS, EXPERTS, TOP_K, ROWS = 8, 64, 4, 512
@@ -58,17 +60,14 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def measure_layer(rounds: int) -> dict[str, Any]:
-    """Measures everything in this process."""
-    model = build(
-        deployment_of(
-            slots=ROWS,
-            max_length=16,
-            page_size=16,
-            **{"ffn.ep": RANKS, "ffn.redundant_slots": 1, "ffn.exchange": "gather"},
-        ),
-        model_config(),
-    )
-    sizes, popularity = model.ffn.slots, popularity_of()
+    """Measures one MoE layer without a shared expert in this process."""
+    exchanged = {"ffn.ep": RANKS, "ffn.redundant_slots": 1, "ffn.exchange": "gather"}
+    deployment = deployment_of(slots=ROWS, max_length=16, page_size=16, **exchanged)
+    moe = FFN(router=RouterSpec(experts=EXPERTS, top_k=TOP_K), expert_d_ff=D_FF)
+    config = model_config(1, (2, 8, 8), moe, d_model=D_MODEL, positions=64)
+    templates, meshes = templates_of(deployment, config)
+    ffn = build_ffn(templates, deployment, meshes.ffn, RandomLeaves(), step3_names(config))
+    sizes, popularity = ffn[0].slots, popularity_of()
     draw = np.random.default_rng(0)
     seen = chosen_experts(draw, popularity)
     counts = np.bincount(seen.ravel(), minlength=EXPERTS)
@@ -83,21 +82,8 @@ def measure_layer(rounds: int) -> dict[str, Any]:
         "fresh": [balance(placement, fresh, sizes) for placement in (home, moved)],
         "shifted": [balance(placement, shifted, sizes) for placement in (home, moved)],
         "moves": layer.moves,
-        "counting": counting_cost(model, rows_of(fresh[0]), rounds),
+        "counting": counting_cost(ffn, moe, rows_of(fresh[0]), rounds),
     }
-
-
-def model_config() -> ModelConfig:
-    """One MoE layer without a shared expert."""
-    attention = MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4))
-    moe = FFN(router=RouterSpec(experts=EXPERTS, top_k=TOP_K), expert_d_ff=D_FF)
-    return ModelConfig(
-        vocab=64,
-        d_model=D_MODEL,
-        decoder=decoder_layers(1, attention, moe),
-        norm_epsilon=1e-5,
-        max_positions=64,
-    )
 
 
 def popularity_of() -> np.ndarray:
@@ -140,20 +126,25 @@ def rows_of(experts: np.ndarray) -> DispatchMessage:
     return DispatchMessage(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))
 
 
-def counting_cost(model: RandomModel, rows: DispatchMessage, rounds: int) -> float:
-    """Core time of the layer's program over that of one that leaves the counts as they are."""
-    program = model.ffn.ffn(Bucket(ROWS, 1), model.config.moe)
-    packed = np.asarray(model.ffn.formats["moe"].pack(rows))
+def counting_cost(ffn: Any, moe: FFN, rows: DispatchMessage, rounds: int) -> float:
+    """Returns the core time of the layer's program over that of one that leaves the counts as they
+    are.
+
+    Args:
+      ffn: as `build_ffn` returns it.
+    """
+    programs, _, weights, slots = ffn
+    program = programs.ffn(Bucket(ROWS, 1), moe)
+    packed = np.asarray(programs.formats["moe"].pack(rows))
     everywhere = np.zeros((RANKS * ROWS, packed.shape[1]), packed.dtype)
     everywhere[:ROWS] = packed
-    sharding = cached_sharding(model.ffn.mesh, jax.sharding.PartitionSpec(FFN_AXES))
+    sharding = cached_sharding(programs.mesh, jax.sharding.PartitionSpec(FFN_AXES))
     message = jax.device_put(everywhere, sharding)
 
     def body(message: Any, tables: Any, counts: Any, leaves: Any) -> tuple[jax.Array, ...]:
         return *program.body(message, tables, counts, leaves)[:-1], *counts
 
-    slots, leaves = model.slots, model.ffn_weights.blocks[0]
-    assert slots is not None
+    (leaves,) = weights.blocks
     counts: dict[str, Any] = {}
     ways: dict[str, Callable[[], float]] = {}
     for name, each in (("with", program), ("without", program._replace(body=body))):

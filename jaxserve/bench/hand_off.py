@@ -19,15 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_model import deployment_of
+from jaxserve.bench.random_model import deployment_of, model_config
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import BenchError, Helper, Worker, asked, run_worker, say, two_cores
-from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.checkpoint.step3 import step3_names
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope
+from jaxserve.config.model import FFN
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.runtime import warm_up
@@ -45,7 +44,7 @@ PAGE_SIZE, MAX_LENGTH = 16, 1088
 RATIO, TTFT_FACTOR, TTFT_MS = 0.6, 2.0, 5.0
 _SECONDS = 600.0
 _SECRET = "bench"
-VOCAB = 256
+VOCAB = 64
 
 
 def measure(quick: bool) -> Iterator[Part]:
@@ -81,14 +80,8 @@ def measure(quick: bool) -> Iterator[Part]:
 def open_worker(role: str) -> Engine:
     """Starts a colocated engine with one end of the pages link: that of a prefill worker, or that
     of a domain. The random weights do not depend on the role."""
-    attention = MFA(q_heads=1, kv_heads=1, head_dim=HEAD_DIM, latent=32, rope=Rope(theta=1e4))
-    config = ModelConfig(
-        vocab=VOCAB,
-        d_model=64,
-        decoder=decoder_layers(LAYERS, attention, FFN(d_ff=64)),
-        norm_epsilon=1e-5,
-        max_positions=MAX_LENGTH,
-    )
+    ffn = FFN(d_ff=64)
+    config = model_config(LAYERS, (1, HEAD_DIM, 32), ffn, d_model=64, positions=MAX_LENGTH)
     deployment = deployment_of(
         slots=2,
         max_length=MAX_LENGTH,

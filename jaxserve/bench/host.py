@@ -17,25 +17,20 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of
+from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
+from jaxserve.config.model import FFN, RouterSpec
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.devices import initialise
 from jaxserve.ports import free_port
 
 LAYERS, LANES, KV_LENGTH = 61, 3, 3
 """Step-3's layers and the paper's lanes."""
-KIND = LayerKind(
-    MFA(q_heads=2, kv_heads=1, head_dim=8, latent=8, rope=Rope(theta=1e4)),
-    FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8, d_ff=8),
-)
-CONFIG = ModelConfig(
-    vocab=64, d_model=16, decoder=(KIND,) * LAYERS, norm_epsilon=1e-5, max_positions=64
-)
+MOE = FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8, d_ff=8)
+CONFIG = model_config(LAYERS, (2, 8, 8), MOE, d_model=16, positions=64)
 PIPELINES = ("layer", "step")
 LIMIT_MS = 1.0
 """Target of a whole step and role with `pipeline: step`."""

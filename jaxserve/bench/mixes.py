@@ -1,8 +1,8 @@
-"""Mixes of requests to the engine: tokens a second by layout and by pipeline, the gain of cached
-prefixes, the cost of sampling options and of drawing from a large vocabulary.
+"""Mixes of requests to the engine: tokens a second by pipeline, the gain of cached prefixes, the
+cost of sampling options and of drawing from a large vocabulary.
 
-Parts of `bench pipeline` (tokens, steps) and `bench engine` (options, sampling). Every layout has
-its own process, in which the mixes take turns, so that other work on the machine affects all alike.
+Parts of `bench pipeline` (steps) and `bench engine` (options, sampling). Every layout has its own
+process, in which the mixes take turns, so that other work on the machine affects all alike.
 """
 
 import functools
@@ -37,11 +37,9 @@ from jaxserve.ports import free_port
 LAYOUTS = {
     "colocated": ["mode=colocated"],
     "1A1F": ["attention.dp=1", "ffn.ep=1"],
-    "2A2F": ["attention.dp=2", "ffn.ep=2"],
-    "colocated, 1 lane": ["mode=colocated", "lanes=1", "scheduler.slots=32"],
     "1A1F, 1 lane": ["attention.dp=1", "ffn.ep=1", "lanes=1", "scheduler.slots=32"],
 }
-"""The first three with the lanes of the demo's file; one lane holds the same sequences in one
+"""The first two have the lanes of the demo's file; one lane holds the same sequences in a single
 batch."""
 PIPELINES = ("layer", "step")
 OUTPUT_TOKENS = 64
@@ -81,13 +79,11 @@ class Ran(msgspec.Struct):
 
     Attributes:
       rate: tokens a second of all requests, prefill included.
-      gap: seconds from one token of a request to its next; 0: answers have one token.
       core: core seconds a step.
     """
 
     seconds: float
     rate: float
-    gap: float
     core: float
 
 
@@ -167,8 +163,7 @@ def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
         for number in range(mix.sequences)
     ]
     ran = run_requests(engine, [shared + prompt for prompt in own], params)
-    gap = ran.gap if mix.output > 1 else 0.0
-    return Ran(ran.seconds, ran.rate, gap, ran.core_seconds / mix.output)
+    return Ran(ran.seconds, ran.rate, ran.core_seconds / mix.output)
 
 
 def random_engine(deployment: Deployment, vocab: int) -> Engine:
@@ -201,27 +196,6 @@ def _measured(
         run_workers([Worker(run_mixes, arguments) for arguments in each], _SECONDS)
         found = msgspec.json.decode(file.read_bytes())
     return msgspec.convert(found["mixes"], Found), found["compilations"]
-
-
-def measure_tokens(quick: bool) -> Iterator[Part]:
-    """Measures tokens a second of every layout at several numbers of sequences."""
-    mixes = {f"{count} sequences": Mix(sequences=count) for count in (1, 8, 32)}
-    measures, details = [], {}
-    for layout, settings in LAYOUTS.items():
-        found, _ = _measured(settings, mixes, 1 if quick else 3)
-        details[layout] = found
-        for name, runs in found.items():
-            rate = statistics.median(run.rate for run in runs)
-            gap = statistics.median(run.gap for run in runs)
-            measures += [
-                Measure(f"{layout}: {name}", rate, "tokens/s"),
-                Measure("  from one token of a sequence to the next", gap * 1e3, "ms"),
-            ]
-    notes = [
-        f"Greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included.",
-        "Devices are simulated on the cores above: more devices are not more speed.",
-    ]
-    yield Part("tokens", "demo model, tokens a second of the engine", measures, notes, details)
 
 
 def measure_steps(quick: bool) -> Iterator[Part]:

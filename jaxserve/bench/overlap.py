@@ -6,48 +6,35 @@ equally long: one lane leaves each core idle half of the time, three lanes hide 
 link and hosts. The processes run the same plans without a control plane, in the engine's order: a
 lane that has left begins its next step at once, and its tokens are read one step late.
 
-One worker finds the width at which the stages balance, then two run side by side.
+One process finds the width at which the stages balance, then two run side by side.
 """
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxserve.bench.random_model import (
-    RandomModel,
-    bucket_of,
-    build,
-    build_driver,
-    decode_plan,
-    deployment_of,
-    idle_experts,
-    templates_of,
-)
+from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
-from jaxserve.bench.timing import core_seconds, take_turns
+from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
-from jaxserve.checkpoint.decoder_layers import decoder_layers
-from jaxserve.checkpoint.random_leaves import RandomLeaves, random_leaves
+from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope, RouterSpec
+from jaxserve.config.model import FFN, ModelConfig, RouterSpec
 from jaxserve.config.topology import TRANSPORTS, Role
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.devices import initialise
 from jaxserve.fleet.ffn_runtime import message_server
 from jaxserve.fleet.role_runtime import RoleRuntime
-from jaxserve.mesh import FFN_RULES, cached_sharding
 from jaxserve.ports import free_port
 from jaxserve.roles.attention import Cell
-from jaxserve.roles.ffn import FFNPrograms
-from jaxserve.roles.token_programs import GroupPut, zeroed
 
 LAYERS = 8
 ROWS = 32
@@ -57,6 +44,8 @@ CONTEXT = 512
 LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
+WIDTHS = 4
+"""Widths that calibration tries at most."""
 LIMITS = {False: 1.7, True: 1.4}
 """Least gain of three lanes over one: inside a runtime (False), and between runtimes (True)."""
 _CALIBRATE_SECONDS, _RUN_SECONDS = 900.0, 900.0
@@ -65,8 +54,8 @@ _CALIBRATE_SECONDS, _RUN_SECONDS = 900.0, 900.0
 def measure(quick: bool) -> Iterator[Part]:
     """Calibrates and runs all transports; starts no JAX in this process."""
     cores = two_cores("overlap")
-    calls = {"calls": 10 if quick else 40}
-    stages = run_worker(Worker(calibrate, calls, 2, cores[0]), _CALIBRATE_SECONDS)
+    steps = {"steps": 2 if quick else 6}
+    stages = run_worker(Worker(calibrate, steps, 2, cores[0]), _CALIBRATE_SECONDS)
     found: dict[str, list[Any]] = {}
     for transport in TRANSPORTS:
         shared = {"width": stages["width"], "transport": transport}
@@ -126,17 +115,10 @@ def ideal_gains(attend: float, ffn: float, link: float) -> dict[int, float]:
     }
 
 
-def model_config(width: int) -> ModelConfig:
-    """MoE layers whose shared expert has this width."""
-    attention = MFA(q_heads=8, kv_heads=1, head_dim=64, latent=256, rope=Rope(theta=1e4))
+def balanced_config(width: int) -> ModelConfig:
+    """Describes MoE layers whose shared expert has this width."""
     moe = FFN(router=RouterSpec(experts=8, top_k=2), expert_d_ff=64, d_ff=width)
-    return ModelConfig(
-        vocab=64,
-        d_model=256,
-        decoder=decoder_layers(LAYERS, attention, moe),
-        norm_epsilon=1e-5,
-        max_positions=CONTEXT,
-    )
+    return model_config(LAYERS, (8, 64, 256), moe, d_model=256, positions=CONTEXT)
 
 
 def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
@@ -147,69 +129,50 @@ def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
     return deployment_of(slots=ROWS, max_length=CONTEXT, page_size=16, **settings)
 
 
-def calibrate(calls: int) -> dict[str, Any]:
-    """Finds the width at which attend and ffn take equally long, both alone in this process: an
-    ffn's time is mostly in proportion to its width."""
-    model = build(deployment(1, "auto"), model_config(WIDTH))
-    attend, message = time_attend(model, calls)
-    times: dict[int, float] = {}
-    width = WIDTH
-    while width not in times and len(times) < 6:
-        times[width] = time_ffn(width, message, calls)
-        width = _multiple(width * attend / times[width])
-    width = min(times, key=lambda width: abs(times[width] - attend))
-    return {"width": width, "attend_ms": attend, "ffn_ms": times[width], "tried": times}
+def calibrate(steps: int) -> dict[str, Any]:
+    """Finds the width at which attend and ffn take equally long, both alone in this process. The
+    time of an ffn is nearly proportional to its width."""
+    found, width = dict[int, tuple[float, float]](), WIDTH
+    while width not in found and len(found) < WIDTHS:
+        attend, ffn = found[width] = stage_ms(width, steps)
+        width = max(16, round(width * attend / ffn / 16) * 16)  # vector registers have 16 floats
+    width = min(found, key=lambda width: abs(math.log(found[width][0] / found[width][1])))
+    attend, ffn = found[width]
+    return {"width": width, "attend_ms": attend, "ffn_ms": ffn, "tried": found}
 
 
-def time_attend(model: RandomModel, calls: int) -> tuple[float, jax.Array]:
-    """Milliseconds of one attend, and a message that it sends, on the ffn device."""
-    enter, attend = (
-        model.executables.enter,
-        model.executables.attend[model.attention.config.layer(0)],
-    )
-    programs, leaves = model.attention, model.weights.layers[0]
-    put = GroupPut(programs)
-    batch, table = put(decode_plan(model.deployment, 0, CONTEXT))
-    last = put.rows(np.zeros((programs.groups, programs.slots), np.int32))
-    k, v = zeroed(programs.pools[0].arrays, programs.mesh)
-    x, message, k, v, *shared = enter(last, table, batch, k, v, *model.weights.embedding, *leaves)
-    combined = jax.device_put(np.asarray(x), x.sharding)
-
-    def call() -> jax.Array:
-        nonlocal x, k, v, message
-        x, message, k, v = attend(x, table, *shared, k, v, combined, *leaves)
-        return message
-
-    spent = statistics.median(core_seconds(call, calls, 2)) * 1e3
-    (arrived,) = model.link.dispatch(0, model.bucket.tokens).copier()([message])
-    return spent, arrived
-
-
-def time_ffn(width: int, message: jax.Array, calls: int) -> float:
-    """Milliseconds of one ffn of this width."""
+def stage_ms(width: int, steps: int) -> tuple[float, float]:
+    """Returns the median core time of an attend and of an ffn with this width, in milliseconds."""
     settings = deployment(1, "auto")
-    templates, meshes = templates_of(settings, model_config(width))
-    ((spec, template),) = templates.ffn.items()
-    mesh = meshes.ffn
-    programs = FFNPrograms(templates, settings, mesh)
-    compiled = programs.ffn(bucket_of(settings), spec).compile()
-    leaves = [
-        jax.device_put(leaf, cached_sharding(mesh, spec))
-        for leaf, spec in zip(random_leaves(template, 0), template.specs(FFN_RULES), strict=True)
-    ]
-    table, counts = idle_experts(templates.slots, mesh)
-
-    def call() -> Any:
-        nonlocal counts
-        answer, counts = compiled(message, table, counts, *leaves)
-        return answer
-
-    return statistics.median(core_seconds(call, calls, 2)) * 1e3
+    driver = build_driver(settings, balanced_config(width))
+    run_lanes(settings, driver, 1, 1)  # warms up
+    driver.observer = alone = _Alone()
+    run_lanes(settings, driver, 1, steps)
+    attend, ffn = (statistics.median(alone.ms[stage]) for stage in ("attend", "ffn"))
+    return attend, ffn
 
 
-def _multiple(width: float) -> int:
-    """The nearest multiple of 16 (a vector register of floats)."""
-    return max(16, round(width / 16) * 16)
+class _Alone:
+    """Observer that waits for each stage before the next one is enqueued, so that the core time of
+    the process tells them apart.
+
+    Attributes:
+      ms: milliseconds of every stage, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.ms: dict[str, list[float]] = {}
+        self._last = time.process_time()
+
+    def observe(self, stage: str, lane: int, layer: int, step: int, *result: Any) -> None:
+        """Waits for a stage. The end of a step, after the last layer, does not count."""
+        jax.block_until_ready(result[0])
+        last, self._last = self._last, time.process_time()
+        if layer < LAYERS:
+            self.ms.setdefault(stage, []).append((self._last - last) * 1e3)
+
+    def seen(self, lane: int, result: Any) -> None:
+        """Does nothing: the result was waited for."""
 
 
 def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> tuple[float, float]:
@@ -227,7 +190,7 @@ def run_apart(
 ) -> dict[str, Any]:
     """One of two runtimes: the attention side measures, the ffn side answers until it has gone."""
     token, settings = "bench", deployment(max(LANES), transport, address)
-    config = model_config(width)
+    config = balanced_config(width)
     role: Role = "ffn" if process else "attention"
     initialise(ProcessArguments(role=role, token=token), settings)
     runtime = RoleRuntime.of(config, step3_names(config), settings, role)
@@ -252,7 +215,7 @@ def run_joined(
     """One of two processes of one runtime, whose coordinator is at the address."""
     settings = deployment(max(LANES), transport)
     initialise(ProcessArguments(process_id=process, processes=2, coordinator=address), settings)
-    driver = build_driver(settings, model_config(width))
+    driver = build_driver(settings, balanced_config(width))
     measured = measure_lanes(settings, driver, steps, rounds)
     leave_runtime(process)
     return measured

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxserve.bench.outliers import write_outliers
+from jaxserve.bench.random_model import one_bucket
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO
 from jaxserve.bench.workers import BenchError
@@ -49,6 +50,8 @@ WON_BACK = 80
 """Target: percent of the loss of rounding to INT8 that calibration wins back."""
 GROUPS = (128, 32)
 """Columns that share a scale in INT4."""
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+"""Folder of the texts."""
 
 
 class Format(NamedTuple):
@@ -135,9 +138,16 @@ class Judge:
         return f"Calibrated on {self._settings.tokens:,} tokens of other files."
 
 
-def _agreement(one: Score, other: Score) -> float:
-    """Percent of the positions at which both choose the same token."""
-    return 100 * float(np.mean(one.choices == other.choices))
+def _lost(
+    name: str, score: Score, base: Score, of: str = "BF16", limit: float | None = None
+) -> list[Measure]:
+    """Returns the measures of a score: bits a byte beyond those of `base`, which is called `of`;
+    and the share of positions at which both choose the same token."""
+    more, same = 100 * (score.bits / base.bits - 1), 100 * np.mean(score.choices == base.choices)
+    return [
+        Measure(f"{name}more than {of}", more, "%", limit),
+        Measure("  same greedy token", float(same), "%"),
+    ]
 
 
 def measure(quick: bool) -> Iterator[Part]:
@@ -151,12 +161,9 @@ def measure(quick: bool) -> Iterator[Part]:
     base = scores[BASE]
     measures = []
     for format, found in scores.items():
-        more = 100 * (found.bits / base.bits - 1)
-        measures += [
-            Measure(f"{format}: bits a byte", found.bits),
-            Measure("  more than BF16", more, "%", LIMIT if format != BASE else None),
-            Measure("  same greedy token", _agreement(found, base), "%"),
-        ]
+        limit = LIMIT if format != BASE else None
+        measures.append(Measure(f"{format}: bits a byte", found.bits))
+        measures += _lost("  ", found, base, limit=limit)
     size, tokens = sum(t.size for t in judge.texts), sum(len(t.token_ids) for t in judge.texts)
     notes = [
         "weights × KV cache × wire.",
@@ -191,14 +198,10 @@ def measure_outliers(quick: bool) -> Iterator[Part]:
     ]
     details = {}
     for format, nearest, better in pairs:
-        losses = [100 * (found.bits / base.bits - 1) for found in (nearest, better)]
-        measures += [
-            Measure(f"{format}, rounded to the nearest: more than BF16", losses[0], "%"),
-            Measure("  same greedy token", _agreement(nearest, base), "%"),
-            Measure("  calibrated: more than BF16", losses[1], "%"),
-            Measure("  same greedy token", _agreement(better, base), "%"),
-            Measure("  won back", 100 * (1 - losses[1] / losses[0]), "%", WON_BACK, "more"),
-        ]
+        lost = _lost(f"{format}, rounded to the nearest: ", nearest, base)
+        left = _lost("  calibrated: ", better, base)
+        back = 100 * (1 - left[0].value / lost[0].value)
+        measures += [*lost, *left, Measure("  won back", back, "%", WON_BACK, "more")]
         details[str(format)] = {"rounded": nearest.bits, "calibrated": better.bits}
     notes = [
         f"weights × KV cache × wire; {channels} channels are up to 100 times wider.",
@@ -235,11 +238,8 @@ def measure_int4(quick: bool) -> Iterator[Part]:
     eight = scores["FFN int8, rounded"]
     measures = [Measure("float32: bits a byte", exact.bits)]
     for name, found in scores.items():
-        measures += [
-            Measure(f"{name}: more than FP32", 100 * (found.bits / exact.bits - 1), "%"),
-            Measure("  more than INT8", 100 * (found.bits / eight.bits - 1), "%"),
-            Measure("  same greedy token", _agreement(found, exact), "%"),
-        ]
+        more, same = _lost(f"{name}: ", found, exact, "FP32")
+        measures += [more, _lost("  ", found, eight, "INT8")[0], same]
     notes = [
         "Attention, cache and wire are in BF16; INT8 FFNs quantise rows, INT4 ones where said.",
         judge.note,
@@ -254,43 +254,39 @@ def every_layer(folder: Path) -> tuple[int, ...]:
 
 
 def calibration_text(folder: Path, tokens: int) -> list[int]:
-    """Token ids of the beginnings of files of the standard library that are not held out.
+    """Returns the token ids of the beginnings of files of the standard library that are not held
+    out.
 
     Raises:
       BenchError: the list of held-out files is missing.
     """
-    tokenizer = Tokenizer.from_folder(folder)
-    library = Path(sysconfig.get_path("stdlib"))
-    try:
-        held = set((folder / "held_out.txt").read_text().split())
-        found: list[int] = []
-        for path in sorted(library.glob("*.py")):
-            if path.name not in held:
-                found += tokenizer.encode(path.read_text(encoding="utf-8"))[:1024]
-            if len(found) >= 4 * tokens:
-                break
-    except OSError as error:
-        raise BenchError(f"quality: no text to calibrate on: {error}") from None
+    tokenizer, found = Tokenizer.from_folder(folder), list[int]()
+    held = set(_read(folder / "held_out.txt").split())
+    for path in (path for path in sorted(LIBRARY.glob("*.py")) if path.name not in held):
+        found += tokenizer.encode(_read(path))[:1024]
+        if len(found) >= 4 * tokens:
+            break
     return found
 
 
 def held_out(folder: Path, files: int, tokens: int) -> list[Text]:
-    """Beginnings of the held-out files that the model's folder names.
+    """Returns the beginnings of the held-out files that the model's folder names.
 
     Raises:
       BenchError: the list or a file is missing.
     """
-    tokenizer = Tokenizer.from_folder(folder)
-    texts = []
-    library = Path(sysconfig.get_path("stdlib"))
+    tokenizer, texts = Tokenizer.from_folder(folder), []
+    for name in _read(folder / "held_out.txt").split()[:files]:
+        ids = tokenizer.encode(_read(LIBRARY / name))[: tokens + 1]
+        texts.append(Text(ids, len(tokenizer.decode(ids).encode())))
+    return texts
+
+
+def _read(file: Path) -> str:
     try:
-        names = (folder / "held_out.txt").read_text().split()
-        for name in names[:files]:
-            ids = tokenizer.encode((library / name).read_text())[: tokens + 1]
-            texts.append(Text(ids, len(tokenizer.decode(ids).encode())))
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise BenchError(f"quality: no held-out text: {error}") from None
-    return texts
 
 
 def deployment(
@@ -312,16 +308,11 @@ def deployment(
         {
             **format.overrides,
             **({} if folder is None else {"model": str(folder)}),
+            **one_bucket(STEP, pages * PAGE, PAGE),
             "mode": "colocated",
             "dtype": "bfloat16",
             "lanes": 1,
-            "cache.page_size": PAGE,
             "cache.pages": pages,
-            "scheduler.slots": STEP,
-            "scheduler.max_length": pages * PAGE,
-            "scheduler.token_budget": STEP,
-            "scheduler.token_buckets": [STEP],
-            "scheduler.page_buckets": [pages],
             **(more or {}),
         },
     )

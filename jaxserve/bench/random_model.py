@@ -1,89 +1,80 @@
-"""AFD with random weights and one bucket, for `host.py` and `overlap.py`.
+"""AFD with random weights and one bucket, for benches that need neither a checkpoint nor an engine.
 
-No checkpoint, no engine, no control plane: programs, weights and workers, the same in every process
-that calls it.
+Programs, weights and workers are the same in every process that builds them. Used by `experts.py`,
+`hand_off.py`, `host.py`, `load.py` and `overlap.py`.
 """
 
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
-from jax.sharding import Mesh
+from typing import Any
 
 from jaxserve.bench import stages
+from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import ModelConfig
-from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.runtime_link import RuntimeLink
-from jaxserve.mesh import Submeshes, cached_sharding, expert_axes
-from jaxserve.model.ffn.placement import SlotSizes, home_slots, replica_table
+from jaxserve.config.model import FFN, MFA, ModelConfig, Rope
+from jaxserve.mesh import Submeshes
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles import pipelines
-from jaxserve.roles.attention_programs import (
-    AttentionExecutables,
-    AttentionPrograms,
-    AttentionWeights,
-    build_attention,
-)
 from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.compilation import use_compilation_cache
-from jaxserve.roles.expert_programs import Bank
-from jaxserve.roles.expert_slots import ExpertSlots
-from jaxserve.roles.ffn import FFNPrograms, FFNWeights, build_ffn
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.step_plan import StepPlan
 
 
-class RandomModel(NamedTuple):
-    """Both roles of a randomly initialised model in this process, compiled and loaded."""
+def model_config(
+    layers: int, heads: tuple[int, int, int], ffn: FFN, *, d_model: int, positions: int
+) -> ModelConfig:
+    """Describes a decoder with equal layers.
 
-    deployment: Deployment
-    config: ModelConfig
-    bucket: Bucket
-    attention: AttentionPrograms
-    ffn: FFNPrograms
-    executables: AttentionExecutables
-    weights: AttentionWeights
-    ffn_weights: FFNWeights
-    slots: ExpertSlots | None
-    link: RuntimeLink
+    Args:
+      heads: query heads, width of a head, and width of the queries' latent.
+      ffn: the FFN of every layer.
+    """
+    query_heads, head_dim, latent = heads
+    rope = Rope(theta=1e4)
+    attention = MFA(q_heads=query_heads, kv_heads=1, head_dim=head_dim, latent=latent, rope=rope)
+    return ModelConfig(
+        vocab=64,
+        d_model=d_model,
+        decoder=decoder_layers(layers, attention, ffn),
+        norm_epsilon=1e-5,
+        max_positions=positions,
+    )
 
 
 def decode_plan(deployment: Deployment, lane: int, kv_length: int) -> StepPlan:
     """Builds a decode step with every slot taken; all tokens come from the device. The sequences of
-    all lanes use the same pages, whose text no one reads."""
-    slots = deployment.scheduler.slots
-    bucket = bucket_of(deployment)
+    all lanes use the same pages, because nothing reads their text."""
+    bucket, slots = bucket_of(deployment), deployment.scheduler.slots
     return stages.decode_plan(deployment, lane, 0, bucket, slots, kv_length, token_id=FROM_DEVICE)
 
 
 def deployment_of(*, slots: int, max_length: int, page_size: int, **overrides: Any) -> Deployment:
-    """FP32, one bucket of one token a slot, and pages for every sequence of one lane."""
+    """Describes a deployment in FP32 with one bucket."""
+    keys = one_bucket(slots, max_length, page_size)
+    return load_deployment(".", {"dtype": "float32", **keys, **overrides})
+
+
+def one_bucket(slots: int, max_length: int, page_size: int) -> dict[str, Any]:
+    """Returns the keys of a deployment with one bucket of one token a slot, and pages for every
+    sequence of one lane."""
     pages = -(-max_length // page_size)
-    return load_deployment(
-        ".",
-        {
-            "dtype": "float32",
-            "cache.page_size": page_size,
-            "cache.pages": slots * pages,
-            "scheduler.slots": slots,
-            "scheduler.max_length": max_length,
-            "scheduler.token_budget": slots,
-            "scheduler.token_buckets": [slots],
-            "scheduler.page_buckets": [pages],
-            **overrides,
-        },
-    )
+    return {
+        "cache.page_size": page_size,
+        "cache.pages": slots * pages,
+        "scheduler.slots": slots,
+        "scheduler.max_length": max_length,
+        "scheduler.token_budget": slots,
+        "scheduler.token_buckets": [slots],
+        "scheduler.page_buckets": [pages],
+    }
 
 
 def bucket_of(deployment: Deployment) -> Bucket:
-    """The one bucket."""
+    """Returns the only bucket."""
     limits = deployment.scheduler
     return Bucket(limits.token_buckets[0], limits.page_buckets[0])
 
@@ -92,48 +83,6 @@ def templates_of(deployment: Deployment, config: ModelConfig) -> tuple[ModelTemp
     """Builds the templates of the programs, on the devices of this runtime."""
     meshes = Submeshes(deployment)
     return ModelTemplates(placed(config, meshes.ffn), deployment, meshes), meshes
-
-
-def idle_experts(sizes: SlotSizes, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Table and counts of a layer of the ffn role whose experts are at home."""
-    bank = Bank((0,), sizes)
-    table = replica_table(home_slots(sizes), sizes)[None]
-    return (
-        jax.device_put(table, cached_sharding(mesh, REPLICATED)),
-        jax.device_put(
-            np.zeros(bank.counts.shape, bank.counts.dtype),
-            cached_sharding(mesh, bank.counts_spec(expert_axes(mesh))),
-        ),
-    )
-
-
-def build(deployment: Deployment, config: ModelConfig) -> RandomModel:
-    """Compiles and fills both roles on the devices of this process."""
-    use_compilation_cache()
-    templates, meshes = templates_of(deployment, config)
-    bucket, names, source = bucket_of(deployment), step3_names(config), RandomLeaves()
-    attention, executables, weights = build_attention(
-        templates, deployment, meshes.attention, source, names
-    )
-    ffn, _, ffn_weights, slots = build_ffn(templates, deployment, meshes.ffn, source, names)
-    return RandomModel(
-        deployment,
-        config,
-        bucket,
-        attention,
-        ffn,
-        executables[bucket],
-        weights,
-        ffn_weights,
-        slots,
-        RuntimeLink(
-            deployment.link.transport,
-            Contract.of(config, deployment),
-            meshes.attention,
-            meshes.ffn,
-            [bucket.tokens],
-        ),
-    )
 
 
 def build_driver(deployment: Deployment, config: ModelConfig) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.bench import compare, drafts, long
+from jaxserve.bench import compare, drafts
 from jaxserve.bench.overlap import ideal_gains
 from jaxserve.bench.report import table
 from tests import golden
@@ -32,15 +32,6 @@ def test_a_prompt_counts_its_own_tokens_and_a_batch_what_it_generates():
     found["ours"] = {"seconds": 3.0, "sizes": "colocated, 32 slots"}
     found["transformers"] = {"torch": "2.15", "transformers": "5.23"}
     golden.check("bench/compare.txt", table(compare.part_of(found, batches, "in FP32")) + "\n")
-
-
-def test_time_to_the_first_token_may_grow_as_the_operations_do_and_a_little_faster():
-    cores = {1024: 0.1, 4096: 0.8, 16384: 12.8}
-    runs = {
-        str(length): {"first": 1.0, "core": core, "between": 0.01} for length, core in cores.items()
-    }
-    part = long.part_of({"lengths": runs, "sizes": "colocated"}, [1.0, 8.0, 84.0])
-    golden.check("bench/long.txt", table(part) + "\n")
 
 
 @pytest.mark.parametrize(
