@@ -75,6 +75,7 @@ class PagePrograms:
         self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.heads = [pool.entries[0].heads for pool in self.pools]
         """KV heads of each pool."""
+        self._listed: dict[tuple[int, FormatName, bool], dict[Part, jax.ShapeDtypeStruct]] = {}
         states = not all(entry.every for entry in self.entries)
         self.closes = states or (rings_last and self.tables > 1)
         """True if only pieces of the smallest size have entries of rings: then the last piece of a
@@ -94,9 +95,11 @@ class PagePrograms:
         self, tokens: int, cache_format: FormatName, *, own: bool = False
     ) -> dict[Part, jax.ShapeDtypeStruct]:
         """Lists the arrays of a piece, head after head: those of all heads, or those of a device's
-        own heads."""
+        own heads. Every piece asks several times, on the engine's thread, so lists are kept."""
+        if (tokens, cache_format, own) in self._listed:
+            return self._listed[tokens, cache_format, own]
         heads = [max(1, count // self.tp) if own else count for count in self.heads]
-        return {
+        listed = self._listed[tokens, cache_format, own] = {
             (number, kind, head): array
             for head in range(max(heads))
             for number, pool in enumerate(self.pools)
@@ -106,6 +109,7 @@ class PagePrograms:
             )
             if tokens == self._smallest or not self._last(number, kind)
         }
+        return listed
 
     def _last(self, pool: int, kind: int) -> bool:
         """Returns whether only pieces of the smallest size have the rows of a page array."""

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from jaxserve.config.formats import FormatName
@@ -103,15 +102,9 @@ class SpreadPages(PageTransfer):
         shards_of, _ = fast_shards()
         return [shards_of(array)[0] for array in found]
 
-    def landing(
-        self, group: int, tokens: int, cache_format: FormatName
-    ) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of every KV head's arrays, all on this process's first device."""
-        sharding = SingleDeviceSharding(self._device)
-        return [
-            array.update(sharding=sharding)
-            for array in self.programs.parts(tokens, cache_format).values()
-        ]
+    def _lands_on(self, group: int, pool: int, head: int) -> jax.Device:
+        """Every KV head arrives on this process's first device."""
+        return self._device
 
     def scatter(
         self,

@@ -73,6 +73,7 @@ class PageTransfer:
         self._devices = mesh.devices
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
+        self._landings: dict[tuple[int, int, FormatName], list[jax.ShapeDtypeStruct]] = {}
         self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
 
     def warm_up(self, pages: Pages) -> Pages:
@@ -137,11 +138,18 @@ class PageTransfer:
     ) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings in which a piece must arrive for `scatter`: every KV
         head once, on a device that holds it."""
-        place, devices = self.programs.place, self._devices[group]
-        return [
-            array.update(sharding=SingleDeviceSharding(devices[place(pool, head)[0]]))
-            for (pool, _, head), array in self.programs.parts(tokens, cache_format).items()
-        ]
+        key = group, tokens, cache_format
+        if key not in self._landings:
+            self._landings[key] = [
+                array.update(sharding=SingleDeviceSharding(self._lands_on(group, pool, head)))
+                for (pool, _, head), array in self.programs.parts(tokens, cache_format).items()
+            ]
+        return self._landings[key]
+
+    def _lands_on(self, group: int, pool: int, head: int) -> jax.Device:
+        """Returns the device on which the arrays of a KV head arrive."""
+        device: jax.Device = self._devices[group, self.programs.place(pool, head)[0]]
+        return device
 
     def scatter(
         self,
