@@ -30,6 +30,12 @@ class Place(NamedTuple):
     """True if the worker takes long prompts, or as a domain long sequences, alone."""
 
 
+def placed(role: WorkerRole, addresses: Sequence[str], long: int) -> list[Place]:
+    """Returns the places of a role's workers, of which the last `long` ones are reserved."""
+    first = len(addresses) - long
+    return [Place(address, role, n >= first) for n, address in enumerate(addresses)]
+
+
 class Registry:
     """Places of a fleet. Any thread may read them.
 
@@ -55,9 +61,7 @@ class Registry:
         """All places, in the order of the file, then those that were added."""
         found: dict[str, Place | None] = {}
         for role, names, long in self._roles:
-            addresses = self._resolved(names)
-            first = len(addresses) - long
-            found |= {a: Place(a, role, n >= first) for n, a in enumerate(addresses)}
+            found |= {one.address: one for one in placed(role, self._resolved(names), long)}
         found |= self._changes
         return [place for place in found.values() if place is not None]
 

@@ -25,6 +25,7 @@ from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.registry import placed
 from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
@@ -207,22 +208,24 @@ class FleetSimulation:
         workers = deployment.prefill.workers if prefill is not None else 0
         if workers and prefill is not None:
             again = functools.partial(self._engine, deployment_of(deployment, "prefill"), prefill)
-            for number in range(workers):
-                reserved = number >= workers - deployment.prefill.long_workers
-                self._workers[f"prefill {number}"] = _Worker("prefill", again(), again, reserved)
+            self._add("prefill", workers, deployment.prefill.long_workers, again)
         self._elsewhere = workers > 0 or conditions.prefilled
         together = deployment.domains if deployment.topology.has("ffn") else 1
         asked = {"elsewhere": self._elsewhere, "domains": together}
         again = functools.partial(self._engine, deployment, domain, **asked)
-        domains = decode_workers(deployment)
-        for number in range(domains):
-            reserved = number >= domains - deployment.fleet.long_domains
-            self._workers[f"domain {number}"] = _Worker("domain", again(), again, reserved)
+        self._add("domain", decode_workers(deployment), deployment.fleet.long_domains, again)
         for loss in conditions.losses:
             if loss.worker not in self._workers:
                 known = ", ".join(self._workers)
                 raise ConfigError(f"lost worker {loss.worker!r}: there are {known}")
             self._at(loss.at, functools.partial(self._lose, loss))
+
+    def _add(
+        self, role: WorkerRole, count: int, long: int, again: Callable[[], SimulatedEngine]
+    ) -> None:
+        """Adds the workers of a role, with `long` of them reserved."""
+        for place in placed(role, [f"{role} {number}" for number in range(count)], long):
+            self._workers[place.address] = _Worker(role, again(), again, place.reserved)
 
     def run(self) -> FleetResult:
         """Simulates until every request has ended; with `running`, has had its first token."""
