@@ -173,11 +173,6 @@ def _check_runtimes(deployment: Deployment) -> None:
             f"ffn.instances = {ffn.instances}: each process of an ffn worker has an address, those "
             "of a worker follow each other, and each instance has as many workers"
         )
-    if apart and ffn.processes > 1 and link.batching == "merge":
-        raise ConfigError(
-            f"link.batching = {link.batching}, but ffn.processes = {ffn.processes}: several "
-            "processes run a message at a time (cohort or rotation)"
-        )
     if link.route == "broadcast" and ffn.exchange == "alltoall":
         raise ConfigError(
             "link.route = broadcast brings every token to every ffn device, and ffn.exchange = "

@@ -102,11 +102,6 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.dtype if self.cache.format == "auto" else self.cache.format
 
     @property
-    def merges(self) -> bool:
-        """True if a pass of an ffn worker over `pull` may have several messages."""
-        return self.link.batching != "rotation" and self.ffn.processes <= 1
-
-    @property
     def drafts(self) -> int:
         """Most drafts of a sequence and step; 0 without drafts."""
         return 0 if self.speculative.method == "none" else self.speculative.drafts

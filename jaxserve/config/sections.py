@@ -166,9 +166,9 @@ class Link(Section, frozen=True):
     one of each, then their standbys."""
     batching: Literal["rotation", "merge", "cohort"] = "cohort"
     """Messages of several attention workers that an ffn worker of another runtime runs in one pass,
-    as many as its memory allows; one with several `ffn.processes`. `rotation`: one; `merge`: those
-    of a layer that wait; `cohort`: those of lanes that keep in step, for which the worker waits as
-    long as that pays."""
+    as many as its memory allows, and at most `domains` with several `ffn.processes`. `rotation`:
+    one; `merge`: those of a layer that wait; `cohort`: those of lanes that keep in step, for which
+    the worker waits as long as that pays."""
     absent_seconds: Seconds = 60.0
     """How long an attention worker waits with no ffn worker there before its requests fail."""
 

@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet import bootstrap
@@ -76,6 +79,11 @@ class FFNGroup:
         except Exception as error:
             self.fail(error)
         self.ended.set()
+
+    def least(self, number: int) -> int:
+        """Returns the least of the numbers that the processes give, all at the same time, such as
+        those of messages that fit into their memory."""
+        return int(multihost_utils.process_allgather(np.int32(number)).min())
 
     def order(self, data: bytes = b"", actions: Sequence[Action] = ()) -> None:
         shapes = shapes_digest(self._peers.identity.digest, [])

@@ -165,21 +165,25 @@ def message_server(
     and run once.
 
     It is ready for as many domains as the deployment has, with its attention mesh and step sizes.
-    For others it compiles when they join.
+    For others it compiles when they join, unless it has several processes.
     """
     own = {role.role: role.mesh.local_devices}
     memory = available_memory(role.config, deployment, own, ffn_bytes)
     most = most_messages(role.config, deployment, memory[role.role])
+    if group is not None:  # its processes compile for this deployment's domains alone
+        most = min(most, deployment.domains)
     meshes = AbstractSubmeshes(deployment)
     templates = (role.templates or FFNTemplates)(role.config, deployment, meshes)
     built = build_ffn(templates, deployment, role.mesh, source, role.names, role.executables)
     policy = POLICIES[deployment.link.batching](most)
     work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
-    together = sizes_together(sizes, min(most, deployment.domains))
+    together = sizes_together(sizes, min(policy.most, deployment.domains))
     work.compile([size for size in together if size.messages > 1])
     if group is not None:
         group.wait_warm_up(revision(deployment.model).digest)
+        policy.most = group.least(policy.most)
+        together = sizes_together(sizes, policy.most)
     work.warm_up(together)
     server = MessageServer(
         address,

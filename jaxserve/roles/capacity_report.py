@@ -64,11 +64,8 @@ def describe_passes(config: ModelConfig, deployment: Deployment, available: int 
       available: bytes of an ffn device; None: unknown.
     """
     batching, domains = deployment.link.batching, deployment.domains
-    if not deployment.merges:
-        processes = max(1, deployment.ffn.processes)
-        return (
-            f"ffn passes   of one message (link.batching: {batching}, ffn.processes: {processes})"
-        )
+    if batching == "rotation":
+        return "ffn passes   of one message (link.batching: rotation)"
     most = most_messages(config, deployment, available)
     used = min(most, 1 << (domains - 1).bit_length())
     bound = f"{most} is the most" if most == MOST_MESSAGES else f"memory allows {most}"

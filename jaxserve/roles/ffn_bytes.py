@@ -94,7 +94,7 @@ def most_messages(config: ModelConfig, deployment: Deployment, available: int | 
     Args:
       available: bytes of a device; None: unknown.
     """
-    count = MOST_MESSAGES if deployment.merges else 1
+    count = 1 if deployment.link.batching == "rotation" else MOST_MESSAGES
     if count == 1 or available is None:
         return count
     (alone,) = ffn_bytes(config, deployment)

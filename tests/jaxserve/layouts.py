@@ -287,7 +287,7 @@ def beside_cancels(
     collector = Collector()
     gone = [collector.submit(engine, prompt, params) for prompt in dropped]
     named = [collector.submit(engine, prompt, params) for prompt in prompts]
-    collector.wait_for_tokens(gone[0], 3)
+    collector.wait_for_tokens(gone[0], 3, 240.0)
     for name in gone:
         engine.cancel(name)
     made = collector.wait()

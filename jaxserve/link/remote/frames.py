@@ -65,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
 
 class NamedMessage(msgspec.Struct, frozen=True, tag="message", array_like=True):
     """Names a message between processes of an ffn worker. A follower reports that all rows that
-    land at it have arrived; the leader orders that all processes run the message next."""
+    land at it have arrived; the leader orders the messages that all processes run next."""
 
     domain: str
     pieces: int

@@ -14,14 +14,18 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from jaxserve.link.dispatch.contract import MessageSize
+from jaxserve.link.remote.batching import Waiting
 from jaxserve.link.remote.frames import NamedMessage
 
 
 @dataclasses.dataclass(eq=False)
-class Arriving[Sender: Hashable]:
+class Arriving[Sender: Hashable](Waiting):
     """A message at one process.
 
     Attributes:
+      domain: the attention worker that sends it.
+      shape: its kind and size.
       places: numbers of the pieces that land here.
       waiting: processes that have not reported the message; process 0 decides by them.
       rows: pieces that have arrived, by number.
@@ -30,6 +34,8 @@ class Arriving[Sender: Hashable]:
       answer: pieces of the answer, by number; None before the message has run.
     """
 
+    domain: "Domain[Sender]"
+    shape: tuple[str, MessageSize]
     what: NamedMessage
     places: Sequence[int]
     waiting: set[int]
@@ -80,7 +86,9 @@ class Domain[Sender: Hashable]:
         if what.number < self._last.get(what.lane, 0):
             return None
         places = [piece for piece, process in enumerate(holders) if process == self._process]
-        made = Arriving[Sender](what, places, set(holders))
+        shape = what.kind, MessageSize(what.pieces, what.rows)
+        words = self, what.lane, what.layer, shape, what.lane
+        made = Arriving[Sender](*words, what, places, set(holders))
         return self._messages.setdefault(what.number, made)
 
     def complete(self, message: Arriving[Sender]) -> bool:

@@ -16,7 +16,6 @@ orders, in its order.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -31,7 +30,7 @@ import numpy as np
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.remote import frames
-from jaxserve.link.remote.batching import Turns, Waiting
+from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.group import Arriving, Domain
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
@@ -51,7 +50,8 @@ HELPERS = 16
 """Threads that send answers, of which a peer that reads nothing holds one up for 2 s at most, and
 that answer questions."""
 
-_names = msgspec.msgpack.Decoder(frames.NamedMessage)
+_report = msgspec.msgpack.Decoder(frames.NamedMessage)
+_order = msgspec.msgpack.Decoder(list[frames.NamedMessage])
 
 
 class Group(Protocol):
@@ -187,6 +187,7 @@ class MessageServer:
                 self._forget(domain)
             elif self._domains.get(domain.name) is domain:
                 self._domains[domain.name] = self._domains.pop(domain.name)
+                self.passes.forget(domain)
 
     # ------------------------------------------------------------------------ its messages
     def arrived(
@@ -201,58 +202,58 @@ class MessageServer:
             message = connection.domain.message(what, self.work.holders(what.pieces))
             if message is None:
                 return
-            whole, answer = message.take(connection, rows), message.answer
+            last, answer = message.take(connection, rows), message.answer
         if answer is not None:
             connection.answer(what.number, {piece: answer[piece] for piece in rows})
-        if whole:
+        if last:
             pieces = [message.rows[piece] for piece in message.places]
-            message.landed = self.work.land(what.kind, _size(what), pieces)
-            if self._group is not None and self.process:
-                self._group.report(encode(what))
-            else:
-                self._reported(connection.domain, message, 0)
+            message.landed = self.work.land(*message.shape, pieces)
+        if self._group is None or not self.process:
+            self._reported(message, 0)
+        elif last:
+            self._group.report(encode(what))
 
     def reported(self, process: int, data: bytes) -> None:
         """Handles the report of a follower, in process 0."""
-        what = _names.decode(data)
-        with self._changing:
-            domain = self._domains.setdefault(what.domain, Domain(what.domain))
-            message = domain.message(what, self.work.holders(what.pieces))
-        if message is not None:
-            self._reported(domain, message, process)
+        if (message := self._named(_report.decode(data))) is not None:
+            self._reported(message, process)
 
-    def _reported(
-        self, domain: "Domain[_DomainConnection]", message: "_Arriving", process: int
-    ) -> None:
-        """Queues a message once all processes have its rows."""
-        what = message.what
+    def _named(self, what: frames.NamedMessage) -> "_Arriving | None":
+        """Returns a message that another process of this worker names; none of it may be here."""
         with self._changing:
-            here = self._domains.get(domain.name) is domain
+            domain = self._domains.setdefault(what.domain, Domain(what.domain, self.process))
+            return domain.message(what, self.work.holders(what.pieces))
+
+    def _reported(self, message: "_Arriving", process: int) -> None:
+        """Queues a message in process 0 once it has landed at all processes; once more if its
+        domain, which was lost and with it the message's place in the queue, sends it again."""
+        domain = message.domain
+        with self._changing:
             message.waiting.discard(process)
-            if here and not message.waiting and domain.complete(message):
-                words = domain, what.lane, what.layer, (what.kind, _size(what)), what.lane
-                self.passes.put(_Complete(*words, message))
+            whole = message.landed is not None and not message.waiting
+            if whole and domain.connections and domain.complete(message):
+                self.passes.put(message)
 
     def _run_passes(self) -> None:
         while batch := self.passes.take():
             self._run_pass(batch)
             del batch  # or it would be kept until the next one comes, of a forgotten domain, too
 
-    def _run_pass(self, batch: "Sequence[_Complete]") -> None:
-        """Enqueues the answers to a batch, and sends each, or has it sent once it is computed."""
-        result, first = None, batch[0].message.what
+    def _run_pass(self, batch: "Sequence[_Arriving]") -> None:
+        """Runs a batch in all processes of this worker, without messages that have an answer or
+        whose domains were lost meanwhile."""
+        batch = [one for one in batch if one.answer is None and one.domain.connections]
+        if not batch:
+            return
+        result, names = None, [message.what for message in batch]
         try:
-            if self._group is not None:  # its processes run a message at a time
-                self._group.order(encode(first))
-            answers = self._run([one.message for one in batch])
-            result = next(iter(answers[0]), None)
+            if self._group is not None:
+                self._group.order(msgspec.msgpack.encode(names))
+            result = self._run(batch)
         except Exception as error:
-            logger.exception("link: no answer to %s", first)
-            for one in batch:
-                self.failed(one.domain, one.message.what.number, error)
-        else:
-            for one, answer in zip(batch, answers, strict=True):
-                self._answer(one.domain, one.message, answer)
+            logger.exception("link: no answer to %s", names)
+            for message in batch:
+                self.failed(message.domain, message.what.number, error)
         self.passes.enqueued(batch, result)
 
     def failed(self, domain: "Domain[_DomainConnection]", number: int, error: Exception) -> None:
@@ -272,36 +273,29 @@ class MessageServer:
           Array that is ready once the devices have carried it out; None: they have nothing to do.
 
         Raises:
-          EngineFailedError: the message has not arrived here.
+          EngineFailedError: a message of the pass has not arrived here.
         """
-        order = _names.decode(data)
-        with self._changing:
-            domain = self._domains.setdefault(order.domain, Domain(order.domain, self.process))
-            message = domain.message(order, self.work.holders(order.pieces))
-        if message is None or not message.whole:
-            raise EngineFailedError(f"process 0 orders {order}, which has not arrived here")
-        (answer,) = self._run([message])
-        self._answer(domain, message, answer)
-        return next(iter(answer), None)
+        batch = []
+        for what in _order.decode(data):
+            message = self._named(what)
+            if message is None or not message.whole:
+                raise EngineFailedError(f"process 0 orders {what}, which has not arrived here")
+            batch.append(message)
+        return self._run(batch)
 
-    def _run(self, messages: "Sequence[_Arriving]") -> Sequence[Sequence[jax.Array]]:
-        what = messages[0].what
-        nothing = self.work.land(what.kind, _size(what), []) if messages[0].landed is None else ()
-        landed = [nothing if one.landed is None else one.landed for one in messages]
-        return self.work.run(what.kind, what.layer, _size(what), landed)
-
-    def _answer(
-        self, domain: "Domain[_DomainConnection]", message: "_Arriving", answer: Sequence[jax.Array]
-    ) -> None:
-        """Keeps an answer, and sends every process its pieces."""
-        with self._changing:
-            parts = domain.ran(message, answer)
-        for connection, own in parts.items():
-            connection.answer(message.what.number, own)
-
-
-def _size(what: frames.NamedMessage) -> MessageSize:
-    return MessageSize(what.pieces, what.rows)
+    def _run(self, batch: "Sequence[_Arriving]") -> jax.Array | None:
+        """Enqueues the answers to a batch, keeps them, and sends every process its pieces, now or
+        once they are computed. Returns a piece of the first answer; None: all land elsewhere."""
+        (kind, size), layer = batch[0].shape, batch[0].layer
+        nothing = self.work.land(kind, size, []) if batch[0].landed is None else ()
+        landed = [nothing if message.landed is None else message.landed for message in batch]
+        answers = self.work.run(kind, layer, size, landed)
+        for message, answer in zip(batch, answers, strict=True):
+            with self._changing:
+                parts = message.domain.ran(message, answer)
+            for connection, own in parts.items():
+                connection.answer(message.what.number, own)
+        return next(iter(answers[0]), None)
 
 
 class _DomainConnection(ServedSession):
@@ -395,11 +389,3 @@ class _DomainConnection(ServedSession):
 
 
 _Arriving = Arriving[_DomainConnection]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Complete(Waiting):
-    """A message whose rows have all arrived, at all processes."""
-
-    domain: Domain[_DomainConnection]
-    message: _Arriving

@@ -1,6 +1,6 @@
 """A runtime of `test_runtimes.py`: `serve` for the ffn role; for attention an engine without
-network faces that runs all prompts of `layouts.py` in rounds, each when it is told, and prints the
-tokens."""
+network faces that runs all prompts of `layouts.py` in rounds, each when it is told, beside requests
+that begin alike and are cancelled, and prints the tokens."""
 
 import json
 import os
@@ -62,9 +62,12 @@ def main() -> int:
             if number and "MOVES" in os.environ:
                 begin_moves(engine.experts)
             print(f"round {number} begins", flush=True)
-            tokens = layouts.generate(engine)
+            dropped = [[*prompt, 1] for prompt in layouts.PROMPTS[:6]]
+            tokens = layouts.beside_cancels(engine, layouts.PROMPTS, dropped, layouts.GREEDY)
             layouts.idle(engine)
             print(f"round {number}: {json.dumps(tokens)}", flush=True)
+        work, _ = engine.experts.passes(SECONDS)
+        print(f"passes {work.passes} of {work.messages} messages", flush=True)
         print(f"compilations {engine.compilations_after_ready}", flush=True)
         print(f"resends {engine.link.counters.resends}", flush=True)
         engine.close()

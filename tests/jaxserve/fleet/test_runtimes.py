@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from jaxserve.launch.local.members import Member, runtime_of
 from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
@@ -126,19 +127,23 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
     and round 3 kills the last."""
     settings = layouts.LIMITS | {"lanes": 2, "domains": 3, "ffn.ep": ranks, "ffn.runtime": "ffn"}
     settings |= {"link.transport": "pull", "link.batching": batching, "attention.runtime": "a"}
-    settings["link.addresses"] = [f"127.0.0.1:{free_port()}"]
+    settings["ffn.processes"] = processes = ranks if batching == "cohort" else 1
+    settings["link.addresses"] = [f"127.0.0.1:{free_port()}" for _ in range(processes)]
     environment = {"JAX_PLATFORMS": "cpu", "ROUNDS": "4", "TOLD": str(tmp_path)}
+    environment["JAXSERVE_CLUSTER_TOKEN"] = "a secret of 16 or more"
 
     with contextlib.ExitStack() as stack:
 
-        def start(role, devices):
+        def start(role, devices, count=1):
             command = ["-m", "tests.jaxserve.fleet.runtime_process", "--role", role]
             command += ["--model", str(tiny_model)]
             command += [f"--set={key}={value}" for key, value in settings.items()]
-            more = {"JAX_NUM_CPU_DEVICES": str(devices)}
-            return stack.enter_context(started(command, environment | more))
+            own = environment | {"JAX_NUM_CPU_DEVICES": str(devices)}
+            made = [own | one.environment for one in runtime_of(count, Member("", [], 0))]
+            return [stack.enter_context(started(command, one)) for one in made]
 
-        ffn, workers = start("ffn", ranks), [start("attention", 1) for _ in range(3)]
+        ffn = start("ffn", ranks // processes, processes)
+        workers = [*start("attention", 1), *start("attention", 1), *start("attention", 1)]
         for number in range(4):
             (tmp_path / str(number)).touch()
             for worker in workers:
@@ -146,8 +151,9 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
             if number == 1:
                 workers[2].process.send_signal(signal.SIGSTOP)
             elif number == 2:
-                ffn.process.kill()
-                start("ffn", ranks)
+                for one in ffn:
+                    one.process.kill()
+                start("ffn", ranks // processes, processes)
             elif number == 3:
                 workers.pop().process.kill()
             for place, worker in enumerate(workers):
@@ -158,3 +164,5 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
         for worker in workers:
             assert worker.end(SECONDS) == 0, worker.output
             assert "compilations 0" in worker.output
+            passes, messages = re.search(r"passes (\d+) of (\d+)", worker.output).groups()
+            assert int(passes) < int(messages)

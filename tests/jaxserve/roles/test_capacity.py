@@ -266,7 +266,6 @@ class TestPasses:
         [
             (76, 4, "4.75", "memory allows 32"),
             (44, 4, "4.75", "memory allows 4"),
-            (41.5, 2, "2.40", "memory allows 2"),
             (39.5, 1, "1.22", "memory allows 1"),
         ],
     )
@@ -277,11 +276,6 @@ class TestPasses:
         text = describe(config, deployment, memory_of(deployment))
         assert f"up to {used} messages side by side, domains = 3 (link.batching: cohort)" in text
         assert f": {gb} GB of activations a device; {said}" in text
-
-    def test_several_processes_run_a_message_at_a_time(self):
-        two = load("step3-fleet", ffn_processes=2, link_addresses=["a:1", "b:1"])
-        said = "ffn passes   of one message (link.batching: cohort, ffn.processes: 2)"
-        assert said in describe(*two, memory_of(two[1]))
 
 
 class TestDescription:

@@ -109,19 +109,6 @@ def test_any_number_of_pieces_lands_on_two_devices(server, pieces):
             np.testing.assert_array_equal(answer, 2 * values(number, pieces, 8) + 2)
 
 
-@pytest.mark.parametrize("cohorts", [False, True])
-def test_two_domains_at_once_get_their_own_answers(toys, cohorts):
-    with toys.servers({"cohorts": cohorts}) as [server], client(server, domain="a") as one:
-        with client(server, domain="b") as other:
-            numbered = [(one, 0), (other, 100)]
-            for number in range(10):
-                for link, first in numbered:
-                    link.send(0, KIND, number % 4, toy.ROWS, on_mesh(values(first + number)))
-                for link, first in reversed(numbered):
-                    expected = 2 * values(first + number) + number % 4
-                    np.testing.assert_array_equal(link.receive(0), expected)
-
-
 def test_nothing_of_a_message_stays_once_it_is_answered(server):
     """A message's memory on the device does not wait for the garbage collector."""
     gc.disable()
