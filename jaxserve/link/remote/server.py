@@ -127,6 +127,9 @@ class MessageServer:
         listening = listen(self._address, self._token)
         self._thread.start()
         self._readers.start()
+        begun = threading.Barrier(HELPERS)
+        for _ in range(HELPERS):  # all begin now: later growth is a leak (`chaos/resources.py`)
+            self.helpers.submit(begun.wait, self.deadlines.handshake)
         return self._listener.start(listening)
 
     @property

@@ -13,7 +13,7 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.frames import Join, NamedMessage
 from jaxserve.link.remote.group import Domain
-from jaxserve.link.remote.server import MessageServer, _DomainConnection
+from jaxserve.link.remote.server import HELPERS, MessageServer, _DomainConnection
 from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
 
@@ -157,6 +157,13 @@ def test_an_order_without_its_rows_is_an_error():
     order = NamedMessage("d0", 2, 0, 0, "dense", 0, 8)
     with pytest.raises(EngineFailedError, match="which has not arrived here"):
         Process(1, [0, 1]).server.ordered(encode([order]))
+
+
+def test_all_helpers_run_from_the_start_on():
+    server = Process(0, [0]).server
+    server.start()
+    assert len(server.helpers._threads) == HELPERS
+    server.close()
 
 
 def test_a_lane_forgets_what_came_before_its_last_message():
