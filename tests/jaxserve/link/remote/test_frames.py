@@ -14,9 +14,7 @@ NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))
 
 
 def test_note_is_an_array_of_plain_values() -> None:
-    assert msgspec.msgpack.decode(encode(NOTE)) == [
-        *("note", 7, 1, "moe", 2, 64, [4096, 4294967295])
-    ]
+    assert msgspec.msgpack.decode(encode(NOTE)) == ["note", 7, 1, "moe", 2, 64, [4096, 4294967295]]
 
 
 def test_frames_come_back() -> None:

@@ -132,6 +132,7 @@ class World:
             rows=[1],
             deadlines=DEADLINES,
         )
+        self.link._usual = 0.004  # before it is known, lost messages wait for `answer` seconds
         self.link._answer_shape = lambda *_: connection.AnswerShape([None], lambda rows: rows[0])
         self.link._changed = changed = contextlib.nullcontext()
         changed.notify_all, changed.wait = lambda: None, self.advance
