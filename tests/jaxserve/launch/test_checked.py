@@ -55,7 +55,11 @@ def test_what_is_rendered_was_checked(name: str, hardware: str, tmp_path: Path, 
         given = f"--config {name} --hardware {hardware} --target {target} --leader h0"
         if text := rendered(f"{given} --model-path /models/x"):
             command = f"{given} --model-path /models/x"
-            made = checked.assumed_on(deployment_in(text, tmp_path), hardware)
+            try:
+                made = checked.assumed_on(deployment_in(text, tmp_path), hardware)
+            except ConfigError:  # a TPU slice cannot run it
+                assert main([*command.split(), "--target", target]) == 2
+                continue
             sizes.append([getattr(made, key) for key in SIZES])
     if command and main([*command.split(), "--write", str(tmp_path / "made")]) == 0:
         (one,) = seen
