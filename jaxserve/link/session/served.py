@@ -58,6 +58,9 @@ class ServedSession(Session, abc.ABC):
         """Called once the answer is sent, which must be the first frame that the other end gets."""
 
     def end(self) -> None:
-        """See `Session`."""
+        """See `Session`. Ends that were refused are not logged: while a worker starts, its router
+        tries several times a second."""
         super().end()
-        logger.info("%s: %s has left: %s", self._link, self.name or "a stranger", self.failure)
+        level = logging.INFO if self.name else logging.DEBUG
+        name = self.name or self._channel.peer
+        logger.log(level, "%s: %s has left: %s", self._link, name, self.failure)
