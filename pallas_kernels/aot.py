@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.hlo import estimated_cycles
 
 
-class Generation(NamedTuple):
+class TpuGeneration(NamedTuple):
     """A TPU generation; rates of one core, which is what JAX calls a device."""
 
     topology: str
@@ -39,9 +39,9 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = {
-    "v5e": Generation("v5e:2x2", "TPU v5 lite", 1.5e9, 819e9, 4),
-    "v6e": Generation("v6e:2x2", "TPU v6 lite", 1.75e9, 1640e9, 4),
-    "v7x": Generation("tpu7x:2x2x1", "TPU7x", 2.2e9, 3690e9, 1),
+    "v5e": TpuGeneration("v5e:2x2", "TPU v5 lite", 1.5e9, 819e9, 4),
+    "v6e": TpuGeneration("v6e:2x2", "TPU v6 lite", 1.75e9, 1640e9, 4),
+    "v7x": TpuGeneration("tpu7x:2x2x1", "TPU7x", 2.2e9, 3690e9, 1),
 }
 """Bandwidths as published (v7x: half a chip's). Clocks are the published peak of BF16 products
 divided by what the matrix units do in a cycle."""
@@ -91,7 +91,7 @@ def cases(op: str, generation: str) -> list[Case]:
     return module.cases(generation)
 
 
-def compile_case(case: Case, generation: Generation) -> jax.stages.Compiled:
+def compile_case(case: Case, generation: TpuGeneration) -> jax.stages.Compiled:
     """Compiles for one core; the process must have been started in `environment()`."""
     topology = topologies.get_topology_desc(generation.topology, platform="tpu")
     return compile_on(topology.devices[0], case)

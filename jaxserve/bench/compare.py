@@ -35,7 +35,7 @@ from jaxserve.bench.load import write_checkpoint
 from jaxserve.bench.report import Measure, Part, add_report_arguments, count, median_ratio, publish
 from jaxserve.bench.requests import greedy, random_prompts
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Helper, Worker, asked, say
+from jaxserve.bench.workers import Helper, Task, asked, say
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.command_line import add_options
 from jaxserve.errors import ConfigError
@@ -109,7 +109,7 @@ def measure(folder: Path, with_theirs: bool, options: argparse.Namespace) -> Ite
     """Runs both sides in turns."""
     batches, rounds = (QUICK, 1) if options.quick else (BATCHES, options.rounds)
     vocab = read_config(folder)[0].vocab
-    ours = Worker(generate, {"folder": str(folder), "overrides": options.set})
+    ours = Task(generate, {"folder": str(folder), "overrides": options.set})
     theirs = [options.python, compare_transformers.__file__, str(folder), options.theirs]
     found: dict[str, Any] = {"ours": None, "transformers": None}
     with contextlib.ExitStack() as stack:

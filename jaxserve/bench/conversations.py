@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
-from jaxserve.bench.workers import BenchError, Worker, run_worker
+from jaxserve.bench.workers import BenchError, Task, run_worker
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.fleet.assembly import open_engine
@@ -42,7 +42,7 @@ def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with one device."""
     users, turns = (QUICK_USERS, QUICK_TURNS) if quick else (USERS, TURNS)
     arguments = {"users": users, "turns": turns}
-    found = run_worker(Worker(measure_pools, arguments, devices=1), _SECONDS)
+    found = run_worker(Task(measure_pools, arguments, devices=1), _SECONDS)
     measures, base = [], found["endless"]["seconds"]
     for name, samples in found.items():
         seconds = samples["seconds"]

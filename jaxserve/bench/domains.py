@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Worker, run_workers
+from jaxserve.bench.workers import BenchError, Task, run_workers
 from jaxserve.link.dispatch.contract import MOST_MESSAGES, MessageSize
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.passes import POLICIES
@@ -61,9 +61,9 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder:
         shared = {"address": f"127.0.0.1:{free_port()}", "folder": folder, "domains": domains}
         server = {"batching": batching, "fixed": fixed, "each": each}
-        workers = [Worker(serve_messages, shared | server)]
+        workers = [Task(serve_messages, shared | server)]
         workers += [
-            Worker(run_domain, shared | {"name": f"{n}", "attend": attend, "seconds": seconds})
+            Task(run_domain, shared | {"name": f"{n}", "attend": attend, "seconds": seconds})
             for n in range(domains)
         ]
         return sum(run_workers(workers, _SECONDS)[1:])

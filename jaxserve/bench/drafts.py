@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.bench.quality import held_out
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.requests import DEMO, greedy, run_requests
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Task, run_worker
 from jaxserve.config.load import load_deployment
 from jaxserve.fleet.assembly import open_engine
 
@@ -34,7 +34,7 @@ _SECONDS = 1500.0
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with one device."""
     arguments = {"rounds": 1 if quick else 8}
-    yield part_of(run_worker(Worker(measure_methods, arguments, devices=1), _SECONDS))
+    yield part_of(run_worker(Task(measure_methods, arguments, devices=1), _SECONDS))
 
 
 def measure_methods(rounds: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.bench.random_model import deployment_of, model_config, templates_of
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.timing import core_seconds, take_turns
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Task, run_worker
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN, RouterSpec
@@ -42,7 +42,7 @@ SECONDS = 600.0
 
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with an attention device and an ffn device a rank."""
-    worker = Worker(measure_layer, {"rounds": 3 if quick else 15}, devices=RANKS + 1)
+    worker = Task(measure_layer, {"rounds": 3 if quick else 15}, devices=RANKS + 1)
     found = run_worker(worker, SECONDS)
     measures = [
         Measure("busiest expert ÷ mean", found["skew"], limit=8.0, better="more"),

@@ -16,7 +16,7 @@ import grpc
 
 from jaxserve.bench.client import Client, completion_body
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Worker, run_worker
+from jaxserve.bench.workers import BenchError, Task, run_worker
 from jaxserve.config.sections import Server
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput
@@ -114,7 +114,7 @@ def measure(quick: bool) -> Iterator[Part]:
         face.open(generator)
     try:
         bare = _bare_seconds(generator)
-        found = run_worker(Worker(run_clients, arguments), SECONDS)
+        found = run_worker(Task(run_clients, arguments), SECONDS)
     finally:
         for face in faces:
             face.stop(1.0)

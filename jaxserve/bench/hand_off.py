@@ -23,7 +23,7 @@ from jaxserve.bench.random_model import deployment_of, model_config
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.timing import wall_seconds
-from jaxserve.bench.workers import BenchError, Helper, Worker, asked, run_worker, say, two_cores
+from jaxserve.bench.workers import BenchError, Helper, Task, asked, run_worker, say, two_cores
 from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN
@@ -52,7 +52,7 @@ def measure(quick: bool) -> Iterator[Part]:
     rounds = 2 if quick else 12
     cores = two_cores("hand-off")
     arguments = {"rounds": rounds, "prefill_core": cores[0]}
-    found = run_worker(Worker(measure_sizes, arguments, core=cores[1]), _SECONDS)
+    found = run_worker(Task(measure_sizes, arguments, core=cores[1]), _SECONDS)
     measures = []
     for name, row in found.items():
         copy, pulled, added = (statistics.median(row[key]) for key in ("copy", "hand_off", "added"))
@@ -127,7 +127,7 @@ def measure_sizes(rounds: int, prefill_core: int) -> dict[str, Any]:
       BenchError: the prefill worker does not hold the pages of a prompt.
     """
     found: dict[str, Any] = {}
-    worker = Worker(prefill, {"core": prefill_core})
+    worker = Task(prefill, {"core": prefill_core})
     with Helper(worker.command(), _SECONDS) as helper:
         engine, draw = open_worker("domain"), random.Random(0)
         port = helper.answer()

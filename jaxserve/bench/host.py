@@ -20,7 +20,7 @@ import msgspec
 from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers
+from jaxserve.bench.workers import Task, leave_runtime, run_worker, run_workers
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, RouterSpec
 from jaxserve.fleet.arguments import ProcessArguments
@@ -40,9 +40,9 @@ _SECONDS = 900.0
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with a device of each role, and in two processes."""
     rounds = 3 if quick else 100
-    found = {"both roles": run_worker(Worker(enqueue, {"rounds": rounds}, devices=2), _SECONDS)}
+    found = {"both roles": run_worker(Task(enqueue, {"rounds": rounds}, devices=2), _SECONDS)}
     given = {"rounds": rounds, "address": f"127.0.0.1:{free_port()}"}
-    pair = [Worker(enqueue, given | {"process": process}) for process in (0, 1)]
+    pair = [Task(enqueue, given | {"process": process}) for process in (0, 1)]
     found |= zip(("attention", "ffn"), run_workers(pair, _SECONDS), strict=True)
     measures = []
     for roles, times in found.items():

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from jaxserve.bench.random_model import templates_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.timing import wall_seconds
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Task, run_worker
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.opening import open_checkpoint
@@ -103,7 +103,7 @@ def write_checkpoint(
 
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with two devices."""
-    seconds, size = run_worker(Worker(measure_ways, {"quick": quick}, devices=2), _SECONDS)
+    seconds, size = run_worker(Task(measure_ways, {"quick": quick}, devices=2), _SECONDS)
     yield part_of(seconds, size)
 
 

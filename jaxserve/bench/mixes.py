@@ -20,7 +20,7 @@ import numpy as np
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Worker, run_workers
+from jaxserve.bench.workers import Task, run_workers
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.config.deployment import Deployment
@@ -193,7 +193,7 @@ def _measured(
         given = {"settings": settings, "mixes": mixes, "rounds": rounds, "vocab": vocab}
         given["written"] = f"{file}"
         each = [given | {"joins": joins | {"process_id": n}} for n in range(processes)]
-        run_workers([Worker(run_mixes, arguments) for arguments in each], _SECONDS)
+        run_workers([Task(run_mixes, arguments) for arguments in each], _SECONDS)
         found = msgspec.json.decode(file.read_bytes())
     return msgspec.convert(found["mixes"], Found), found["compilations"]
 

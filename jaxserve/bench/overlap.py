@@ -22,7 +22,7 @@ from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.stages import run_steps
 from jaxserve.bench.timing import take_turns
-from jaxserve.bench.workers import Worker, leave_runtime, run_worker, run_workers, two_cores
+from jaxserve.bench.workers import Task, leave_runtime, run_worker, run_workers, two_cores
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
@@ -55,14 +55,14 @@ def measure(quick: bool) -> Iterator[Part]:
     """Calibrates and runs all transports; starts no JAX in this process."""
     cores = two_cores("overlap")
     steps = {"steps": 2 if quick else 6}
-    stages = run_worker(Worker(calibrate, steps, 2, cores[0]), _CALIBRATE_SECONDS)
+    stages = run_worker(Task(calibrate, steps, 2, cores[0]), _CALIBRATE_SECONDS)
     found: dict[str, list[Any]] = {}
     for transport in TRANSPORTS:
         shared = {"width": stages["width"], "transport": transport}
         shared |= {"steps": 3 if quick else 6, "rounds": 2 if quick else 8}
         shared["address"] = f"127.0.0.1:{free_port()}"
         way = run_apart if TRANSPORTS[transport].crosses_runtimes else run_joined
-        workers = [Worker(way, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
+        workers = [Task(way, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
         found[transport] = run_workers(workers, _RUN_SECONDS)
     yield report(stages, found)
 

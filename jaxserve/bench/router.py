@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Helper, Worker, say
+from jaxserve.bench.workers import BenchError, Helper, Task, say
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
@@ -174,7 +174,7 @@ def measure(quick: bool) -> Iterator[Part]:
     workers, requests = (20, 200) if quick else (WORKERS, REQUESTS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with Helper(Worker(serve, {"workers": workers}).command(), SECONDS) as stubs:
+    with Helper(Task(serve, {"workers": workers}).command(), SECONDS) as stubs:
         yield _measure(deployment_of(stubs.answer()), requests, 0.5 if quick else IDLE_SECONDS)
 
 

@@ -245,7 +245,7 @@ def _write_page(file: Path | None, outcomes: Sequence[Outcome], report: Report) 
             line = Series(name, points)
             charts.append(chart(f"{name}: percent that took at most", "ms", "%", [line]))
     where = describe_machine(report.machine)
-    part = view.Part(where, [["", "value", "unit"], *rows], pictures=charts)
+    part = view.PagePart(where, [["", "value", "unit"], *rows], pictures=charts)
     try:
         file.write_text(view.Report("Load on a server", [part], None).page, encoding="utf-8")
     except OSError as error:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.bench.report import count, describe_machine, this_machine
-from jaxserve.bench.workers import Worker, barrier, leave_runtime, run_workers, two_cores
+from jaxserve.bench.workers import Task, barrier, leave_runtime, run_workers, two_cores
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.runtime import warm_up
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     shared = {name: getattr(options, name) for name in ("batches", "contexts", "steps", "rounds")}
     shared |= {"config": options.config, "overrides": options.set, "cores": cores}
     shared["coordinator"] = f"127.0.0.1:{free_port()}"
-    workers = [Worker(work, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
+    workers = [Task(work, {**shared, "process": n}, core=core) for n, core in enumerate(cores)]
     found = run_workers(workers, _RUN_SECONDS)
     spans = [msgspec.convert(each, list[Span]) for each in found]
     summary = timeline_view.write(options.timeline, merge(spans))

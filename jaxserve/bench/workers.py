@@ -30,7 +30,7 @@ class BenchError(JaxserveError):
     """A measurement failed or was late; for a process, the message has the end of its output."""
 
 
-class Worker(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True):
     """Function to run in a process of its own.
 
     Attributes:
@@ -58,7 +58,7 @@ class Worker(msgspec.Struct, frozen=True):
         return found | ({"JAX_NUM_CPU_DEVICES": f"{self.devices}"} if self.devices else {})
 
 
-def run_worker(worker: Worker, seconds: float) -> Any:
+def run_worker(worker: Task, seconds: float) -> Any:
     """Runs one worker and returns the function's result.
 
     Raises:
@@ -67,7 +67,7 @@ def run_worker(worker: Worker, seconds: float) -> Any:
     return run_workers([worker], seconds)[0]
 
 
-def run_workers(workers: Sequence[Worker], seconds: float) -> list[Any]:
+def run_workers(workers: Sequence[Task], seconds: float) -> list[Any]:
     """Runs workers concurrently and returns the results of the functions that returned, else None.
 
     Raises:
@@ -113,7 +113,7 @@ class Helper:
     It has to end when its standard input does. It may be started while threads run here.
 
     Args:
-      command: command line; `Worker.command` gives that of a function.
+      command: command line; `Task.command` gives that of a function.
       seconds: deadline of the whole conversation.
     """
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.bench.report import Part, amount, count, publish
-from jaxserve.chaos.deployment import Deployment
+from jaxserve.chaos.deployment import RunningDeployment
 from jaxserve.chaos.figures import Found, parts
 from jaxserve.chaos.questions import answers, questions
 from jaxserve.chaos.schedule import KINDS
-from jaxserve.chaos.storm import START_SECONDS, Plan, Storm
+from jaxserve.chaos.storm import START_SECONDS, Storm, StormPlan
 from jaxserve.config.command_line import add_deployment_arguments, add_options, read_deployment
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.ports import free_port
@@ -121,7 +121,7 @@ def _storm(options: argparse.Namespace) -> Found:
     if options.minutes is None:
         options.minutes = 1.0 if options.kills is None else math.inf
     options.kills = options.kills or 10**9
-    plan = msgspec.convert(vars(options), Plan)
+    plan = msgspec.convert(vars(options), StormPlan)
     with tempfile.TemporaryDirectory(prefix="jaxserve-chaos-") as temporary:
         folder = options.keep or Path(temporary)
         try:
@@ -129,7 +129,7 @@ def _storm(options: argparse.Namespace) -> Found:
         except OSError as error:
             raise ConfigError(f"--keep {folder}: {error.strerror}") from None
         admin = f"127.0.0.1:{free_port()}"
-        running = Deployment(_launch(options, admin), folder)
+        running = RunningDeployment(_launch(options, admin), folder)
         try:
             running.wait(lambda: bool(running.processes), START_SECONDS, "a first process")
             running.wait(running.whole, START_SECONDS, "the start of all processes")

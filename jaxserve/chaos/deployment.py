@@ -76,7 +76,7 @@ class Process(msgspec.Struct):
         return self.role == "follower" or self.ready >= self.starts
 
 
-class Deployment:
+class RunningDeployment:
     """Starts the launcher and reads everything that is printed. Links can be disturbed.
 
     Args:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import cast
 
-from jaxserve.chaos.deployment import Deployment, Process
+from jaxserve.chaos.deployment import Process, RunningDeployment
 from jaxserve.chaos.proxy import Mode
 from jaxserve.chaos.schedule import Fault
 
@@ -21,7 +21,7 @@ TURN_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def happening(fault: Fault, victim: Process, deployment: Deployment) -> Iterator[None]:
+def happening(fault: Fault, victim: Process, deployment: RunningDeployment) -> Iterator[None]:
     """Has the fault happen while the block runs."""
     pid = victim.pid
     match fault.kind:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.workers import Worker, run_worker
+from jaxserve.bench.workers import Task, run_worker
 from jaxserve.config.command_line import read_deployment
 from jaxserve.engine.request import SamplingParams
 
@@ -116,7 +116,7 @@ def answers(
 ) -> list[list[int]]:
     """Returns the token ids of each answer, from a process of its own; raises as `run_worker`."""
     given = {"asked": msgspec.to_builtins(asked), "config": config, "model": model}
-    found = run_worker(Worker(answer, {**given, "sets": sets}), SECONDS)
+    found = run_worker(Task(answer, {**given, "sets": sets}), SECONDS)
     return msgspec.convert(found, list[list[int]])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.bench.workers import BenchError
-from jaxserve.chaos.deployment import Deployment, Line, Process
+from jaxserve.chaos.deployment import Line, Process, RunningDeployment
 from jaxserve.chaos.faults import happening
 from jaxserve.chaos.figures import Event, Found
 from jaxserve.chaos.load import Face, Load
@@ -36,7 +36,7 @@ _LEVEL = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 _TOUCHED = re.compile(r"chaos-(\d+)")
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class StormPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Load and faults of a storm: the options of the same names.
 
     Attributes:
@@ -82,8 +82,8 @@ class Storm:
 
     def __init__(
         self,
-        deployment: Deployment,
-        plan: Plan,
+        deployment: RunningDeployment,
+        plan: StormPlan,
         asked: Sequence[Question],
         answers: Sequence[Sequence[int]],
         admin: str = "",

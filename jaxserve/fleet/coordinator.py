@@ -28,7 +28,7 @@ from typing import Literal
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
-from jaxserve.fleet.placement import Placement
+from jaxserve.fleet.placement import RequestPlacement
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.request_frames import Cancel, check_unused
 from jaxserve.fleet.routed import Job, Routed, WaitingRequests, Worker
@@ -72,7 +72,7 @@ class Coordinator:
         self._cluster = deployment.cluster
         self._name, self._clock = name, clock
         self._numbers = itertools.count()
-        self.placement = Placement(deployment, clock)
+        self.placement = RequestPlacement(deployment, clock)
         self.requests: dict[str, Routed] = {}
         """Request id → request."""
         self._attempts: dict[str, Routed] = {}

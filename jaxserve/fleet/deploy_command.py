@@ -25,7 +25,7 @@ from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Spares
 from jaxserve.planner.deploy import Hosts, Sizer
-from jaxserve.planner.deploy_fleet import Asked, Deployment, Fleet, Part, Planned, Scaled
+from jaxserve.planner.deploy_fleet import Asked, DeployedPart, Fleet, FleetPlan, Planned, Scaled
 from jaxserve.planner.deploy_view import deploy_report
 from jaxserve.planner.deployment_file import plan_file, write_fleet
 from jaxserve.planner.hardware import Hardware
@@ -121,14 +121,14 @@ def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]
     searcher = read_searcher(options, attention, ffn, context, formats)
     tell = Progress()
 
-    def simulate(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
+    def simulate(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
         tell(lambda: f"simulates {fleet.text} ({part})")
         return simulated(sizer, part, fleet)
 
     return Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate), hardware
 
 
-def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
+def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
     """Returns the times of a fleet's requests, or of those that come to a part of it."""
     from jaxserve.roles.parameters import attention_cost  # imports JAX
 
@@ -194,7 +194,7 @@ def simulated(sizer: Sizer, part: Part, fleet: Fleet) -> FleetResult:
     ).run()
 
 
-def _count(part: Part, fleet: Fleet, sizer: Sizer, coarse: int) -> tuple[int, int]:
+def _count(part: DeployedPart, fleet: Fleet, sizer: Sizer, coarse: int) -> tuple[int, int]:
     """Requests that are simulated, and the first ones that do not count; where units compute
     prompts, also the last. A whole fleet gets those of its file: with other lengths and gaps the
     TTFT of a plan and that of its file are 20 % apart."""
@@ -230,7 +230,7 @@ def _steps_each(sizer: Sizer, fleet: Fleet) -> float:
     return fleet.units / (sizer.demand.rate * fleet.pace)
 
 
-def _coarse(part: Part, fleet: Fleet, sizer: Sizer) -> int:
+def _coarse(part: DeployedPart, fleet: Fleet, sizer: Sizer) -> int:
     """Returns how many tokens a simulated one stands for: a power of two that divides a page.
 
     Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen.
@@ -246,7 +246,7 @@ def _coarse(part: Part, fleet: Fleet, sizer: Sizer) -> int:
     return 1 << max(0, int(most).bit_length() - 1)
 
 
-def _part(fleet: Fleet, part: Part) -> tuple[int, int]:
+def _part(fleet: Fleet, part: DeployedPart) -> tuple[int, int]:
     """Workers and units that are simulated: as few as stand for the fleet, in its proportion."""
     groups, sequences = fleet.worker.layout.dp, fleet.sequences / fleet.units
     workers = min(fleet.workers, max(2, GROUPS // groups))
@@ -317,7 +317,7 @@ def _write(
     return msgspec.structs.replace(planned, best=best)
 
 
-def _simulation(options: argparse.Namespace, sizer: Sizer, made: Deployment) -> list[str]:
+def _simulation(options: argparse.Namespace, sizer: Sizer, made: FleetPlan) -> list[str]:
     """Returns the arguments of `plan` that simulate the file, in the middle of things; where units
     compute prompts, from its start."""
     demand, fleet, layout = sizer.demand, made.fleet, made.fleet.unit.plan.layout

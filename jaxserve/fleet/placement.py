@@ -104,7 +104,7 @@ STRANDED_SECONDS = 0.5
 can be as old."""
 
 
-class Placement:
+class RequestPlacement:
     """Keeps the workers of one router and chooses among them.
 
     Args:

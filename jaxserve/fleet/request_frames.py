@@ -107,7 +107,7 @@ def without_grammar(params: SamplingParams) -> tuple[SamplingParams, GrammarOf]:
     return sent, GrammarOf(grammar.serialised, grammar.begins_after)
 
 
-class Refusal(msgspec.Struct, omit_defaults=True):
+class SentError(msgspec.Struct, omit_defaults=True):
     """An error, as it is sent between processes."""
 
     kind: str
@@ -116,8 +116,8 @@ class Refusal(msgspec.Struct, omit_defaults=True):
     retry_after_s: float = 0.0
 
     @classmethod
-    def of(cls, error: Exception) -> "Refusal":
-        """Turns an error into a refusal."""
+    def of(cls, error: Exception) -> "SentError":
+        """Returns the form in which an error is sent."""
         match error:
             case InvalidRequestError(field=field, message=message):
                 return cls("InvalidRequestError", message, field=field)

@@ -37,7 +37,7 @@ from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
 from jaxserve.planner.scenario import Roles, Scenario, scenario
 from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times
 from jaxserve.planner.stage_times import expert_loads
-from jaxserve.planner.view import Part, Report, show, times_row
+from jaxserve.planner.view import PagePart, Report, show, times_row
 
 SCOPE = (
     "decode only, every slot taken: prompts come computed from elsewhere; --rate simulates "
@@ -174,9 +174,9 @@ def _alone(options: argparse.Namespace) -> Report:
     page = timeline_view.page(spans, timeline_view.steady_summary(spans), "as simulated").decode()
     picture = f'<iframe srcdoc="{escape(page)}" width="100%" height="720"></iframe>'
     shown = [
-        Part(rows=_rows(result, more), lines=notes),
-        Part("The last steps", pictures=[picture], aside=True),
-        Part("What went in", lines=told, aside=True),
+        PagePart(rows=_rows(result, more), lines=notes),
+        PagePart("The last steps", pictures=[picture], aside=True),
+        PagePart("What went in", lines=told, aside=True),
     ]
     return Report("A deployment, simulated", shown, tree)
 
@@ -218,9 +218,9 @@ def _pool(options: argparse.Namespace) -> Report:
     for name, one in found.items():
         iteration = (f"{seconds * 1e3:.1f}" for seconds in (one.p50, one.p99, one.longest))
         rows.append([name, f"{one.tokens:.0f}", *iteration, f"{one.messages:.1f}"])
-    told = Part("What went in", lines=_told(pool=pool), aside=True)
+    told = PagePart("What went in", lines=_told(pool=pool), aside=True)
     title = f"{count} attention workers on an ffn worker, simulated"
-    return Report(title, [Part(rows=rows), told], {"pool": pool, "result": found})
+    return Report(title, [PagePart(rows=rows), told], {"pool": pool, "result": found})
 
 
 # ------------------------------------------------------------------------------------- a fleet
@@ -234,8 +234,8 @@ def _fleet(options: argparse.Namespace, deployment: Deployment) -> Report:
     inputs = {"traffic": msgspec.structs.replace(traffic, running=()), "conditions": conditions}
     workers = f"{deployment.prefill.workers}, {decode_workers(deployment)}"
     shown = [
-        Part(rows=_rows(result, {"prefill workers, domains": workers})),
-        Part("What went in", lines=_told(**inputs), aside=True),
+        PagePart(rows=_rows(result, {"prefill workers, domains": workers})),
+        PagePart("What went in", lines=_told(**inputs), aside=True),
     ]
     return Report("A fleet, simulated", shown, msgspec.to_builtins(inputs | {"result": result}))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxserve
 from jaxserve.engine.request import SamplingParams
-from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, Refusal
+from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, SentError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.link.session.messages import Greeting
@@ -190,14 +190,14 @@ class Held(Frame):
 
     request_id: str
     source: PagesSource | None = None
-    refusal: Refusal | None = None
+    refusal: SentError | None = None
 
 
 class Rejected(Frame):
     """Reports that a request is not accepted; no output of it will follow."""
 
     request_id: str
-    refusal: Refusal
+    refusal: SentError
 
 
 class State(Frame):

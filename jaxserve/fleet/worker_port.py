@@ -23,11 +23,10 @@ from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, JaxserveError, OverloadedError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.kept_requests import KeptRequests
-from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, Refusal
+from jaxserve.fleet.request_frames import KNOWN, Cancel, Frame, GrammarOf, Outputs, SentError
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Channel, Deadlines
-from jaxserve.link.session.hello import Hello
-from jaxserve.link.session.hello import Refusal as HelloRefusal
+from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener, address_of, listen
 from jaxserve.link.session.messages import Join
 from jaxserve.link.session.working import WorkingSession
@@ -246,7 +245,7 @@ class RouterConnection(WorkingSession[Item]):
     def _admit(self, join: Join) -> frames.Welcome:
         port = self._port
         if port.engine is None or port.facts is None:
-            raise HelloRefusal("is starting", later=True)
+            raise Refusal("is starting", later=True)
         self._engine = port.engine
         return frames.Welcome(self._hello, port.facts)
 
@@ -325,7 +324,7 @@ class RouterConnection(WorkingSession[Item]):
             self._withdrawn.discard(request_id)
             if reason == "cancelled" and not output.token_ids:
                 text = "it waited for a slot, and another domain has one"
-                return frames.Rejected(request_id, Refusal.of(OverloadedError(text)))
+                return frames.Rejected(request_id, SentError.of(OverloadedError(text)))
         return output
 
     def _ended(self, attempt: str) -> None:
@@ -428,7 +427,7 @@ class RouterConnection(WorkingSession[Item]):
         self._ended(frame.request_id)
         self._prefills.pop(frame.request_id, None)
         self._port.kept.drop(frame.request_id)
-        refusal = Refusal.of(error)
+        refusal = SentError.of(error)
         if refusal.kind not in KNOWN:
             logger.error("request %s failed", frame.request_id, exc_info=error)
         if isinstance(frame, frames.Prefill):
@@ -466,7 +465,7 @@ class RouterConnection(WorkingSession[Item]):
                 self.post(frames.Held(frame.request_id, result))
             else:
                 self._prefills.pop(frame.request_id, None)
-                self.post(frames.Held(frame.request_id, refusal=Refusal.of(result)))
+                self.post(frames.Held(frame.request_id, refusal=SentError.of(result)))
 
         self._engine.prefill(
             frames.unpacked(frame.prompt),

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.errors import ConfigError
-from jaxserve.planner.balance import Advice, Requests, next_workers
+from jaxserve.planner.balance import Advice, RoleLoad, next_workers
 
 RECENT = 15
 """Checks whose median is the advice for a running fleet."""
@@ -53,7 +53,7 @@ class _Roles(msgspec.Struct):
     workers: list[_Worker]
 
 
-class Roles:
+class RoleBalancer:
     """The attention workers that a running fleet has, and should have.
 
     Args:
@@ -113,7 +113,7 @@ class Roles:
             _call(router, self._wanted)
         return found
 
-    def _in_time(self, wanted: int, domains: Requests) -> int:
+    def _in_time(self, wanted: int, domains: RoleLoad) -> int:
         """Returns how many domains to have next, so that first tokens come in time.
 
         First tokens that are late while domains have room wait for prefill workers: a domain
@@ -133,10 +133,10 @@ class Roles:
             return wanted
         return min(wanted, max(beside - 1, domains.workers - domains.fits(-1)))
 
-    def _requests(self, workers: Sequence[_Worker], role: str) -> Requests:
+    def _requests(self, workers: Sequence[_Worker], role: str) -> RoleLoad:
         own = [worker for worker in workers if worker.role == role]
         held = sum(each.routed + each.others for each in own)
-        return Requests(len(own), held, self._slots[role])
+        return RoleLoad(len(own), held, self._slots[role])
 
 
 def _call(router: str, domains: int | None = None) -> _Roles:

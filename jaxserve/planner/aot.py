@@ -60,7 +60,7 @@ _OF_LAYERS = ("step", "enter", "attend", "ffn", "predict")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
-class Topology(NamedTuple):
+class TargetTopology(NamedTuple):
     """A topology: devices that exist only as a description."""
 
     name: str
@@ -135,7 +135,7 @@ class RoleMemory(NamedTuple):
         return sum(kinds)
 
 
-def topology(name: str) -> Topology:
+def topology(name: str) -> TargetTopology:
     """`v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis; `h200:4x8`: hosts and GPUs
     of each.
 
@@ -155,14 +155,14 @@ def topology(name: str) -> Topology:
     if not colon or not re.fullmatch(r"[0-9]+(x[0-9]+)*", chips):
         raise ConfigError(f"--topology {name!r}: {form}")
     if generation == "h200":
-        return Topology(name, _gpus(name, chips))
+        return TargetTopology(name, _gpus(name, chips))
     try:
         found = topologies.get_topology_desc(wanted, platform="tpu")
     except Exception as error:  # libtpu has several kinds of its own
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         hint = "; libtpu is missing: pip install 'jax[tpu]'" if "libtpu" in said else ""
         raise ConfigError(f"--topology {name!r}: {said}{hint}; {form}") from None
-    return Topology(name, tuple(found.devices))
+    return TargetTopology(name, tuple(found.devices))
 
 
 def _gpus(name: str, chips: str) -> tuple[jax.Device, ...]:
@@ -181,7 +181,7 @@ def _gpus(name: str, chips: str) -> tuple[jax.Device, ...]:
 def compile_deployment(
     config: ModelConfig,
     deployment: Deployment,
-    there: Topology,
+    there: TargetTopology,
     buckets: Sequence[Bucket] = (),
     *,
     workers: int = 2,
@@ -255,7 +255,7 @@ def whole_steps(
     }
 
 
-def hosts(deployment: Deployment, there: Topology) -> dict[int, tuple[Role, ...]]:
+def hosts(deployment: Deployment, there: TargetTopology) -> dict[int, tuple[Role, ...]]:
     """The roles of each host of the topology that has devices of one: what it compiles and runs."""
     meshes = Submeshes(deployment, there.devices)
     found: dict[int, set[Role]] = {}

@@ -120,7 +120,7 @@ def advice(
     return Advice(workers, wanted, max(0.0, 1 - cost(wanted) / cost(workers)))
 
 
-class Requests(NamedTuple):
+class RoleLoad(NamedTuple):
     """Requests and workers of a role in a running fleet.
 
     Attributes:
@@ -148,7 +148,7 @@ class Requests(NamedTuple):
 
 
 def next_workers(
-    now: Advice, advised: Callable[[int, float], Advice], domains: Requests, prefills: Requests
+    now: Advice, advised: Callable[[int, float], Advice], domains: RoleLoad, prefills: RoleLoad
 ) -> int:
     """Returns how many domains a fleet should have next: one more, one fewer, or as many.
 

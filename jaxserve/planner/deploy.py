@@ -22,10 +22,10 @@ from jaxserve.planner.deploy_fleet import (
     Asked,
     Chunks,
     DecodeUnit,
-    Deployment,
+    DeployedPart,
     Fleet,
+    FleetPlan,
     Handoff,
-    Part,
     Planned,
     PrefillWorker,
     Role,
@@ -133,7 +133,7 @@ class Sizer:
         return Planned(best=best, found=found, reasons=self._reasons)
 
     def _cheapest(
-        self, part: Part, kinds: Iterable[tuple[DecodeUnit | PrefillWorker, Fleet]]
+        self, part: DeployedPart, kinds: Iterable[tuple[DecodeUnit | PrefillWorker, Fleet]]
     ) -> Fleet | None:
         """The fleet whose decode units, or prefill workers, cost least; None: no number of any kind
         meets the target of this part.
@@ -165,7 +165,7 @@ class Sizer:
         told = "; ".join(f"{name}: {reason}" for name, reason in self._reasons.items())
         return f"no deployment meets it: {told}"
 
-    def _together(self, fleet: Fleet) -> Deployment | None:
+    def _together(self, fleet: Fleet) -> FleetPlan | None:
         """The deployment of one colocated unit that computes prompts, too; None: it misses a
         target."""
         asked, rate = self.asked, self.demand.rate
@@ -235,7 +235,7 @@ class Sizer:
         """The fewest units that could do, beside these workers."""
         return self._with_units(Fleet(worker, workers, unit, 1, 1.0), self._least_units(unit))
 
-    def _sized(self, part: Part, least: Fleet, most: int) -> Fleet | None:
+    def _sized(self, part: DeployedPart, least: Fleet, most: int) -> Fleet | None:
         """The fleet with the fewest decode units, or prefill workers, that meets the target of this
         part; None: no number of them does, or none up to `most`, if that is not 0."""
         asked = self.asked
@@ -288,7 +288,7 @@ class Sizer:
         fleet = fleet._replace(workers=max(fleet.workers, least))
         return fleet if least <= fleet.units else self._with_units(fleet, least)
 
-    def _whole(self, fleet: Fleet) -> Deployment | None:
+    def _whole(self, fleet: Fleet) -> FleetPlan | None:
         """The deployment of this fleet, with as many more workers and units as it takes when both
         run together; None: no number does."""
         for _ in range(GROWN):
@@ -333,7 +333,7 @@ class Sizer:
             latency=self.asked.pages_latency,
         )
 
-    def _deployment(self, fleet: Fleet, found: FleetResult) -> Deployment:
+    def _deployment(self, fleet: Fleet, found: FleetResult) -> FleetPlan:
         layout, (a, f) = fleet.unit.layout, fleet.unit.hardware
         name = "decode" if layout.topology.has("colocated") else "attention"
         parts = [
@@ -347,11 +347,11 @@ class Sizer:
             for name, hardware, devices in parts
             if devices
         )
-        return Deployment(
+        return FleetPlan(
             fleet=fleet, demand=self.demand, link=self.link(fleet), prediction=found, roles=roles
         )
 
-    def again(self, made: Deployment, most: int = 0) -> Deployment | None:
+    def again(self, made: FleetPlan, most: int = 0) -> FleetPlan | None:
         """Returns a deployment of the same kinds of workers and units as one that was sized for
         another demand or other targets; None: no number of them meets the targets.
 
@@ -380,7 +380,7 @@ class Sizer:
         return Sizer(self.searcher, self._hosts, asked, self._simulate)
 
 
-Simulate = Callable[[Sizer, Part, Fleet], FleetResult]
+Simulate = Callable[[Sizer, DeployedPart, Fleet], FleetResult]
 """Simulates a fleet, or a part of it, for the sizer's demand."""
 
 

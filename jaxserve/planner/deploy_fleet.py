@@ -25,7 +25,7 @@ QUANTILES, POINTS = 5, 3
 HELD_SLOTS = 16
 """Concurrent prompts of a DP group of a prefill worker."""
 
-Part = Literal["prefill", "decode", "whole"]
+DeployedPart = Literal["prefill", "decode", "whole"]
 """Part of a fleet: prefill with decode units that keep their pace; decode with computed prompts; or
 both."""
 
@@ -177,7 +177,7 @@ class Fleet(NamedTuple):
     def text(self) -> str:
         return f"{self.workers} prefill workers and {self.units} decode units"
 
-    def dollars(self, part: Part) -> float:
+    def dollars(self, part: DeployedPart) -> float:
         """Price of the prefill workers, or of the decode units, in USD per hour."""
         prefill, decode = self.workers * self.worker.dollars, self.units * self.unit.dollars
         return {"prefill": prefill, "decode": decode, "whole": prefill + decode}[part]
@@ -288,7 +288,7 @@ class Role(NamedTuple):
         return self.chips * self.hardware.price * self.hardware.jax_devices
 
 
-class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan for a whole deployment."""
 
     fleet: Fleet
@@ -326,7 +326,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
       reasons: layouts that were looked at, and what they cost or why they were not taken.
     """
 
-    best: Deployment
+    best: FleetPlan
     found: Found
     reasons: dict[str, str]
 

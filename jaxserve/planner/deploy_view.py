@@ -10,7 +10,7 @@ import msgspec
 
 from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.deploy import Sizer
-from jaxserve.planner.deploy_fleet import Asked, Deployment, Planned
+from jaxserve.planner.deploy_fleet import Asked, FleetPlan, Planned
 from jaxserve.planner.layouts import MODES
 from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
 from jaxserve.planner.simulate import FleetResult
@@ -79,7 +79,7 @@ def deploy_report(
     return Report(title, parts, tree)
 
 
-def _roles(made: Deployment) -> list[dict[str, Any]]:
+def _roles(made: FleetPlan) -> list[dict[str, Any]]:
     """The roles' devices and prices, and their sums."""
     numbers = ("devices", "spare_hosts", "chips", "dollars")
     rows = [
@@ -124,7 +124,7 @@ def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
             yield f"{name.upper()} {sign}", replace(asked, **{name: moved}), 1.0
 
 
-def _sensitivity(sizer: Sizer, best: Deployment) -> list[dict[str, Any]]:
+def _sensitivity(sizer: Sizer, best: FleetPlan) -> list[dict[str, Any]]:
     """The fleet of the same kinds of workers and units that another demand, or targets a fifth
     tighter or looser, would take: seconds and USD by name; only the change, where none does."""
     asked, found = sizer.asked, []

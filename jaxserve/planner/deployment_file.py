@@ -17,13 +17,13 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from jaxserve.config.deployment import Deployment as Config
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, known_keys, load_deployment
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.errors import ConfigError
 from jaxserve.planner.demand import Requests
-from jaxserve.planner.deploy_fleet import Asked, Deployment
+from jaxserve.planner.deploy_fleet import Asked, FleetPlan
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layout_keys import Tree, layout_keys, sections, usable
 from jaxserve.planner.models import model_config, model_folder
@@ -90,7 +90,7 @@ class PlanFile(NamedTuple):
         free = worker.attention.memory_gb * 1e9 - held.total
         return worker.cache.pages + max(0, int(USED * free * worker.cache.pages / held.cache))
 
-    def _loaded(self, deployment: Config) -> ModelConfig:
+    def _loaded(self, deployment: Deployment) -> ModelConfig:
         """The model as the deployment's ffn hardware runs it."""
         kind = device_kind(deployment.ffn.hardware or deployment.attention.hardware)
         told = {"modules": deployment.modules, "platform": platform_of(kind)}
@@ -152,7 +152,7 @@ def _comments(report: str, file: PlanFile, **told: object) -> list[str]:
     return list(part.lines)
 
 
-def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Requests) -> int:
+def write_fleet(file: PlanFile, asked: Asked, made: FleetPlan, requests: Requests) -> int:
     """Writes the file of a fleet with as many slots as `serve` takes, within `PRECISION`. Returns
     their number, and prints a note if it is below the fleet's: it was sized for sequences of mean
     length, and the file holds the longest one, too.
@@ -191,7 +191,7 @@ def write_fleet(file: PlanFile, asked: Asked, made: Deployment, requests: Reques
 
 
 def _fleet_keys(
-    file: PlanFile, asked: Asked, made: Deployment, requests: Requests, slots: int
+    file: PlanFile, asked: Asked, made: FleetPlan, requests: Requests, slots: int
 ) -> Tree:
     fleet = made.fleet._replace(unit=made.fleet.unit._replace(slots=slots))
     unit, worker, domains = fleet.unit.layout, fleet.worker, fleet.units

@@ -31,7 +31,7 @@ from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.options import read_deployment
 from jaxserve.planner.scheduled import ProgramCounts
 from jaxserve.planner.stage_times import WAITS, StepTimes
-from jaxserve.planner.view import Part, Report, declared, json_text, show
+from jaxserve.planner.view import PagePart, Report, declared, json_text, show
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
 from pallas_kernels.estimate.assumptions import assumed
@@ -346,20 +346,20 @@ def run(options: argparse.Namespace) -> None:
         )
     counts = read_json(path, Counts)
     own = measurements(counts)
-    parts = [Part(lines=lines(counts))]
+    parts = [PagePart(lines=lines(counts))]
     if options.calibration is not None:
         told = measured_lines(counts, read_measurements(options.calibration))
-        parts.append(Part(lines=told or ["no stage was measured at this load"]))
+        parts.append(PagePart(lines=told or ["no stage was measured at this load"]))
     if options.config is None:
         paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
         others = (read_json(each, Counts) for each in paths)
         brief = [
             f"{heading(one)}: {figure(one).text}; more with --config {one.config}" for one in others
         ]
-        parts.append(Part(lines=brief))
+        parts.append(PagePart(lines=brief))
     if options.write is not None:
         options.write.write_text(json_text(own) + "\n", encoding="utf-8")
-        parts.append(Part(lines=[f"{options.write}: stages, labelled as estimates"]))
+        parts.append(PagePart(lines=[f"{options.write}: stages, labelled as estimates"]))
     title, tree = f"{counts.config}, estimated", {"counts": counts, "stages": own}
     show(options, Report(title, parts, tree))
 

@@ -31,7 +31,7 @@ from jaxserve.planner.options import (
     read_target,
 )
 from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
-from jaxserve.planner.view import Part, Report, Series, chart, declared, show
+from jaxserve.planner.view import PagePart, Report, Series, chart, declared, show
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         plans = [*map(searcher.with_memory, _best(found.plans, mode, options.best))]
         tree["front"] += map(plan_tree, _front(found, mode))
         if not plans:
-            parts.append(Part(MODES[mode], lines=["nothing meets the target"]))
+            parts.append(PagePart(MODES[mode], lines=["nothing meets the target"]))
             continue
         parts += declared("mode", name=MODES[mode], plans=plans)
         tree["best"] += map(plan_tree, plans)
@@ -241,7 +241,7 @@ def advised(found: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
-def map_parts(found: Sequence[Case]) -> list[Part]:
+def map_parts(found: Sequence[Case]) -> list[PagePart]:
     """Returns the report of the cases: advice, the cases, and how often which mode is cheapest."""
     ratios = sorted(case.ratio for case in found if case.ratio)
     told = {

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
-from jaxserve.planner.acting import Roles
+from jaxserve.planner.acting import RoleBalancer
 from jaxserve.planner.balance import Advice, Balance, advice
 from jaxserve.planner.comparison import Compared, balance, compare, deployed, summary, title
 from jaxserve.planner.measurements import (
@@ -194,7 +194,7 @@ def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurem
     """
     if options.every < LEAST_SECONDS:
         raise ConfigError(f"--every {options.every:g}s: at least {LEAST_SECONDS:g}s")
-    gauges, parted, roles = Gauges(), False, Roles(options.act, made.deployment)
+    gauges, parted, roles = Gauges(), False, RoleBalancer(options.act, made.deployment)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.listen:
         host, port = options.listen

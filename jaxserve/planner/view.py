@@ -33,7 +33,7 @@ def _drawn(macro: str, *arguments: Any) -> str:
     return str(getattr(made, macro)(*arguments))
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """A part of a report.
 
     Attributes:
@@ -68,7 +68,7 @@ class Report(NamedTuple):
     """
 
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[PagePart]
     tree: object
 
     @property
@@ -103,13 +103,13 @@ def grid(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def declared(report: str, /, **values: Any) -> list[Part]:
+def declared(report: str, /, **values: Any) -> list[PagePart]:
     """Returns the parts that `reports.yaml` declares for a report, filled in with its values."""
 
     def filled(text: str, **more: Any) -> str:
         return _TEXTS.from_string(text).render(values | more)
 
-    def part(told: dict[str, Any]) -> Part:
+    def part(told: dict[str, Any]) -> PagePart:
         rows, columns = [], told.get("columns", {})
         if "each" in told:
             items: Any = _TEXTS.compile_expression(told["each"])(**values)
@@ -119,7 +119,7 @@ def declared(report: str, /, **values: Any) -> list[Part]:
         pictures = [values[picture] for picture in told.get("pictures", ())]
         shown = [line for line in lines if line.strip()]
         heading = filled(told.get("heading", ""))
-        return Part(heading, rows, shown, pictures, told.get("aside", False))
+        return PagePart(heading, rows, shown, pictures, told.get("aside", False))
 
     return [part(told) for told in _REPORTS[report]]
 

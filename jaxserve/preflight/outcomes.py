@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-State = Literal["passed", "failed", "skipped"]
+Verdict = Literal["passed", "failed", "skipped"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """The result of one check on one process."""
 
     name: str
-    state: State
+    state: Verdict
     text: str
     """Measured values, or the reason of a failure or a skip, in one line."""
     seconds: float = 0.0
@@ -44,7 +44,7 @@ Check = Callable[[], tuple[str, dict[str, Any]]]
 def run(name: str, check: Check, clock: Callable[[], float], process: int = 0) -> Outcome:
     """Runs a check; whatever it raises becomes its outcome."""
     begun = clock()
-    state: State = "passed"
+    state: Verdict = "passed"
     details: dict[str, Any] = {}
     try:
         text, details = check()
@@ -79,6 +79,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows)
 
 
-def count(outcomes: Sequence[Outcome], state: State) -> int:
+def count(outcomes: Sequence[Outcome], state: Verdict) -> int:
     """Number of checks with this state."""
     return sum(one.state == state for one in outcomes)

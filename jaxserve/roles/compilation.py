@@ -90,7 +90,7 @@ def compile_steps[Steps](steps: Callable[..., Steps], programs: Any, sizes: Sequ
     return steps(programs, sizes, lambda *one: compiled[ProgramKey.of(*one)])
 
 
-Failed = Callable[[EngineFailedError], object]
+OnFailed = Callable[[EngineFailedError], object]
 
 
 class StepCompiler:
@@ -121,7 +121,7 @@ class StepCompiler:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def start(self, made: Callable[[], object], failed: Failed) -> None:
+    def start(self, made: Callable[[], object], failed: OnFailed) -> None:
         """Begins to compile what is missing. The thread calls `made` each time when more steps may
         run, or `failed` with the reason why no more will."""
         if not self.takes_options:
@@ -143,7 +143,7 @@ class StepCompiler:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(PROGRAM_SECONDS)
 
-    def _run(self, made: Callable[[], object], failed: Failed) -> None:
+    def _run(self, made: Callable[[], object], failed: OnFailed) -> None:
         rest = [[one] for one in self._buckets if one not in self.executables]
         try:
             for some in ([*self.executables], *rest):

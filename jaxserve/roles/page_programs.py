@@ -35,7 +35,7 @@ class PageKey(NamedTuple):
 
 Convert = Callable[[Sequence[Entry], list[Array], FormatName, FormatName], list[Array]] | None
 """Converts arrays `[heads, layers, rows, …]` of a pool from one format to another."""
-Part = tuple[int, int, int]
+ArrayName = tuple[int, int, int]
 """Names one array of a piece: number of the pool, number of the page array among those of the pool,
 and the KV head, or its place among those of a device."""
 
@@ -75,7 +75,7 @@ class PagePrograms:
         self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.heads = [pool.entries[0].heads for pool in self.pools]
         """KV heads of each pool."""
-        self._listed: dict[tuple[int, FormatName, bool], dict[Part, jax.ShapeDtypeStruct]] = {}
+        self._listed: dict[tuple[int, FormatName, bool], dict[ArrayName, jax.ShapeDtypeStruct]] = {}
         states = not all(entry.every for entry in self.entries)
         self.closes = states or (rings_last and self.tables > 1)
         """True if only pieces of the smallest size have entries of rings: then the last piece of a
@@ -93,7 +93,7 @@ class PagePrograms:
 
     def parts(
         self, tokens: int, cache_format: FormatName, *, own: bool = False
-    ) -> dict[Part, jax.ShapeDtypeStruct]:
+    ) -> dict[ArrayName, jax.ShapeDtypeStruct]:
         """Lists the arrays of a piece, head after head: those of all heads, or those of a device's
         own heads. Every piece asks several times, on the engine's thread, so lists are kept."""
         if (tokens, cache_format, own) in self._listed:
@@ -288,7 +288,7 @@ class PagePrograms:
     def _converted(
         self,
         pool: int,
-        parts: Iterable[Part],
+        parts: Iterable[ArrayName],
         arrived: Sequence[Array],
         cache_format: FormatName,
     ) -> dict[int, list[Array]]:

@@ -29,7 +29,7 @@ from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.registry import Place
-from jaxserve.fleet.request_frames import Frame, Outputs, Refusal
+from jaxserve.fleet.request_frames import Frame, Outputs, SentError
 from jaxserve.fleet.routed import Routed
 from jaxserve.fleet.router import RouterEngine
 from jaxserve.fleet.worker_connections import WorkerConnection
@@ -160,7 +160,7 @@ class FaceEngine(RouterEngine):
             submit = super().submit
             submit(prompt, params, on_output, request_id=request_id, deadline=deadline)
             try:
-                refusal: Refusal | None = answer.result(ANSWER_SECONDS)
+                refusal: SentError | None = answer.result(ANSWER_SECONDS)
             except TimeoutError:
                 self.cancel(request_id)
                 raise self.failure or EngineFailedError(

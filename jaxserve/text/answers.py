@@ -34,7 +34,7 @@ class Piece(msgspec.Struct, frozen=True):
     call: CallPart | None = None
 
 
-State = Callable[[str, bool], tuple[list["Piece"], str | None]]
+ParserState = Callable[[str, bool], tuple[list["Piece"], str | None]]
 """Takes text and whether it is the last; returns pieces, and the text for the next state if any."""
 
 
@@ -58,7 +58,7 @@ class AnswerParser:
         self._types = types_of(tools)
         self._max_calls = max_calls
         self._called = 0
-        self._state: State = self._beginning if thinks and not begun else self._content
+        self._state: ParserState = self._beginning if thinks and not begun else self._content
         if thinks and thinking:
             self._state = self._reasoning
         self.held = ""  # text that may be the beginning of a marker

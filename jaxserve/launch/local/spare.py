@@ -43,7 +43,7 @@ process, and a seventieth while another process starts for which requests may wa
 MOST_ENDED = 3
 """Spares that may end by themselves before no more are started."""
 
-Part = tuple[list[str], dict[str, str]]
+PartCommand = tuple[list[str], dict[str, str]]
 """Arguments of a process, and variables."""
 
 
@@ -88,7 +88,7 @@ class Spare(NamedTuple):
           outputs: file descriptors of its standard output and standard error.
           core, nicer: as for `commands.children.started`.
         """
-        part: Part = [*self.common, *arguments], {**environment, **self.variables}
+        part: PartCommand = [*self.common, *arguments], {**environment, **self.variables}
         with self.own, contextlib.suppress(OSError):
             if core is not None:
                 for thread in os.listdir(f"/proc/{self.child.pid}/task"):
@@ -124,7 +124,7 @@ class Spares:
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        reserves: Mapping[str, Sequence[Part]],
+        reserves: Mapping[str, Sequence[PartCommand]],
         niced: bool,
     ):
         self._common, self._environment = list(command[4:]), environment
@@ -174,7 +174,7 @@ class Spares:
                 break
         return ended
 
-    def _start(self, part: Part, variables: dict[str, str]) -> Spare:
+    def _start(self, part: PartCommand, variables: dict[str, str]) -> Spare:
         arguments, environment = part
         own, theirs = socket.socketpair()
         own.setblocking(False)
@@ -228,7 +228,7 @@ def main(module: str, *given: str) -> None:
             message += piece
     if not message:
         return
-    arguments, environment = msgspec.json.decode(message, type=Part)
+    arguments, environment = msgspec.json.decode(message, type=PartCommand)
     for source, target in zip((os.open(os.devnull, os.O_RDONLY), *outputs), range(3), strict=True):
         os.dup2(source, target)
         os.close(source)

@@ -18,7 +18,7 @@ from jaxserve.commands import priority
 from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
 from jaxserve.launch.local.members import Member
 from jaxserve.launch.local.readiness import Readiness
-from jaxserve.launch.local.spare import Part, Spare, Spares
+from jaxserve.launch.local.spare import PartCommand, Spare, Spares
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
@@ -265,7 +265,7 @@ class Supervisor:
                     self._due[runtime] = self._kill_at[runtime] = now + RETRY_SECONDS
 
 
-def reserves_of(members: Sequence[Member], rules: Rules) -> dict[str, list[Part]]:
+def reserves_of(members: Sequence[Member], rules: Rules) -> dict[str, list[PartCommand]]:
     """Returns what spares do in advance, as `Spares` takes it."""
     runtimes: dict[int, list[Member]] = {}
     for number in rules.restarted:

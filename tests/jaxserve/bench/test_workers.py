@@ -8,7 +8,7 @@ import pytest
 from jaxserve.bench.workers import (
     BenchError,
     Helper,
-    Worker,
+    Task,
     run_worker,
     run_workers,
 )
@@ -21,8 +21,8 @@ def find_tests(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
 
-def worker(mode: str, **options) -> Worker:
-    return Worker(work, {"mode": mode}, **options)
+def worker(mode: str, **options) -> Task:
+    return Task(work, {"mode": mode}, **options)
 
 
 def children() -> list[str]:
@@ -54,7 +54,7 @@ def test_a_pinned_worker_runs():
 
 
 def test_a_helper_answers_until_it_ends():
-    with Helper(Worker(repeat, {"times": 2}).command(), 60) as helper:
+    with Helper(Task(repeat, {"times": 2}).command(), 60) as helper:
         assert helper.ask("ab") == "abab"
         with pytest.raises(BenchError, match=r"repeat .*: ended early, or after more than 60 s"):
             helper.ask("ab")

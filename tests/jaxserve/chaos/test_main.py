@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.bench.workers import BenchError
 from jaxserve.chaos.__main__ import check_victims, main
-from jaxserve.chaos.deployment import Deployment
+from jaxserve.chaos.deployment import RunningDeployment
 from jaxserve.errors import ConfigError
 from tests import golden
 
@@ -35,7 +35,7 @@ def test_victims_that_are_not_there():
 
 
 def test_a_launcher_that_ends_is_not_waited_for(tmp_path):
-    launched = Deployment(["--fleet", "--config", "nowhere.yaml"], tmp_path)
+    launched = RunningDeployment(["--fleet", "--config", "nowhere.yaml"], tmp_path)
     with pytest.raises(BenchError, match="a first process did not happen before the launcher end"):
         launched.wait(lambda: bool(launched.processes), 120.0, "a first process")
     assert launched.end() == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve import errors
-from jaxserve.fleet.request_frames import Refusal
+from jaxserve.fleet.request_frames import SentError
 
 ERRORS = [
     errors.InvalidRequestError("top_p", "must be at most 1"),
@@ -17,11 +17,11 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_arrives_as_it_was(error: Exception) -> None:
-    arrived = Refusal.of(error).error()
+    arrived = SentError.of(error).error()
     assert (type(arrived), str(arrived)) == (type(error), str(error))
     assert vars(arrived) == vars(error)
 
 
 def test_another_one_keeps_its_name() -> None:
-    arrived = Refusal.of(KeyError("a")).error()
+    arrived = SentError.of(KeyError("a")).error()
     assert (type(arrived), str(arrived)) == (RuntimeError, "KeyError: 'a'")

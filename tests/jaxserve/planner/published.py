@@ -24,7 +24,7 @@ from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import Rows, attend, attending
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.view import Part, grid, json_text
+from jaxserve.planner.view import PagePart, grid, json_text
 from tests import golden
 
 DATA = golden.FOLDER / "planner"
@@ -181,7 +181,7 @@ def tables() -> str:
                 for column, mine, c in zip(one["columns"], own, printed, strict=True)
                 if mine != c
             ]
-        found.append(Part(f"{name}: {one['title']}", rows).text)
+        found.append(PagePart(f"{name}: {one['title']}", rows).text)
     agree = f"{number - len(wrong)} of {number} printed numbers agree to the printed digits"
     return "\n\n".join([*found, "\n".join([agree, *wrong])]) + "\n"
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.planner import acting
-from jaxserve.planner.acting import RECENT, Roles
+from jaxserve.planner.acting import RECENT, RoleBalancer
 from jaxserve.planner.balance import Advice, Balance, advice
 from jaxserve.server.metrics import Metrics
 from tests.conftest import REPOSITORY
@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, monkeypatch: Any, domains: int, requests: int, more: Any = ()):
         values = VALUES | {"fleet.rebalance_roles": True, "scheduler.slots": SLOTS} | dict(more)
-        self.roles = Roles(["a", "b"], load_deployment(REPOSITORY, values))
+        self.roles = RoleBalancer(["a", "b"], load_deployment(REPOSITORY, values))
         self.domains, self.requests, self.prompts = domains, requests, 0
         self.away, self.changes = 0, list[int]()
         self.rate, self.first = 0, np.zeros(2)

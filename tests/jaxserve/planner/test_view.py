@@ -4,11 +4,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxserve.planner.view import Part, Report, Series, chart
+from jaxserve.planner.view import PagePart, Report, Series, chart
 
 
 def test_a_page_is_well_formed_and_needs_nothing_else():
-    parts = [Part("one", [["", "x"], ["row", "1"]]), Part("two", lines=["<i>"])]
+    parts = [PagePart("one", [["", "x"], ["row", "1"]]), PagePart("two", lines=["<i>"])]
     text = Report("a < b", parts, None).page
     assert text.startswith("<!doctype html>\n")
     body = text.partition("</head>")[2].removesuffix("</html>\n").strip()
@@ -20,14 +20,14 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
 
 
 def test_cells_that_do_not_agree_are_red_and_indented_rows_grey():
-    text = Part(rows=[["", "x"], ["ours", "1"], ["  paper", "+1.00% !"]]).html
+    text = PagePart(rows=[["", "x"], ["ours", "1"], ["  paper", "+1.00% !"]]).html
     assert '<td class="wrong">+1.00% !</td>' in text
     assert text.count('class="muted"') == 1
 
 
 def test_a_terminal_shows_neither_pictures_nor_what_is_aside():
-    parts = [Part("one", lines=["a", "b"], pictures=["<svg/>"]), Part("two", aside=True)]
-    assert Report("title", [*parts, Part(lines=["c"])], None).text == "one\n\na\nb\n\nc"
+    parts = [PagePart("one", lines=["a", "b"], pictures=["<svg/>"]), PagePart("two", aside=True)]
+    assert Report("title", [*parts, PagePart(lines=["c"])], None).text == "one\n\na\nb\n\nc"
 
 
 @pytest.mark.parametrize(
