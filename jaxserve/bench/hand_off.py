@@ -13,6 +13,7 @@ import random
 import socket
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,10 @@ PAGE_SIZE, MAX_LENGTH = 16, 1088
 RATIO, TTFT_FACTOR, TTFT_MS = 0.6, 2.0, 5.0
 _SECONDS = 600.0
 _SECRET = "bench"
+KEYS = ("copy", "hand_off", "added", "sends", "reads", "gives", "takes")
+"""Seconds of a round: the plain copy, the hand-off, and its addition to the time to first token;
+then CPU seconds: the copy at the prefill worker and at the domain, and the hand-off at both. The
+domain's last figure contains the writing of the pages; the first token is subtracted."""
 VOCAB = 64
 
 
@@ -55,8 +60,9 @@ def measure(quick: bool) -> Iterator[Part]:
     found = run_worker(Task(measure_sizes, arguments, core=cores[1]), _SECONDS)
     measures = []
     for name, row in found.items():
-        copy, pulled, added = (statistics.median(row[key]) for key in ("copy", "hand_off", "added"))
+        copy, pulled, added, *cpu = (statistics.median(row[key]) for key in KEYS)
         size = row["bytes"]
+        sends, reads, gives, takes = (seconds / size * 2**30 for seconds in cpu)
         measures += [
             Measure(f"{name}: plain copy", size / copy / 1e9, "GB/s"),
             Measure("  hand-off", size / pulled / 1e9, "GB/s"),
@@ -68,6 +74,10 @@ def measure(quick: bool) -> Iterator[Part]:
                 "ms",
                 TTFT_MS,
             ),
+            Measure("  CPU of the prefill worker a GiB", gives, "s"),
+            Measure("    of a plain copy's sender", sends, "s"),
+            Measure("  CPU of the domain a GiB", takes, "s"),
+            Measure("    of a plain copy's receiver", reads, "s"),
         ]
     notes = [
         f"Medians of {rounds} hand-offs; a core a process. Bytes are those of the tokens; pieces "
@@ -106,8 +116,9 @@ def open_worker(role: str) -> Engine:
 
 
 def prefill(core: int) -> None:
-    """The prefill worker: says the port at which it serves plain copies; then computes the pages of
-    every prompt that is asked, holds them, and says where they are."""
+    """Plays the prefill worker. Says the port at which it serves plain copies. Then computes and
+    holds the pages of every prompt that is asked, and answers with their source; a question without
+    a prompt gets the CPU seconds of the process so far."""
     os.sched_setaffinity(0, {core})
     engine = open_worker("prefill")
     held: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -115,6 +126,9 @@ def prefill(core: int) -> None:
         threading.Thread(target=_serve_copies, args=(server,), daemon=True).start()
         say(server.getsockname()[1])
         for prompt in asked():
+            if prompt is None:
+                say(time.process_time())
+                continue
             engine.prefill(prompt, held.put)
             source = held.get(timeout=_SECONDS)
             say(source if isinstance(source, PagesSource) else None)
@@ -131,22 +145,31 @@ def measure_sizes(rounds: int, prefill_core: int) -> dict[str, Any]:
     with Helper(worker.command(), _SECONDS) as helper:
         engine, draw = open_worker("domain"), random.Random(0)
         port = helper.answer()
+
+        def used() -> tuple[float, float]:
+            return helper.ask(None), time.process_time()
+
         for name, tokens in SIZES.items():
-            rows: dict[str, list[float]] = {"copy": [], "hand_off": [], "added": []}
+            rows: dict[str, list[float]] = {key: [] for key in KEYS}
             # The last token's page is never held, so each prompt has one token more.
             for number, prompt in enumerate(random_prompts(draw, rounds + 1, tokens + 1, VOCAB)):
                 source = msgspec.convert(helper.ask(prompt), PagesSource | None)
                 if source is None:
                     raise BenchError("a prompt is not held")
+                cpu = [used()]
                 copied = _copied(port, tokens * TOKEN_BYTES)
+                cpu.append(used())
                 waited = _waited(engine)
                 cold = run_requests(engine, [prompt], greedy(1), source).seconds
                 pulled = _waited(engine) - waited
+                cpu.append(used())
                 warm = run_requests(engine, [prompt], greedy(1)).seconds
+                cpu.append(used())
+                (sends, reads), (gives, takes), (_, own) = np.diff(cpu, axis=0).tolist()
+                times = copied, pulled, cold - warm, sends, reads, gives, takes - own
                 if number:  # the first one connects
-                    rows["copy"].append(copied)
-                    rows["hand_off"].append(pulled)
-                    rows["added"].append(cold - warm)
+                    for key, seconds in zip(KEYS, times, strict=True):
+                        rows[key].append(seconds)
             found[name] = rows | {"bytes": tokens * TOKEN_BYTES}
         engine.close()
     return found
