@@ -33,10 +33,7 @@ cause page faults."""
 
 
 def follow_pages(
-    driver: Driver,
-    deployment: Deployment,
-    role: WorkerRole,
-    pieces: tuple[int, ...],
+    driver: Driver, deployment: Deployment, role: WorkerRole, pieces: tuple[int, ...]
 ) -> Sequence[HandedPages]:
     """Follower's part of `serve_pages` and `fetch_pages`: access to this process's share of the
     pages of every domain, for the leader's orders (`roles/actions.py`)."""

@@ -215,9 +215,7 @@ def top_of_blocks(
 
 
 def sample_and_largest(
-    logits: Float[Array, "slots columns"],
-    state: SamplerState,
-    vocab: int,
+    logits: Float[Array, "slots columns"], state: SamplerState, vocab: int
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
     """Samples a token for every slot, and finds its largest logit on the way (NaN if one is).
 

@@ -105,11 +105,7 @@ def summed(
 
 
 def ragged_all_to_all(
-    operand: Array,
-    output: Array,
-    *plan: Int32[Array, " devices"],
-    axes: tuple[str, ...],
-    rows: int,
+    operand: Array, output: Array, *plan: Int32[Array, " devices"], axes: tuple[str, ...], rows: int
 ) -> Array:
     """Runs `jax.lax.ragged_all_to_all`, or on CPUs, which lack it, an all-to-all of padded pieces.
 
