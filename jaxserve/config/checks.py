@@ -183,14 +183,13 @@ def _check_runtimes(deployment: Deployment) -> None:
 
 def _check_pipeline(deployment: Deployment) -> None:
     """Raises ConfigError if `pipeline: step` cannot run the deployment."""
-    link, ffn, drafts = deployment.link.transport, deployment.ffn, deployment.speculative
+    link, ffn = deployment.link.transport, deployment.ffn
     a, f = deployment.attention.devices, ffn.devices
     for applies, reason in (
         (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
-        (deployment.modules > 0, f"speculative.method = {drafts.method}: only ngram"),
         (a != f, f"attention's {a} devices and the ffn role's {f} do not pair"),
     ):
         if applies and deployment.pipeline == "step":

@@ -41,6 +41,7 @@ from jaxserve.roles.colocated import colocated_executables
 from jaxserve.roles.colocated_programs import ColocatedPrograms
 from jaxserve.roles.compilation import ProgramKey, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
+from jaxserve.roles.lane_steps import dispatches
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.one_process import ends
 from jaxserve.roles.one_program import BothRolesPrograms
@@ -56,7 +57,7 @@ from jaxserve.roles.step_programs import (
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
 
-_OF_LAYERS = ("step", "enter", "attend", "ffn", "predict")
+_OF_LAYERS = ("step", "pass", "enter", "attend", "ffn", "predict")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
@@ -239,19 +240,22 @@ def compile_deployment(
 def whole_steps(
     templates: ModelTemplates, deployment: Deployment, meshes: Submeshes, buckets: Sequence[Bucket]
 ) -> dict[ProgramKey, Program]:
-    """Returns the programs of `pipeline: step` for steps of all lanes: on TPUs a program of both
-    roles, and those of its ends."""
+    """Returns the programs of `pipeline: step` for steps of all lanes, and for the passes that
+    follow them: on TPUs a program of both roles, and those of its ends."""
+    most, known = deployment.lanes, dispatches(deployment)
+    chosen = [one for one in known if one[0] in buckets and one[1] == most]
+    own = {ProgramKey("step", f"{one[2]}", one[0]): one for one in chosen}
     if templates.config.platform == "tpu":
         both = BothRolesPrograms(templates, deployment, meshes)
-        own = {ProgramKey("step", None, b): both.step(b, deployment.lanes) for b in buckets}
-        return own | wanted(ends, both, buckets)
-    roles, lanes = (meshes.attention, meshes.ffn), deployment.lanes
+        made = {key: both.step(*one) for key, one in own.items()}
+        return made | wanted(functools.partial(ends, lanes=[most]), both, buckets)
+    roles = meshes.attention, meshes.ffn
     unions = [union_mesh(*roles, own) for own in roles]
     attention = AttentionStepPrograms(templates, deployment, unions[0])
     ffn = FFNStepPrograms(templates, deployment, meshes.ffn, unions[1])
-    sizes = dict.fromkeys(bucket.tokens for bucket in buckets)
-    return {ProgramKey("step", None, each): attention.step(each, lanes) for each in buckets} | {
-        ProgramKey("ffn", None, Bucket(size, 1)): ffn.step(size, lanes) for size in sizes
+    there = {ProgramKey("ffn", key.kind, Bucket(key.bucket.tokens, 1)): own[key] for key in own}
+    return {key: attention.step(*one) for key, one in own.items()} | {
+        key: ffn.step(one[0].tokens, *one[1:]) for key, one in there.items()
     }
 
 
@@ -332,7 +336,7 @@ def _compile(
         array_bytes(each.sharding.shard_shape(each.shape), each.dtype) for each in program.arguments
     )
     # The head, which has the vocabulary, too, is read whole; embeddings are looked up.
-    embeds = program.name.startswith(("enter", "embedded", "predict"))
+    embeds = program.name.startswith(("enter", "embedded", "predict", "first_pass"))
     traffic = small_ops.traffic(text, pools if embeds else pools[:-1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
     return CompiledProgram(
@@ -361,7 +365,7 @@ def _compile(
 
 
 def _exchanges(program: Program, bucket: Bucket, compiled: jax.stages.Compiled) -> str:
-    step = bucket, int(program.name.rpartition("_")[2])  # its number of lanes
+    step = bucket, int(program.name.rpartition("_")[2]), 0  # its number of lanes
     return exchanges_digest({step: compiled}, program.mesh.size // 2)
 
 

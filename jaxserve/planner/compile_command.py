@@ -103,8 +103,11 @@ def failures(
 ) -> list[str]:
     """Lists what would go wrong on the pod."""
     found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
-    for tokens in {one.bucket.tokens for one in programs}:
-        own = {one.exchanges for one in programs if one.bucket.tokens == tokens and not one.error}
+    orders: dict[tuple[int, bool], set[str]] = {}
+    for one in programs:
+        if not one.error:
+            orders.setdefault((one.bucket.tokens, "pass" in one.name), set()).add(one.exchanges)
+    for (tokens, _), own in orders.items():
         if len(own) > 1:
             found.append(f"{tokens} tokens: the roles exchange messages in different orders")
     memory = aot.available(deployment, hardware)

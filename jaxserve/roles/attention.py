@@ -9,25 +9,23 @@ both. It enqueues their stages in the total order of all lanes. Every process of
 the same steps in the same order, so the two ends of each transfer pair up.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
-import numpy as np
 
 from jaxserve.link.dispatch.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
-from jaxserve.mesh import cached_sharding
 from jaxserve.roles.attention_programs import (
     AttentionExecutables,
     AttentionPrograms,
     AttentionWeights,
-    PassExecutables,
+    Passes,
 )
 from jaxserve.roles.drafting import StepEnd
 from jaxserve.roles.hot_call import Call, hot_call
 from jaxserve.roles.layout import Bucket, StepLoad
-from jaxserve.roles.program import REPLICATED
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
@@ -41,25 +39,10 @@ if TYPE_CHECKING:  # a cell of one role needs neither the other role's worker no
     from jaxserve.roles.expert_slots import ExpertSlots
     from jaxserve.roles.ffn import FFNWorker
 
-_Layer = tuple[Call, SendMessage, ReceiveAnswer, Leaves]
-"""Everything that the stages of one layer call, looked up once: the attend program (`enter` in
-layer 0), sender and receiver of the link, and the weights. A plain tuple, because Python unpacks
-named tuples more slowly."""
-
-
-class _Pass(NamedTuple):
-    """Everything that one pass of a prediction module calls, looked up once."""
-
-    layer: int
-    predict: Call
-    send: SendMessage
-    receive: ReceiveAnswer
-    leaves: Leaves
-    """Leaves of the module followed by those of its layer."""
-    module: Leaves
-    next: Call
-    numbers: jax.Array
-    """First argument of `AttentionPrograms.next_pass`."""
+_Layer = tuple[int, Call, SendMessage, ReceiveAnswer, Leaves]
+"""Everything that the stages of one layer call, looked up once: its number, the attend program
+(`enter` in layer 0, `predict` in passes of prediction modules), sender and receiver of the link,
+and the weights. A plain tuple, because Python unpacks named tuples more slowly."""
 
 
 class AttentionWorker:
@@ -74,30 +57,25 @@ class AttentionWorker:
     ):
         self._programs = programs
         self._executables, self._weights = executables, weights
-        kinds = [programs.config.layer(layer) for layer in range(programs.config.layers)]
-        lanes = programs.deployment.lanes
-        self._layers: dict[tuple[int, Bucket], list[_Layer]] = {
-            (lane, bucket): [
-                (
-                    hot_call(bound.attend[kind] if layer else bound.enter),
-                    link.sender(layer, bucket.tokens, lane),
-                    link.receiver(layer, bucket.tokens, lane),
-                    weights.layers[layer],
-                )
-                for layer, kind in enumerate(kinds)
-            ]
-            for bucket, bound in executables.items()
-            for lane in range(lanes)
-        }
-        self._passes = {
-            (lane, bucket): [
-                self._pass(bound.passes, lane, bucket, number, link)
-                for number in range(bucket.drafts)
-            ]
-            for bucket, bound in executables.items()
-            if bound.passes is not None
-            for lane in range(lanes)
-        }
+        config, self._layers = programs.config, dict[tuple[int, Bucket], list[_Layer]]()
+        self._passes: dict[Bucket, Passes] = {}
+        ends = weights.embedding, weights.head, weights.predictions
+        for bucket, bound in executables.items():
+            calls = [bound.enter, *(bound.attend[kind] for kind in config.decoder[1:])]
+            if bound.passes:
+                self._passes[bucket] = Passes(programs, bucket, bound.passes, ends)
+                calls += [bound.passes["predict"]] * config.modules
+            for lane in range(programs.deployment.lanes):
+                self._layers[lane, bucket] = [
+                    (
+                        layer,
+                        hot_call(calls[layer]),
+                        link.sender(layer, bucket.tokens, lane),
+                        link.receiver(layer, bucket.tokens, lane),
+                        weights.layers[layer],
+                    )
+                    for layer in layers_of(config, bucket)
+                ]
         self.renew()
 
     def renew(self) -> None:
@@ -148,7 +126,8 @@ class AttentionWorker:
         x = before
         combined: Arrays = self._weights.embedding
         shared = [batch]
-        for layer, (attend, send, receive, leaves) in enumerate(self._layers[lane, plan.bucket]):
+        calls, layers = self._layers[lane, plan.bucket], self._programs.config.layers
+        for layer, attend, send, receive, leaves in itertools.islice(calls, layers):
             x, message, *made = attend(x, table, *shared, *pages[layer], *combined, *leaves)
             arrays = len(pages[layer])
             pages[layer], shared = made[:arrays], made[arrays:] or shared
@@ -165,54 +144,26 @@ class AttentionWorker:
             left,
             (x, *combined),
         )
-        if end is not None and executables.passes is not None:
-            drafts = yield from self._predict(executables.passes, end)
+        if end is not None and (passes := self._passes.get(plan.bucket)) is not None:
+            drafts = yield from self._predict(passes, end, calls[layers:])
             finished = self._lanes.keep(finished, drafts)
         yield finished
 
     def _predict(
-        self, executables: PassExecutables, end: StepEnd
+        self, passes: Passes, end: StepEnd, calls: Sequence[_Layer]
     ) -> Generator[jax.Array | None, None, jax.Array]:
         """Yields the stages of the prediction modules' passes, like those of further layers, and
         returns the drafts."""
-        weights, pages, drafts = self._weights, self._pages, end.drafts
-        hidden, batch = executables.first(
-            end.batch, end.sampled, end.lengths, *end.stream, *weights.head
-        )
-        for one in self._passes[end.plan.lane, end.plan.bucket]:
-            x, message, *pages[one.layer] = one.predict(
-                hidden, batch, end.table, *pages[one.layer], *weights.embedding, *one.leaves
-            )
-            one.send(message)
+        pages, state = self._pages, passes.first(end)
+        for number, (layer, attend, send, receive, leaves) in enumerate(calls):
+            x, batch, _ = state
+            x, message, *pages[layer] = attend(x, end.table, batch, *pages[layer], *leaves)
+            send(message)
             yield message
-            combined = one.receive()
+            combined = receive()
             yield combined[0]
-            hidden, batch, drafts = one.next(
-                one.numbers, batch, drafts, x, *combined, *one.module, *weights.head
-            )
-        return drafts
-
-    def _pass(
-        self, bound: PassExecutables, lane: int, bucket: Bucket, number: int, link: AttentionEnd
-    ) -> _Pass:
-        """Looks up what the pass for this draft number of a lane calls."""
-        programs, weights = self._programs, self._weights
-        config = programs.config
-        layer = layers_of(config, bucket)[config.layers + number]
-        module = layer - config.layers
-        longest = bucket.pages * programs.deployment.cache.page_size
-        numbers = np.asarray([number, module + 1, longest], np.int32)
-        sharding = cached_sharding(programs.mesh, REPLICATED)
-        return _Pass(
-            layer,
-            hot_call(bound.predict),
-            link.sender(layer, bucket.tokens, lane),
-            link.receiver(layer, bucket.tokens, lane),
-            (*weights.predictions[module], *weights.layers[layer]),
-            weights.predictions[module],
-            hot_call(bound.again if module == config.modules - 1 else bound.further),
-            jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__),
-        )
+            state = passes.next(number, state, (x, *combined))
+        return state[-1]
 
 
 RunStage = Callable[[], Any]

@@ -15,7 +15,7 @@ def attention_weights(config: ModelConfig, deployment: Deployment, *, ends: bool
     """Returns the bytes of weights on a device of the attention role; see `role_bytes`.
 
     Args:
-      ends: whether embedding and head count.
+      ends: whether embedding, head and what modules have beside their layers count.
 
     Raises:
       ConfigError: the model cannot be divided over the role's mesh.
@@ -26,7 +26,7 @@ def attention_weights(config: ModelConfig, deployment: Deployment, *, ends: bool
     blocks = [
         (templates.embedding, int(ends)),
         (templates.head, int(ends)),
-        (templates.prediction, config.modules),
+        (templates.prediction, config.modules * ends),
         *((template, kinds.count(kind)) for kind, template in templates.attention.items()),
     ]
     return block_bytes(blocks, meshes.attention, ATTENTION_RULES)

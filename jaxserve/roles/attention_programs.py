@@ -6,11 +6,12 @@ as one array with a piece on each attention device, and its answer comes back li
 (`link/dispatch/contract.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -19,26 +20,22 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import answer_format, message_formats
-from jaxserve.mesh import ATTENTION_RULES, AnyMesh
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.residual import added
 from jaxserve.roles.batch_layout import BatchLayout
 from jaxserve.roles.compilation import Get, compile_steps
-from jaxserve.roles.drafting import DraftingExecutables, drafting_executables
+from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
+from jaxserve.roles.hot_call import Call, hot_call
 from jaxserve.roles.layout import Bucket, deployment_buckets
-from jaxserve.roles.prediction_programs import (
-    PassStart,
-    enter_module,
-    first_pass,
-    leave_module,
-    next_pass,
-)
+from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
 from jaxserve.roles.token_programs import TokenPrograms
-from jaxserve.roles.weights import LeafSource, RoleWeights, load_progress
+from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
+from jaxserve.roles.worker import modules_of
 
 
 class AttentionPrograms(TokenPrograms):
@@ -76,38 +73,45 @@ class AttentionPrograms(TokenPrograms):
             cuda_graphs="off",
         )
 
-    def attend(self, bucket: Bucket, kind: LayerKind) -> Program:
-        """(x, page_table, shared, pages, combined, layer) → (x, message, pages…)."""
+    def attend(self, bucket: Bucket, kind: LayerKind, *, begins: bool = False) -> Program:
+        """(x, page_table, shared, pages, combined, layer) → (x, message, pages…); for `begins` see
+        `predict`."""
 
-        def body(
-            x: Array, table: Array, shared: RaggedBatch, pages: Pages, *rest: Arrays
-        ) -> Arrays:
+        def body(x: Array, table: Array, shared: Any, pages: Pages, *rest: Arrays) -> Arrays:
             combined, layer = rest
-            batch = shared._replace(page_table=table[0])
-            return self._attend(kind, self._add_combined(x, *combined), pages, batch, layer)
+            if begins:
+                batch = self.step_context(bucket, shared, table).batch
+            else:
+                batch = shared._replace(page_table=table[0])
+                x = self._add_combined(x, *combined)
+            return self._attend(kind, x, pages, batch, layer)
 
-        x, *answers = self.stream_shapes(bucket)
-        *_, table = self.step_shapes(bucket)
+        (x, *answers), shared = self.stream_shapes(bucket), self._shared(bucket)
+        _, batch, table = self.step_shapes(bucket)
+        given = (batch, ()) if begins else (shared, tuple(answers))
         layer = self.leaves(self.templates.attention[kind])
         return Program(
-            f"attend_{kind}",
+            "predict" if begins else f"attend_{kind}",
             body,
             self.mesh,
-            (x, table, self._shared(bucket), self.pool(kind).arrays, tuple(answers), *layer),
+            (x, table, given[0], self.pool(kind).arrays, given[1], *layer),
             (ROWS, PIECES, *self.pages_specs(self.pool(kind))),
             donates=(0, 3),
             cuda_graphs="off",
         )
 
     def first_pass(self, bucket: Bucket) -> Program:
-        """(batch, sampled, lengths, stream, head) → (hidden, batch of the first pass)."""
+        """(batch, sampled, lengths, stream, head, embedding, module) → (x, batch): the input of the
+        module's layer, and the batch array, of the first pass."""
+        templates = self.templates
 
         def body(
-            batch: Array, sampled: Array, lengths: Array, stream: Arrays, head: Arrays
+            batch: Array, sampled: Array, lengths: Array, stream: Arrays, weights: Sequence[Arrays]
         ) -> Arrays:
-            own, x = sampled[jax.lax.axis_index("dp")], self.stream(stream)
+            (head, *entered), x = weights, self.stream(stream)
+            own = sampled[jax.lax.axis_index("dp")]
             start = first_pass(self, bucket.tokens, x, batch[0], own, lengths[0], head)
-            return start.hidden, start.batch[None]
+            return enter_module(self, bucket.tokens, start, *entered), start.batch[None]
 
         return Program(
             "first_pass",
@@ -118,56 +122,42 @@ class AttentionPrograms(TokenPrograms):
                 self.shape(self.groups, self.slots, 1 + bucket.drafts, spec=REPLICATED),
                 self.shape(self.groups, self.slots),
                 self.stream_shapes(bucket),
-                *self.leaves(self.templates.head),
+                self.leaves(templates.head, templates.embedding, templates.prediction),
             ),
             (ROWS, ROWS),
         )
 
     def predict(self, bucket: Bucket) -> Program:
-        """A module's part of a pass before its FFN: (hidden, batch, page_table, pages, embedding,
-        module, layer) → (x, message, pages…)."""
-        kind, templates = self.config.layer(self.config.layers), self.templates
-        blocks = templates.embedding, templates.prediction, templates.attention[kind]
+        """`attend` of a prediction module's layer, with x as its pass begins, and the batch array:
+        (x, page_table, batch, pages, layer) → (x, message, pages…)."""
+        return self.attend(bucket, self.config.layer(self.config.layers), begins=True)
 
-        def body(
-            hidden: Array, batch: Array, table: Array, pages: Pages, weights: Sequence[Arrays]
-        ) -> Arrays:
-            embedding, module, layer = weights
-            x = enter_module(self, bucket.tokens, PassStart(hidden, batch[0]), embedding, module)
-            context = self.step_context(bucket, batch, table)
-            return self._attend(kind, x, pages, context.batch, layer)
-
-        (x, *_), (_, batch, table) = self.stream_shapes(bucket), self.step_shapes(bucket)
-        return Program(
-            "predict",
-            body,
-            self.mesh,
-            (x, batch, table, self.pool(kind).arrays, self.leaves(*blocks)),
-            (ROWS, PIECES, *self.pages_specs(self.pool(kind))),
-            donates=(0, 3),
-            cuda_graphs="off",
-        )
-
-    def next_pass(self, bucket: Bucket, module: Literal["again", "further"]) -> Program:
+    def next_pass(self, bucket: Bucket, then: Literal["again", "further", "last"]) -> Program:
         """Ends a pass and begins the next, of the same module or of a further one: (numbers, batch,
-        drafts, stream, module, head) → (hidden, batch, drafts).
+        drafts, stream, module, head, embedding, next module) → (x, batch, drafts), see
+        `first_pass`. The last one takes neither embedding nor next module, and returns its drafts.
 
         `numbers` is int32 [3]: the number of the pass, from 0; the distance of its draft's position
         from the batch's KV lengths; and the number of positions that the page table has room for.
         """
-        tokens, again = bucket.tokens, module == "again"
+        tokens, blocks = bucket.tokens, [self.templates.prediction, self.templates.head]
+        if then != "last":
+            blocks += [self.templates.embedding, self.templates.prediction]
 
         def body(
             numbers: Array, batch: Array, drafts: Array, stream: Arrays, weights: Sequence[Arrays]
         ) -> Arrays:
-            (number, ahead, longest), (leaves, head) = numbers, weights
+            (number, ahead, longest), (module, head, *entered) = numbers, weights
             x = self.stream(stream)
-            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, leaves, head)
+            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, module, head)
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             kept = jnp.where(samples, draft, drafts[0, :, number])
             drafts = drafts.at[0, :, number].set(kept)
+            if then == "last":
+                return (drafts,)
+            again = then == "again"
             start = next_pass(self, tokens, hidden, batch[0], draft, again=again, longest=longest)
-            return start.hidden, start.batch[None], drafts
+            return enter_module(self, tokens, start, *entered), start.batch[None], drafts
 
         return Program(
             "next_pass",
@@ -178,26 +168,30 @@ class AttentionPrograms(TokenPrograms):
                 self.step_shapes(bucket)[1],
                 self.shape(self.groups, self.slots, bucket.drafts),
                 self.stream_shapes(bucket),
-                self.leaves(self.templates.prediction, self.templates.head),
+                self.leaves(*blocks),
             ),
-            (ROWS, ROWS, ROWS),
+            (ROWS,) * (1 if then == "last" else 3),
         )
 
-    def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits), and with drafts
-        also the lengths (`TokenPrograms.draw`)."""
+    def leave(self, bucket: Bucket, lanes: int = 1) -> Program:
+        """((x, last_tokens, batch, combined) of each lane, head) → (last_tokens, sampled, logits)
+        of each, and with drafts also the lengths (`TokenPrograms.draw`)."""
 
-        def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
-            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
+        def body(steps: Sequence[Any], head: Arrays) -> Arrays:
+            made: list[Array] = []
+            for x, last, batch, combined in steps:
+                fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+                made += self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
+            return tuple(made)
 
         (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
+        of_lane = ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else [])
         return Program(
             "leave",
             body,
             self.mesh,
-            (x, last, batch, tuple(answers), *self.leaves(self.templates.head)),
-            (ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else [])),
+            ([(x, last, batch, tuple(answers))] * lanes, *self.leaves(self.templates.head)),
+            of_lane * lanes,
             cuda_graphs="branches",
         )
 
@@ -276,21 +270,76 @@ class AttentionWeights(RoleWeights):
             block, sources = templates.attention[config.layer(layer)], names.attention[layer]
             self.add("attention", block, sources, ATTENTION_RULES, layer)
         self.layers = self.blocks[:]
-        self.predictions = [
-            self.add("prediction", templates.prediction, sources, ATTENTION_RULES, layer)
-            for layer, sources in enumerate(names.predictions, config.layers)
-        ]
+        self.predictions = add_modules(self, templates, names)
 
 
-class PassExecutables(NamedTuple):
-    """Programs of the prediction modules' passes, which follow a step with drafts."""
+def add_modules(
+    weights: RoleWeights, templates: AttentionTemplates, names: CheckpointNames
+) -> list[Leaves]:
+    """Loads what prediction modules have beside their layers."""
+    block, sources = templates.prediction, enumerate(names.predictions, templates.config.layers)
+    return [weights.add("prediction", block, own, ATTENTION_RULES, n) for n, own in sources]
 
-    first: jax.stages.Compiled
-    predict: jax.stages.Compiled
-    further: jax.stages.Compiled
-    """Runs between passes of different modules."""
-    again: jax.stages.Compiled
-    """Runs between two passes of the same module."""
+
+def pass_executables(programs: AttentionPrograms, bucket: Bucket, get: Get) -> dict[str, Any]:
+    """Collects the programs at both ends of the prediction modules' passes, which follow steps with
+    drafts: each form of `next_pass`, and `first_pass` as "first". Without any pass, none."""
+    modules, tokens = modules_of(programs.config, bucket), bucket.of_tokens
+    then = dict.fromkeys(following(modules, number) for number in range(len(modules)))
+    found = {name: get(AttentionPrograms.next_pass, tokens, name) for name in then}
+    return found and found | {"first": get(AttentionPrograms.first_pass, tokens)}
+
+
+def following(modules: Sequence[int], number: int) -> str:
+    """Returns what follows the pass of this number, as `AttentionPrograms.next_pass` takes it."""
+    if number + 1 == len(modules):
+        return "last"
+    return "again" if modules[number + 1] == modules[number] else "further"
+
+
+class Passes:
+    """Calls the programs at both ends of the passes that follow a bucket's steps.
+
+    Attributes:
+      modules: the module of each pass, from 1.
+    """
+
+    def __init__(
+        self,
+        programs: AttentionPrograms,
+        bucket: Bucket,
+        bound: Mapping[str, jax.stages.Compiled],
+        weights: tuple[Leaves, Leaves, Sequence[Leaves]],
+    ):
+        embedding, head, modules = weights
+        self.modules = own = modules_of(programs.config, bucket)
+        entered = [(*embedding, *modules[module - 1]) for module in own]
+        self._first, self._entered = hot_call(bound["first"]), (*head, *entered[0])
+        longest = bucket.pages * programs.deployment.cache.page_size
+        sharding = cached_sharding(programs.mesh, REPLICATED)
+        self._then: list[tuple[Call, jax.Array, Leaves]] = []
+        for number, module in enumerate(own):
+            numbers = np.asarray([number, module, longest], np.int32)
+            put = jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__)
+            leaves = (*modules[module - 1], *head, *sum(entered[number + 1 : number + 2], ()))
+            self._then.append((hot_call(bound[following(own, number)]), put, leaves))
+
+    def first(self, end: StepEnd) -> tuple[jax.Array, ...]:
+        """Returns x, batch array and drafts of the first pass."""
+        given = end.batch, end.sampled, end.lengths, *end.stream
+        return *self._first(*given, *self._entered), end.drafts
+
+    def next(
+        self, number: int, begun: Sequence[jax.Array], stream: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """Ends the pass of this number. Returns what `first` does, of the pass after it; after the
+        last one only the drafts.
+
+        Args:
+          begun: result of the call that began the pass.
+        """
+        call, numbers, leaves = self._then[number]
+        return tuple(call(numbers, *begun[1:], *stream, *leaves))
 
 
 class AttentionExecutables(NamedTuple):
@@ -300,9 +349,9 @@ class AttentionExecutables(NamedTuple):
     attend: dict[LayerKind, jax.stages.Compiled]
     leave: jax.stages.Compiled
     sampling: SamplingExecutables | None
-    drafting: DraftingExecutables | None = None
-    passes: PassExecutables | None = None
-    """None without prediction modules, or for steps without drafts."""
+    drafting: DraftingExecutables | None
+    passes: dict[str, jax.stages.Compiled]
+    """See `pass_executables`; and `AttentionPrograms.predict`."""
 
 
 def attention_executables(
@@ -321,21 +370,11 @@ def attention_executables(
             get(made.leave, bucket.of_tokens),
             sampling_executables(programs, bucket, get),
             drafting_executables(programs, bucket, get),
-            _passes(programs, bucket, get) if programs.config.modules and bucket.drafts else None,
+            (passes := pass_executables(programs, bucket, get))
+            and passes | {"predict": get(made.predict, plain)},
         )
 
     return {bucket: step(bucket) for bucket in buckets}
-
-
-def _passes(programs: AttentionPrograms, bucket: Bucket, get: Get) -> PassExecutables:
-    tokens, made = bucket.of_tokens, AttentionPrograms
-    again = get(made.next_pass, tokens, "again")
-    return PassExecutables(
-        get(made.first_pass, tokens),
-        get(made.predict, bucket.undrafted),
-        get(made.next_pass, tokens, "further") if programs.config.modules > 1 else again,
-        again,
-    )
 
 
 def build_attention(

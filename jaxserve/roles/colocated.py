@@ -14,7 +14,9 @@ from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_execu
 from jaxserve.roles.expert_slots import ExpertSlots, open_slots
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.sampling import Finished, SamplingExecutables, sampling_executables
+from jaxserve.roles.program import Arrays
+from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
+from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import zeroed
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
@@ -49,9 +51,9 @@ class ColocatedWeights(RoleWeights):
 
     @property
     def modules(self) -> Leaves:
-        """Leaves of the prediction modules: those beside their layers, then both roles' leaves of
-        their layers; empty without modules."""
-        return sum(self.blocks[self._modules :], ())
+        """Embedding, head, and the leaves of the prediction modules: those beside their layers,
+        then both roles' leaves of their layers."""
+        return sum(self.blocks[self._modules :], self.embedding + self.head)
 
 
 class ColocatedExecutables(NamedTuple):
@@ -108,7 +110,7 @@ class ColocatedWorker(WholeSteps):
         slots: ExpertSlots | None,
         observer: Observer | None = None,
     ):
-        self._programs, self.compiler = programs, compiler
+        self._programs, self.compiler, self._ends = programs, compiler, compiler.executables
         super().__init__(programs.deployment.lanes, weights, slots, observer)
 
     def _clear(self) -> None:
@@ -118,54 +120,20 @@ class ColocatedWorker(WholeSteps):
         self._pages = zeroed(programs.all_pages, programs.mesh)
         self._tokens = TokenLanes(programs, self._weights.head)
 
-    def advance(self) -> Finished:
-        """Enqueues the step that waited longest."""
-        (plan,), slots = map(self.compiler.fitted, self._take()), self.slots
-        step, sampling, drafting, predict = self.compiler.executables[plan.bucket]
-        batch, table = self._tokens.put(plan)
-        before, batch = self._tokens.begin(plan, drafting, batch)
-        banks = self._programs.stacked_banks
-        experts = [] if slots is None else [*slots.counts[:banks], *slots.tables[:banks]]
-        last, sampled, logits, x, *state = step(
-            before, batch, table, *self._pages, *experts, *self._weights.flat
-        )
-        pages = len(self._pages)
-        self._pages = state[:pages]
-        own = [state.pop()] if plan.bucket.drafts else []
-        if slots is not None:
-            slots.counts[:banks] = state[pages:]
-        finished, end = self._tokens.end(
-            plan,
-            (sampling, drafting),
-            (before, batch, table),
-            (last, sampled, logits, *own),
-            (x,),
-        )
-        if end is not None and predict is not None:
-            finished = self._tokens.keep(finished, self._predict(predict, end))
-        self._observe(plan, finished)
-        return finished
+    def _take(self) -> list[StepPlan]:
+        return [*map(self.compiler.fitted, super()._take())]
 
-    def _predict(self, predict: jax.stages.Compiled, end: StepEnd) -> jax.Array:
-        """Enqueues the passes of the prediction modules; returns their drafts."""
-        slots, weights = self.slots, self._weights
-        first = self._programs.stacked_banks
-        banks = [] if slots is None else [*slots.counts[first:], *slots.tables[first:]]
-        drafts, *state = predict(
-            end.batch,
-            end.table,
-            end.sampled,
-            end.lengths,
-            end.drafts,
-            *end.stream,
-            *self._pages,
-            *banks,
-            *weights.embedding,
-            *weights.head,
-            *weights.modules,
+    def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
+        last, sampled, logits, x, *state = self._ends[bucket].step(
+            *steps[0], *self._state, *self._weights.flat
         )
-        pages = len(self._pages)
-        self._pages = state[:pages]
-        if slots is not None:
-            slots.counts[first:] = state[pages:]
-        return drafts
+        own = [state.pop()] if bucket.drafts else []
+        self._keep(state)
+        return [((last, sampled, logits, *own), (x,))]
+
+    def _predict(self, bucket: Bucket, ends: Sequence[StepEnd]) -> list[jax.Array]:
+        (end,) = ends
+        given = end.batch, end.table, end.sampled, end.lengths, end.drafts, *end.stream
+        drafts, *state = self._ends[bucket].predict(*given, *self._state, *self._weights.modules)
+        self._keep(state)
+        return [drafts]

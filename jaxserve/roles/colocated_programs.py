@@ -53,8 +53,6 @@ class ColocatedPrograms(TokenPrograms):
             templates.exchange, axes, self.dtype, combine=contract.combine
         )
         self.banks = stacked_banks(self.config.runs(), templates.slots)
-        self.stacked_banks = len(self.banks)
-        """Number of banks of the step; the bank of prediction modules may follow."""
         if self.config.modules and self.config.predictors[0].ffn.router:
             modules = range(self.config.layers, self.config.all_layers)
             self.banks += (Bank(tuple(modules), templates.slots),)
@@ -69,7 +67,7 @@ class ColocatedPrograms(TokenPrograms):
         """(last_tokens, batch, page_table, pages, counts, tables, embedding, head, runs) →
         (last_tokens, sampled, logits, x, pages…, counts…).
 
-        Counts and tables are those of the banks of experts. x is the residual stream after the last
+        Counts and tables are those of all banks of experts. x is the residual stream after the last
         layer. A pool's pages are those of all its layers, layer after layer: `[dp * layers * pages,
         …]`. With drafts it returns the lengths last (`TokenPrograms.draw`).
         """
@@ -92,10 +90,10 @@ class ColocatedPrograms(TokenPrograms):
                     loads.append(load)
             x, pages = carry
             last, sampled, logits, *lengths = self.end_step(x, last, context.fields, head, bucket)
-            counted = map(add_load, counts, loads)
+            counted = *map(add_load, counts, loads), *counts[len(loads) :]
             return last, sampled, logits, x, *pages, *counted, *lengths
 
-        counts, tables = bank_arrays(self.mesh, self.banks[: self.stacked_banks], _DIVIDED)
+        counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
         return Program(
             "step",
             body,
@@ -122,8 +120,8 @@ class ColocatedPrograms(TokenPrograms):
         """All passes of the prediction modules after a step of this bucket.
 
         (batch, page_table, sampled, lengths, drafts, x, pages, counts, tables, embedding, head,
-        modules) → (drafts, pages…, counts…); counts and tables are those of the modules' bank,
-        where they have experts.
+        modules) → (drafts, pages…, counts…). The modules' bank is the last one, if they have
+        experts.
         """
         templates, kind = self.templates, self.config.layer(self.config.layers)
         tokens, modules = bucket.tokens, self.config.modules
@@ -145,7 +143,7 @@ class ColocatedPrograms(TokenPrograms):
                 module = [leaf[index] for leaf in prediction]
                 x = enter_module(self, tokens, start, embedding, module)
                 context = self.step_context(bucket, start.batch[None], table)
-                inputs = scanned(modules, blocks, tables[0] if tables else None)
+                inputs = scanned(modules, blocks, tables[-1] if kind.ffn.router else None)
                 own_inputs = jax.tree.map(lambda leaf, at=index: leaf[at], inputs)
                 layer = functools.partial(
                     self._layer, kind, self.config.layers, context.batch, blocks
@@ -160,10 +158,11 @@ class ColocatedPrograms(TokenPrograms):
                 start = next_pass(
                     self, tokens, hidden, start.batch, draft, again=again, longest=longest
                 )
-            counted = (add_load(count, loads) for count in counts)
-            return jnp.stack(found, axis=1)[None], *pages, *counted
+            if kind.ffn.router:
+                counts = *counts[:-1], add_load(counts[-1], loads)
+            return jnp.stack(found, axis=1)[None], *pages, *counts
 
-        counts, tables = bank_arrays(self.mesh, self.banks[self.stacked_banks :], _DIVIDED)
+        counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
         state = self.groups, self.slots
         return Program(
             "predict",

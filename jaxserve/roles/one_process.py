@@ -2,6 +2,7 @@
 (`pipeline: step`)."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import ATTENTION_RULES, cached_sharding, sharded_zeros
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.compilation import Get, compile_all, compile_steps
+from jaxserve.roles.attention_programs import add_modules
+from jaxserve.roles.compilation import Get
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.lane_steps import StepPipeline, options
-from jaxserve.roles.layout import Bucket, deployment_buckets
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.one_program import BothRolesPrograms
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.pooled_experts import PooledWeights
@@ -28,15 +29,15 @@ from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer
 
 
-def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:
+def ends(
+    programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get, lanes: Sequence[int] = ()
+) -> Any:
     """Collects the programs of the attention mesh before and after the layers of each bucket's
-    steps: `embedded`, `leave`, and `lane_steps.options`."""
+    steps: `embedded` and `leave` by number of lanes (empty: any), and `lane_steps.options`."""
+    makes = BothRolesPrograms.embedded, BothRolesPrograms.leave
+    numbers = lanes or range(1, 1 + programs.deployment.lanes)
     return {
-        bucket: (
-            get(BothRolesPrograms.embedded, bucket),
-            get(AttentionPrograms.leave, bucket.of_tokens),
-            *others,
-        )
+        bucket: ({n: [get(make, bucket.of_tokens, n) for make in makes] for n in numbers}, *others)
         for bucket, others in options(programs, buckets, get).items()
     }
 
@@ -52,9 +53,10 @@ class BothRolesPipeline(StepPipeline):
             raise ConfigError(f"pipeline = step: each of {count} processes needs both roles")
         self._programs = programs = BothRolesPrograms(templates, deployment, meshes)
         self._pages: list[jax.Array] = []
-        with load_progress(source, 2 + 2 * config.layers):
+        with load_progress(source, 2 + 2 * config.all_layers):
             of_ends = RoleWeights(source, programs.mesh)
             self._embedding, self._head = of_ends.add_ends(templates, names, ATTENTION_RULES)
+            modules = add_modules(of_ends, templates, names)
             weights, union, pooled = RoleWeights(source, programs.union), programs.union, None
             if programs.shared is not None:
                 weights = pooled = PooledWeights(programs.shared, model, union, self._pages)
@@ -69,13 +71,10 @@ class BothRolesPipeline(StepPipeline):
                     weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
             self._pools = [] if pooled is None else pooled.halves  # taken by `_clear`
         weights.held += of_ends.held
-        buckets, most = deployment_buckets(deployment), deployment.lanes
-        steps = {(b, n): programs.step(b, n) for b in buckets for n in range(1, 1 + most)}
-        self.executables = compile_all(steps)
-        self._ends = compile_steps(ends, programs, buckets)
+        self._compile(programs, ends, self._embedding, self._head, modules)
         self._halves = _Halves(programs)
-        self._experts = slots = open_slots(programs.experts, programs.banks, weights, names, source)
-        super().__init__(most, weights, slots, observer)
+        slots = open_slots(programs.experts, programs.banks, weights, names, source)
+        super().__init__(deployment.lanes, weights, slots, observer)
 
     def renew(self) -> bool:
         """Returns False with pools: a lost step has destroyed the experts in them."""
@@ -103,22 +102,23 @@ class BothRolesPipeline(StepPipeline):
         self._pages[:] = [self._halves.joined(*each) for each in kinds]
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
-        slots, pages, lanes = self._experts, len(self._pages), len(steps)
-        found: list[tuple[Arrays, Arrays]] = []
-        embedded, leave, *_ = self._ends[bucket]
-        entered = ((*one, embedded(*one, *self._embedding)) for one in steps)
-        experts = [] if slots is None else [*slots.counts, *slots.tables]
-        leaves = (leaf for block in self._weights.blocks for leaf in block)
-        spread = (self._halves.spread(array) for one in entered for array in one)
-        made = self.executables[bucket, lanes](*spread, *self._pages, *experts, *leaves)
-        streams, state = made[: 2 * lanes], made[2 * lanes :]
-        self._pages[:] = state[:pages]
-        if slots is not None:
-            slots.counts = list(state[pages:])
-        for (last, batch, _), *stream in zip(steps, streams[::2], streams[1::2], strict=True):
-            x, answer = map(self._halves.taken, stream, (ROWS, PIECES))
-            found.append((tuple(leave(x, last, batch, answer, *self._head)), (x, answer)))
-        return found
+        embedded, leave = self._ends[bucket][0][len(steps)]
+        begun = (array for last, batch, _ in steps for array in (last, batch))
+        entered = itertools.batched(embedded(*begun, *self._embedding), 2)
+        tables = (table for *_, table in steps)
+        streams = self._layers(bucket, 0, [(*one, next(tables)) for one in entered])
+        of_lanes = zip(steps, streams, strict=True)
+        given = ((x, last, batch, answer) for (last, batch, _), (x, answer) in of_lanes)
+        left = leave(*itertools.chain(*given), *self._head)
+        return [*zip(itertools.batched(left, len(left) // len(steps)), streams, strict=True)]
+
+    def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
+        step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())
+        spread = map(self._halves.spread, itertools.chain(*steps))
+        made = step(*spread, *self._state, *leaves)
+        streams, taken = made[: 2 * len(steps)], self._halves.taken
+        self._keep(made[len(streams) :])
+        return [(taken(x, ROWS), taken(y, PIECES)) for x, y in itertools.batched(streams, 2)]
 
 
 class _Halves:

@@ -37,6 +37,7 @@ from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, bank_arrays, stacked_banks
+from jaxserve.roles.lane_steps import all_runs, runs_of
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
 from jaxserve.roles.shared_pools import Run, SharedPools
@@ -84,7 +85,7 @@ class BothRolesPrograms(AttentionPrograms):
       pages: shapes of the pages of all layers on it, or of the pools that hold keys and values.
         The ffn role's half holds nothing but experts.
       shared: where pages and experts lie in pools; None: they have arrays of their own.
-      runs: runs of equal layers.
+      runs: runs of equal layers, those of prediction modules last.
       banks, experts: see `ColocatedPrograms`.
     """
 
@@ -101,7 +102,7 @@ class BothRolesPrograms(AttentionPrograms):
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
         self.shared: SharedPools | None = None
         self.pages = [self._on_both(array) for array in self.all_pages]
-        self.runs: Sequence[Run] = [Run(*run) for run in self.config.runs()]
+        self.runs: Sequence[Run] = [Run(*run) for run in all_runs(self.config)]
         if self.config.platform == "tpu":
             self.shared = SharedPools(deployment, templates, meshes)
             self.runs, pages = self.shared.runs, self.shared.arrays
@@ -119,36 +120,46 @@ class BothRolesPrograms(AttentionPrograms):
         rows = [ROLE, "ep", "ffn_tp", *(["tp"] if first == PIECES[0] else [])]
         return cached_sharding(self.union, PartitionSpec(tuple(rows), *rest))
 
-    def embedded(self, bucket: Bucket) -> Program:
-        """(last_tokens, batch, page_table, embedding) → x, on the attention mesh."""
+    def embedded(self, bucket: Bucket, lanes: int) -> Program:
+        """((last_tokens, batch) of each lane, embedding) → (x, batch) of each lane, on the
+        attention mesh; in the batch every `FROM_DEVICE` among the tokens is replaced."""
+        tokens = bucket.tokens
 
-        def body(last: Array, batch: Array, table: Array, embedding: Arrays) -> Array:
-            return self.embed(self.step_context(bucket, batch, table, last), embedding)
+        def body(steps: Sequence[Arrays], embedding: Arrays) -> Arrays:
+            no_pages, made = jnp.zeros((1, self.slots, self.tables), jnp.int32), list[Array]()
+            for last, batch in steps:
+                context = self.step_context(bucket, batch, no_pages, last)
+                known = batch.at[0, :tokens].set(context.fields["token_ids"])
+                made += self.embed(context, embedding), known
+            return tuple(made)
 
-        inputs = *self.step_shapes(bucket), *self.leaves(self.templates.embedding)
-        return Program("embedded", body, self.mesh, inputs, ROWS)
+        steps = [self.step_shapes(bucket)[:2]] * lanes
+        inputs = steps, *self.leaves(self.templates.embedding)
+        return Program("embedded", body, self.mesh, inputs, (ROWS,) * 2 * lanes)
 
-    def step(self, bucket: Bucket, lanes: int) -> Program:
-        """((last_tokens, batch, page_table, x) of each lane, pages, counts, tables, runs) → ((x,
-        answer) of each lane, pages…, counts…).
+    def step(self, bucket: Bucket, lanes: int, module: int = 0) -> Program:
+        """((x, batch, page_table) of each lane, pages, counts, tables, runs) → ((x, answer) of each
+        lane, pages…, counts…).
 
         A lane's results are the residual stream after the last layer (`AttentionPrograms.stream`).
         Arrays of lanes are those of the attention mesh; the other half is anything.
+
+        Args:
+          module: the prediction module, from 1, whose layer alone runs; 0: the model's own layers.
         """
         runs, templates = self.runs, self.templates
 
         def body(
             steps: Sequence[Arrays], pages: Pages, counts: Arrays, tables: Arrays, leaves: Any
         ) -> Arrays:
-            contexts = [
-                self.step_context(bucket, batch, table, last) for last, batch, table, _ in steps
-            ]
+            contexts = [self.step_context(bucket, batch, table) for _, batch, table in steps]
             step = _Step(self, contexts, leaves, tables)
-            turn = step.begin([x for *_, x in steps], pages)
+            turn = step.begin([x for x, *_ in steps], pages)
             before: _Place | None = None
-            for run, (_, start, stop, *_) in enumerate(runs):
+            for run in runs_of(self.config, runs, module):
                 # The first layer of a run serves messages of the run before.
-                turn, count = step.layer(turn, _Place(run, 0), before), stop - start
+                count = runs[run].stop - runs[run].start
+                turn = step.layer(turn, _Place(run, 0), before)
 
                 def one(turn: _Turn, layer: Array, run: int = run) -> tuple[_Turn, None]:
                     return step.layer(turn, _Place(run, layer), _Place(run, layer - 1)), None
@@ -157,11 +168,11 @@ class BothRolesPrograms(AttentionPrograms):
                     turn, _ = jax.lax.scan(one, turn, jnp.arange(1, count, dtype=jnp.int32))
                 before = _Place(run, count - 1)
             turn = step.end(turn, before)
-            loads = [jax.lax.psum(load, ROLE) for load in turn.loads]
+            loads = jax.lax.psum(turn.loads, ROLE)
             made = (array for each in zip(turn.x, turn.answers, strict=True) for array in each)
             return *made, *turn.pages, *map(add_load, counts, loads)
 
-        of_lane = *self.step_shapes(bucket), self.stream_shapes(bucket)[0]
+        of_lane = self.stream_shapes(bucket)[0], *self.step_shapes(bucket)[1:]
         counts, tables = bank_arrays(self.union, self.banks, _DIVIDED)
         leaves = [
             (
@@ -175,7 +186,8 @@ class BothRolesPrograms(AttentionPrograms):
         state = *self.pages, *counts
         specs = *stream * lanes, *[array.sharding.spec for array in state]
         inputs = steps, self.pages, counts, tables, leaves
-        return Program(f"step_{lanes}", body, self.union, inputs, specs, donates=(1, 2))
+        name = f"{'pass' if module else 'step'}_{lanes}"
+        return Program(name, body, self.union, inputs, specs, donates=(1, 2))
 
     def layer(
         self, kind: LayerKind, stream: Arrays, pages: Pages, batch: RaggedBatch, leaves: list[Any]

@@ -77,7 +77,7 @@ def page_access(arrays: KVArrays, **options: Any) -> HandedPages:
 
 
 class SpreadPages(PageTransfer):
-    """`PageTransfer` of a mesh over several processes. All of them make all calls, in the same
+    """`PageTransfer` of a mesh over several processes. Each process makes all calls, in the same
     order; only the leader passes arrays that have arrived."""
 
     spread = True

@@ -1,4 +1,4 @@
-"""Pure functions that compute the parts of a prediction module's pass; programs are made of them.
+"""Pure functions that compute the parts of a prediction module's pass; programs call them.
 
 A pass is a step of one decoder layer whose batch array the device writes itself. Each row is a
 hidden state with the token id that follows it. The module's layer runs at the rows' positions on

@@ -21,6 +21,7 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.roles.attention_bytes import attention_weights
 from jaxserve.roles.capacity import RoleBytes
+from jaxserve.roles.lane_steps import all_runs
 from jaxserve.roles.role_bytes import on_one_mesh, role_bytes
 from pallas_kernels.quantize import FOUR_BITS, entry_words
 from pallas_kernels.quantize.words import LANES, PoolLayout, stored_shape
@@ -63,8 +64,9 @@ class SharedPools(PoolLayout):
             }
         if reason := next(_refusals(config, deployment, [*pages, *matrices.values()]), ""):
             raise ConfigError(f"pipeline = step on TPUs: {reason}")
-        super().__init__(pages, matrices, sum(bool(kind.ffn.router) for kind in config.decoder))
-        self.runs = tuple(self._divided(config.runs()))
+        layers = map(config.layer, range(config.all_layers))
+        super().__init__(pages, matrices, sum(bool(kind.ffn.router) for kind in layers))
+        self.runs = tuple(self._divided(all_runs(config)))
 
     def _divided(self, runs: Sequence[tuple[LayerKind, int, int]]) -> list[Run]:
         found, used = [], 0

@@ -3,6 +3,7 @@
 All processes get the same plans in the same order, so they make the same dispatches.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -12,11 +13,11 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, cached_sharding
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.compilation import compile_all, compile_steps
+from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
+from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_slots import open_slots
-from jaxserve.roles.lane_steps import StepPipeline, options
-from jaxserve.roles.layout import Bucket, deployment_buckets, token_sizes
+from jaxserve.roles.lane_steps import StepPipeline, all_runs, dispatches, options
+from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.program import Arrays
 from jaxserve.roles.step_plan import StepPlan
@@ -29,7 +30,7 @@ from jaxserve.roles.step_programs import (
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import zeroed
 from jaxserve.roles.weights import RoleWeights, load_progress
-from jaxserve.roles.worker import Observer, Passed
+from jaxserve.roles.worker import Observer, Passed, modules_of
 
 
 class RolePipeline(StepPipeline):
@@ -49,29 +50,28 @@ class AttentionPipeline(RolePipeline):
         config, names, _, templates, source = model
         programs = AttentionStepPrograms(templates, deployment, mesh)
         self._programs = AttentionPrograms(templates, deployment, model.meshes.attention)
-        with load_progress(source, 2 + config.layers):
+        with load_progress(source, 2 + config.all_layers):
             weights = RoleWeights(source, mesh)
             embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
-            for kind, first, stop in config.runs():
+            for kind, first, stop in all_runs(config):
                 block, sources = templates.attention[kind], names.attention[first:stop]
                 weights.add("attention", block, sources, ATTENTION_RULES, first)
+            self._leaves = sum(weights.blocks, embedding + head)
+            modules = add_modules(weights, templates, names)
         super().__init__(deployment.lanes, weights, observer=observer)
-        self._leaves = sum(weights.blocks, embedding + head)
-        buckets, lanes = deployment_buckets(deployment), range(1, 1 + deployment.lanes)
-        self.executables = compile_all(
-            {(b, n): programs.step(b, n) for b in buckets for n in lanes}
-        )
-        self._ends = compile_steps(options, programs, buckets)
+        self._compile(programs, options, embedding, head, modules)
         self._union, self._pages = mesh, zeroed(programs.all_pages, mesh)
         self._tokens = TokenLanes(programs, head)
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
-        step, lanes = self.executables[bucket, len(steps)], len(steps)
-        made = step(*(array for one in steps for array in one), *self._pages, *self._leaves)
-        width = (len(made) - 1 - len(self._pages)) // lanes
-        self._pages = list(made[width * lanes : -1])
-        each = (made[width * lane : width * (lane + 1)] for lane in range(lanes))
-        return [(tuple(left), (x,)) for *left, x in each]
+        return [(tuple(left), (x,)) for *left, x in self._layers(bucket, 0, steps)]
+
+    def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
+        step, given = self.executables[bucket, len(steps), module], itertools.chain(*steps)
+        made = step(*given, *self._state, *self._leaves)
+        end = len(made) - 1 - len(self._pages)
+        self._keep(made[end:-1])
+        return [*itertools.batched(made[:end], end // len(steps))]
 
     def _own_pages(self) -> list[jax.Array]:
         return _on(self._programs.mesh, self._pages)
@@ -97,24 +97,22 @@ class FFNPipeline(RolePipeline):
     ):
         config, names, meshes, templates, source = model
         programs = FFNStepPrograms(templates, deployment, meshes.ffn, mesh)
-        with load_progress(source, config.layers):
+        with load_progress(source, config.all_layers):
             weights = RoleWeights(source, mesh)
-            for kind, first, stop in config.runs():
+            for kind, first, stop in all_runs(config):
                 weights.add("ffn", templates.ffn[kind.ffn], names.ffn[first:stop], FFN_RULES, first)
-        sizes, lanes = token_sizes(deployment), range(1, 1 + deployment.lanes)
-        self.executables = compile_all(
-            {(Bucket(size, 1), n): programs.step(size, n) for size in sizes for n in lanes}
-        )
+        sizes = {(Bucket(b.tokens, 1), n, module) for b, n, module in dispatches(deployment)}
+        steps = {one: programs.step(one[0].tokens, *one[1:]) for one in sizes}
+        self._config, self._pages, self.executables = config, [], compile_all(steps)
         slots = open_slots(programs.experts, programs.banks, weights, names, source)
         super().__init__(deployment.lanes, weights, slots, observer)
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Passed]:
-        slots, size = self.slots, Bucket(plans[0].bucket.tokens, 1)
-        experts = [] if slots is None else [*slots.tables, *slots.counts]
-        leaves = (leaf for block in self._weights.blocks for leaf in block)
-        *counts, token = self.executables[size, len(plans)](*experts, *leaves)
-        if slots is not None:
-            slots.counts = counts
+        bucket, leaves = plans[0].bucket, sum(self._weights.blocks, ())
+        for module in (0, *modules_of(self._config, bucket)):
+            step = self.executables[Bucket(bucket.tokens, 1), len(plans), module]
+            *counts, token = step(*self._state, *leaves)
+            self._keep(counts)
         return [Passed(token)] * len(plans)
 
 

@@ -51,14 +51,12 @@ from jaxserve.roles.expert_programs import (
     stacked_banks,
 )
 from jaxserve.roles.ffn import FFNPrograms
+from jaxserve.roles.lane_steps import Dispatch, all_runs, runs_of
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
 from jaxserve.roles.token_programs import StepContext, TokenPrograms
 from pallas_kernels.permute_order import permutes
-
-Dispatch = tuple[Bucket, int]
-"""Bucket and number of lanes of a dispatch."""
 
 STAGES = 3
 """Lanes from which a step is a pipeline of attention, exchanges and FFN."""
@@ -145,29 +143,37 @@ class Wire(NamedTuple):
 class AttentionStepPrograms(AttentionPrograms):
     """The attention role's programs over the union mesh."""
 
-    def step(self, bucket: Bucket, lanes: int) -> Program:
+    def step(self, bucket: Bucket, lanes: int, module: int = 0) -> Program:
         """((last_tokens, batch, page_table) of each lane, pages, embedding, head, runs) →
         ((last_tokens, sampled, logits, x) of each lane, pages…, last token of the exchanges); with
         drafts each lane's lengths precede x (`TokenPrograms.draw`).
 
-        x is the residual stream after the last layer. Pages are those of all layers of a pool.
+        x is the residual stream after the last layer. Pages are those of all layers of a pool, runs
+        those of `lane_steps.all_runs`.
+
+        Args:
+          module: a prediction module, from 1, whose layer alone runs: ((x, batch, page_table) of
+            each lane, …) → (x of each lane, …); 0: the model's own layers.
         """
-        templates, runs = self.templates, self.config.runs()
+        templates, runs = self.templates, all_runs(self.config)
         wire = Wire.of(0, self, bucket.tokens)
 
         def body(steps: Sequence[Arrays], pages: Pages, ends: Any, stacks: Any) -> Arrays:
             embedding, head = ends
             contexts = [
-                self.step_context(bucket, batch, table, last) for last, batch, table in steps
+                self.step_context(bucket, batch, table, None if module else first)
+                for first, batch, table in steps
             ]
-            x = [self.embed(context, embedding) for context in contexts]
+            x = [first for first, *_ in steps]
+            x = x if module else [self.embed(context, embedding) for context in contexts]
             carry: Any = x, [wire.no_answer] * lanes, pages, jnp.zeros((), wire.word)
             if lanes >= STAGES:
                 carry = *carry, jnp.zeros(wire.message.shape, wire.message.dtype)
-            for run, leaves in zip(runs, stacks, strict=True):
-                stack = StackedLeaves.of(templates.attention[run[0]], leaves)
-                layer = functools.partial(turns, run, stack, contexts)
-                carry, _ = jax.lax.scan(layer, carry, scanned(run[2] - run[1], [stack]))
+            for number in runs_of(self.config, runs, module):
+                kind, start, stop = runs[number]
+                stack = StackedLeaves.of(templates.attention[kind], stacks[number])
+                layer = functools.partial(turns, runs[number], stack, contexts)
+                carry, _ = jax.lax.scan(layer, carry, scanned(stop - start, [stack]))
             x, answers, pages, token, *waiting = carry
             if waiting:
                 for lane in (-2, -1):
@@ -177,7 +183,9 @@ class AttentionStepPrograms(AttentionPrograms):
             made: list[Array] = []
             for context, (last, *_), *stream in zip(contexts, steps, x, answers, strict=True):
                 final = self._add_combined(*stream)
-                made += *self.end_step(final, last, context.fields, head, bucket), final
+                if not module:
+                    made += self.end_step(final, last, context.fields, head, bucket)
+                made.append(final)
             return *made, *pages, token
 
         def turns(
@@ -213,14 +221,17 @@ class AttentionStepPrograms(AttentionPrograms):
             templates.attention[kind].arrays(self.mesh, ATTENTION_RULES, stop - start)
             for kind, start, stop in runs
         ]
+        first, *others = self.step_shapes(bucket)
         lengths = [ROWS] if bucket.drafts else []
-        of_lane = ROWS, REPLICATED, self.logits_spec, *lengths, ROWS
+        left = ROWS, REPLICATED, self.logits_spec, *lengths
+        if module:
+            (first,), left = self.stream_shapes(bucket), ()
         return Program(
-            f"step_{lanes}",
+            f"{'pass' if module else 'step'}_{lanes}",
             body,
             self.mesh,
-            ([self.step_shapes(bucket)] * lanes, self.all_pages, ends, stacks),
-            (*of_lane * lanes, *self.pages_specs(*self.pools), REPLICATED),
+            ([(first, *others)] * lanes, self.all_pages, ends, stacks),
+            (*(*left, ROWS) * lanes, *self.pages_specs(*self.pools), REPLICATED),
             donates=(1,),
             cuda_graphs="branches",
             paired=True,
@@ -241,35 +252,37 @@ class FFNStepPrograms(FFNPrograms):
     def __init__(self, templates: ModelTemplates, deployment: Deployment, own: Mesh, union: Mesh):
         super().__init__(templates, deployment, own)
         self.mesh = union
-        self.banks = stacked_banks(self.config.runs(), templates.slots)
+        self.banks = stacked_banks(all_runs(self.config), templates.slots)
         if templates.moe:
             self.experts = ExpertPrograms(
                 templates, deployment.experts, union, FFN_RULES, _DIVIDED, stacked=True
             )
 
-    def step(self, tokens: int, lanes: int) -> Program:
-        """(tables, counts, runs) → (counts…, last token of the exchanges), for steps with this
+    def step(self, tokens: int, lanes: int, module: int = 0) -> Program:
+        """(counts, tables, runs) → (counts…, last token of the exchanges), for steps with this
         number of tokens a DP group. The ffn role's part of `AttentionStepPrograms.step`."""
-        templates, runs = self.templates, self.config.runs()
-        wire = Wire.of(1, self, tokens)
+        templates, runs = self.templates, all_runs(self.config)
+        wire, banks = Wire.of(1, self, tokens), [bank.layers[0] for bank in self.banks]
 
-        def body(tables: Arrays, counts: Arrays, stacks: Sequence[Arrays]) -> Arrays:
+        def body(counts: Arrays, tables: Arrays, stacks: Sequence[Arrays]) -> Arrays:
             carry: Any = wire.no_answer, jnp.zeros((), wire.word)
             if lanes >= STAGES:
                 _, token = wire.exchange(None, wire.message, carry[1])
                 ahead, token = wire.pass_on(wire.no_answer, wire.message, token)
                 carry = wire.no_answer, token, ahead
-            loads: list[Array] = []
-            for (kind, start, stop), leaves in zip(runs, stacks, strict=True):
-                stack = StackedLeaves.of(templates.ffn[kind.ffn], leaves)
-                table = tables[len(loads)] if kind.ffn.router else None
+            counted = [*counts]
+            for number in runs_of(self.config, runs, module):
+                kind, start, stop = runs[number]
+                stack = StackedLeaves.of(templates.ffn[kind.ffn], stacks[number])
+                table = tables[banks.index(start)] if kind.ffn.router else None
                 inputs = scanned(stop - start, [stack], table)
                 carry, load = jax.lax.scan(functools.partial(turns, kind, stack), carry, inputs)
-                loads += [] if load is None else [load]
+                if load is not None:
+                    counted[banks.index(start)] = add_load(counts[banks.index(start)], load)
             last, token, *_ = carry
             if lanes > 1:
                 _, token = wire.exchange(last, None, token)
-            return *map(add_load, counts, loads), token
+            return *counted, token
 
         def turns(
             kind: LayerKind, stack: StackedLeaves, carry: Any, inputs: Any
@@ -299,12 +312,12 @@ class FFNStepPrograms(FFNPrograms):
             for kind, start, stop in runs
         ]
         return Program(
-            f"ffn_step_{lanes}",
+            f"ffn_{'pass' if module else 'step'}_{lanes}",
             body,
             self.mesh,
-            (tables, counts, leaves),
+            (counts, tables, leaves),
             (*[Bank.counts_spec(_DIVIDED)] * len(counts), REPLICATED),
-            donates=(1,),
+            donates=(0,),
             ragged=templates.exchange == "alltoall",
             paired=True,
         )
@@ -322,8 +335,8 @@ def exchanges_digest(steps: Mapping[Dispatch, jax.stages.Compiled], devices: int
       EngineFailedError: the order is not known, because a loop has no known number of turns.
     """
     found = {
-        (bucket.tokens, lanes, *exchanges(cast(str, compiled.as_text()), devices))
-        for (bucket, lanes), compiled in steps.items()
+        (bucket.tokens, lanes, module, *exchanges(cast(str, compiled.as_text()), devices))
+        for (bucket, lanes, module), compiled in steps.items()
     }
     return hashlib.blake2s(repr(sorted(found)).encode(), digest_size=8).hexdigest()
 

@@ -242,7 +242,7 @@ class TokenPrograms:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=cached_sharding(self.mesh, spec))
 
     def leaves(self, *blocks: Template) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        """The weights of these blocks on the attention mesh."""
+        """The blocks' weights on the attention mesh."""
         return [block.arrays(self.mesh, ATTENTION_RULES) for block in blocks]
 
     def step_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -20,12 +20,19 @@ def lane_of_all(step: "StepPlan", domains: int) -> int:
 
 
 @functools.cache
+def modules_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
+    """Returns the prediction module, counted from 1, of each pass that follows a step: one for each
+    draft; the last module may come several times."""
+    passes = range(1, 1 + bucket.drafts) if config.modules else ()
+    return tuple(min(number, config.modules) for number in passes)
+
+
+@functools.cache
 def layers_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
     """Returns the layers of a step in the order in which it takes them: the model's own, then those
-    of the prediction modules, one for each draft; the last module may come several times."""
-    drafts = bucket.drafts if config.modules else 0
-    modules = (config.layers + min(draft, config.modules - 1) for draft in range(drafts))
-    return *range(config.layers), *modules
+    of the prediction modules."""
+    modules = modules_of(config, bucket)
+    return *range(config.layers), *(config.layers - 1 + module for module in modules)
 
 
 class Passed(NamedTuple):

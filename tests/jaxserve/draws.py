@@ -203,8 +203,7 @@ def _can_be_whole(decode: dict[str, Any]) -> bool:
     """Whether the steps of both roles could be one program."""
     shape = [decode.get(key, 1) for key in ("attention.dp", "attention.tp", "ffn.ep", "ffn.tp")]
     pairs = shape[0] * shape[1] == shape[2] * shape[3] and shape[1] in (1, shape[3])
-    alone = decode.get("domains", 1) == 1 and decode.get("speculative.method") != "mtp"
-    return decode["mode"] == "afd" and pairs and alone
+    return decode["mode"] == "afd" and pairs and decode.get("domains", 1) == 1
 
 
 def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:

@@ -67,7 +67,8 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
     if options.moving:
         move(engine, fails=leader.identity.processes > 2)
     prompts = layouts.prompts_below(read_config(options.model)[0].vocab)
-    tokens = crowded(engine) if options.crowded else layouts.generate(engine, prompts)
+    generate = crowded if options.crowded else layouts.generate
+    tokens = generate(engine, prompts)
     view = engine.pipeline()
     deadline = time.monotonic() + SECONDS
     while options.figures and time.monotonic() < deadline:

@@ -11,10 +11,11 @@ import pytest
 
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import output_of
-from tests.jaxserve.layouts import Case, check
+from tests.jaxserve.layouts import COLOCATED, Case, check
 from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4
+from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_qwen3_next import QWEN3_NEXT
-from tests.reference.tiny_sizes import VOCAB
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek
 
 pytestmark = pytest.mark.unoptimised
 
@@ -64,40 +65,42 @@ def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference,
     check(reference, tokens, "2 domains")
 
 
-ALL_TO_ALL = {"ffn.exchange": "alltoall"}
+TWO_RANKS = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
+PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5]}
+FEW = {"cache.pages": 24}
+MODULES = {"speculative.method": "mtp", "speculative.modules": 2, "speculative.automatic": False}
+DEEPSEEK = TinyModel("two modules", TinyDeepseek(num_nextn_predict_layers=2), seed=3)
 STEPS = [
-    (2, 2, {"speculative.method": "ngram", "attention.dp": 2, "ffn.ep": 2} | ALL_TO_ALL),
-    (2, 2, {"attention.tp": 2, "ffn.ep": 2, "cache.pages": 24}),
-    (2, 4, {"attention.dp": 2, "ffn.tp": 2}),
-    (4, 3, {"attention.dp": 2, "ffn.ep": 2, "ffn.redundant_slots": 1} | ALL_TO_ALL),
+    (2, None, TWO_RANKS | {"lanes": 2, "speculative.method": "ngram"}),
+    (2, None, FEW | {"lanes": 2, "attention.dp": 1, "attention.tp": 2, "ffn.ep": 2}),
+    (2, None, {"lanes": 4, "ffn.tp": 2}),
+    (4, None, TWO_RANKS | {"lanes": 3, "ffn.redundant_slots": 1}),
+    (2, QWEN3_NEXT, PAGES | {"lanes": 2, "ffn.tp": 2}),
+    (2, DEEPSEEK_V4, PAGES | {"lanes": 2, "ffn.tp": 2}),
+    (2, DEEPSEEK, FEW | MODULES | {"lanes": 3, "ffn.tp": 2}),
 ]
-"""Processes, lanes, and other keys; with four processes each has one device, and experts move."""
+"""Processes, a model (None: the one of `layouts.py`), and keys. With four processes each has one
+device, and experts move. With few pages, requests are preempted and one is cancelled."""
 
 
 @pytest.mark.nightly
 @pytest.mark.multihost
-@pytest.mark.parametrize(("processes", "lanes", "sizes"), STEPS)
+@pytest.mark.parametrize(("processes", "model", "sizes"), STEPS)
 def test_steps_of_one_dispatch_give_the_colocated_tokens(
-    processes, lanes, sizes, tiny_model, reference, tmp_path
+    processes, model, sizes, tiny_model, reference, tmp_path
 ):
-    """Each process plays one role. With few pages, requests are preempted and one is cancelled."""
-    overrides = {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
+    """Each process plays one role. Recurrent states and open windows are replaced in the loop over
+    layers and lanes, and passes of prediction modules follow it."""
+    overrides = {"pipeline": "step", "attention.dp": 2, "ffn.exchange": "gather"} | sizes
     overrides |= {"experts.move_gb_per_second": 10.0}
     options = ["--crowded"] * ("cache.pages" in sizes) + ["--moving"] * (processes > 2)
-    check(reference, run(tiny_model, overrides, processes, tmp_path, *options).tokens, sizes)
-
-
-@pytest.mark.nightly
-@pytest.mark.multihost
-@pytest.mark.parametrize("model", [QWEN3_NEXT, DEEPSEEK_V4], ids=lambda model: model.name)
-def test_steps_of_one_dispatch_with_state_outside_pages(model, tmp_path):
-    """Recurrent states and open windows are replaced in the loop over layers and lanes."""
-    folder, sizes = model.write(tmp_path / "model"), {"cache.page_size": 32, "cache.pages": 20}
-    sizes |= {"scheduler.page_buckets": [5]}
-    with layouts.running(folder, sizes) as engine:
-        expected = layouts.generate(engine, layouts.prompts_below(VOCAB))
-    overrides = sizes | {"pipeline": "step", "lanes": 2, "attention.dp": 2, "ffn.tp": 2}
-    assert run(folder, overrides, 2, tmp_path).tokens == expected
+    folder = model.write(tmp_path / "model") if model else tiny_model
+    tokens = run(folder, overrides, processes, tmp_path, *options).tokens
+    if model:
+        with layouts.running(folder, PAGES | COLOCATED) as engine:
+            assert tokens == layouts.generate(engine, layouts.prompts_below(VOCAB))
+    else:
+        check(reference, tokens, sizes)
 
 
 @pytest.mark.nightly

@@ -1,8 +1,4 @@
-"""Drafts of a prediction module change no token: greedy and sampled, in every layout.
-
-`make test` runs a selection that has both modes, `pull` and every number of drafts, the marker
-`matrix` all layouts with all numbers of drafts.
-"""
+"""Drafts of a prediction module change no token: greedy and sampled, in every layout (`matrix`)."""
 
 import dataclasses
 import itertools
@@ -21,7 +17,8 @@ pytestmark = pytest.mark.unoptimised
 SIZES = dataclasses.replace(layouts.SIZES, mtp=True)
 
 COLOCATED_ON_3 = COLOCATED | {"attention.dp": 3, "lanes": 2}
-ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3} | LAYOUTS
+STEP = {"pipeline": "step", "lanes": 3, "attention.dp": 2, "ffn.ep": 2}
+ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3, "step": STEP} | LAYOUTS
 
 ALWAYS = {"speculative.automatic": False}
 

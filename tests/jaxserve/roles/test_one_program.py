@@ -39,7 +39,7 @@ CASES = [
     (3, PAGES | EIGHT_BITS, {}),
     (3, PAGES | EIGHT_BITS, TWO_RANKS),
     pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
-    (3, LATENTS, TWO_RANKS),
+    (3, LATENTS, TWO_RANKS | {"speculative.method": "mtp", "speculative.automatic": False}),
 ]
 """Lanes, pages and formats, and a layout. With pages of whole tiles the programs are those of TPUs,
 where pages and experts share memory. In 8 bits sums of other experts are rounded otherwise: tokens
@@ -53,7 +53,7 @@ WHOLE_TILES = TinyStep3(
     moe_num_experts=8,
 )
 WHOLE_COLUMNS = {"hidden_size": 128, "moe_intermediate_size": 256, "qk_nope_head_dim": 128}
-DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(**WHOLE_COLUMNS))
+DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(num_nextn_predict_layers=1, **WHOLE_COLUMNS))
 
 
 @pytest.mark.nightly

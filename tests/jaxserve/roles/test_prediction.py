@@ -1,4 +1,4 @@
-"""Drafts of prediction modules are those of the NumPy models, in both modes."""
+"""Drafts of prediction modules are those of the NumPy models, in all modes."""
 
 import dataclasses
 
@@ -28,6 +28,7 @@ TIE = 1e-4
 
 COLOCATED = {"mode": "colocated", "attention.dp": 2}
 AFD = {"attention.dp": 2, "attention.tp": 2, "ffn.ep": 2, "ffn.exchange": "alltoall"}
+STEP = AFD | {"attention.tp": 1, "pipeline": "step"}
 
 
 class Slots:
@@ -78,9 +79,10 @@ class Slots:
 
 
 def modes(other: str):
-    """Both, of which the other runs in the matrix alone."""
-    for name, overrides in (("colocated", COLOCATED), ("afd", AFD)):
-        yield pytest.param(overrides, id=name, marks=[pytest.mark.matrix] * (name == other))
+    """All, of which the other runs in the matrix alone, and a whole step nightly."""
+    for name, overrides in (("colocated", COLOCATED), ("afd", AFD), ("step", STEP)):
+        marks = {other: [pytest.mark.matrix], "step": [pytest.mark.nightly]}.get(name, [])
+        yield pytest.param(overrides, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("overrides", [*modes("colocated")])
