@@ -87,10 +87,7 @@ def part_of(
 
 
 def worker_port(
-    deployment: Deployment,
-    part: WorkerPart,
-    token: str,
-    on_become: Callable[[Become], None] | None,
+    deployment: Deployment, part: WorkerPart, token: str, on_become: Callable[[Become], None] | None
 ) -> WorkerPort:
     """The port of a worker; arguments and errors as of `WorkerPort`. It names the weights and end
     tokens that the model's folder has now, before anything is loaded."""

@@ -268,10 +268,7 @@ class Leader:
         return not late
 
     def _wait(
-        self,
-        done: Callable[[FollowerSession], bool],
-        what: str,
-        timeout: float | None = None,
+        self, done: Callable[[FollowerSession], bool], what: str, timeout: float | None = None
     ) -> None:
         """Waits until `done` is true of every follower; raises as `wait_registered`.
 

@@ -170,10 +170,7 @@ DEEPSEEK = CallFormat(
     "<｜tool▁calls▁end｜>",
     lambda types: MarkedReader(_DEEPSEEK, "\n```<｜tool▁call▁end｜>"),
     ("<｜tool▁calls▁begin｜>", "```json"),
-    (
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-    ),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
 )
 DEEPSEEK_V31 = CallFormat(
     "<｜tool▁calls▁begin｜>",

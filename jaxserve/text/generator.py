@@ -136,8 +136,7 @@ class TextGenerator:
             longest = self._max_length * self.tokenizer.longest_token
             if len(prompt) > longest:
                 raise PromptTooLongError(
-                    field,
-                    f"{len(prompt)} characters are more than {self._max_length} tokens hold",
+                    field, f"{len(prompt)} characters are more than {self._max_length} tokens hold"
                 )
             if not prompt:
                 raise InvalidRequestError(field, "is empty")
