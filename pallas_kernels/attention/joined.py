@@ -1,8 +1,8 @@
 """Pages of a few rows: the pages of each sequence are copied into larger ones that kernels take.
 
 Called by `api.py`. Rows of compressed attention that stand for 128 tokens are one or two a page. A
-TPU starts 3 to 9 bundles of instructions for each page that a kernel fetches, while memory delivers
-two rows of 512 numbers in 1 or 2; so XLA gathers, on TPUs by the SparseCores. The rows are read,
+TPU takes 3 or 4 bundles of instructions to start the copy of a page, while memory delivers two rows
+of 512 numbers in 1 or 2; so XLA gathers, on TPUs by the SparseCores. The rows are read,
 written and read again: three times the bytes of the pages, and five where a core's memory is too
 small for the larger pages and they change their tiles.
 """
