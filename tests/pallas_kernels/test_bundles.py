@@ -18,12 +18,6 @@ def test_table():
     ]
 
 
-def test_bytes_a_bundle():
-    """Gigabytes a second by gigahertz."""
-    assert aot.GENERATIONS["v5e"].bytes_per_bundle() == pytest.approx(546)
-    assert aot.GENERATIONS["v6e"].bytes_per_bundle() == pytest.approx(937.14, abs=0.01)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("generation", aot.GENERATIONS)
 def test_every_op_has_cases(op, generation):

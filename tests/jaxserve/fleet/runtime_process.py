@@ -62,8 +62,9 @@ def main() -> int:
             if number and "MOVES" in os.environ:
                 begin_moves(engine.experts)
             print(f"round {number} begins", flush=True)
-            dropped = [[*prompt, 1] for prompt in layouts.PROMPTS[:6]]
-            tokens = layouts.beside_cancels(engine, layouts.PROMPTS, dropped, layouts.GREEDY)
+            prompts = json.loads(os.environ.get("PROMPTS", json.dumps(layouts.PROMPTS)))
+            dropped = [[*prompt, 1] for prompt in prompts[:6]]
+            tokens = layouts.beside_cancels(engine, prompts, dropped, layouts.GREEDY)
             layouts.idle(engine)
             print(f"round {number}: {json.dumps(tokens)}", flush=True)
         work, _ = engine.experts.passes(SECONDS)
