@@ -3,8 +3,8 @@ and `cache.storage`.
 
 Part of `bench engine`. Every user's turn repeats the conversation so far. Four engines on the demo
 model take turns with the same requests: a pool for all conversations, a tenth of it, a tenth with
-host memory below, and one with a folder below that. At the end all but the first are closed and
-opened again, and every user returns once.
+host memory below, and one with host memory and a folder below. At the end all but the first are
+closed and opened again, and every user returns once.
 """
 
 import random
@@ -69,8 +69,8 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def measure_pools(users: int, turns: int) -> dict[str, Any]:
-    """Seconds to the first token of every request after the first turn, by pool, and of every
-    user's request after a restart."""
+    """Returns the seconds to the first token of every request after the first turn, by pool, and of
+    every user's request after a restart."""
     with tempfile.TemporaryDirectory() as folder:
         return _measured(users, turns, folder)
 
@@ -91,7 +91,7 @@ def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
     texts: list[list[int]] = [[] for _ in range(users)]
 
     def take_turn() -> dict[str, list[float]]:
-        """Seconds to the first token by pool."""
+        """Returns the seconds to the first token by pool."""
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         order = draw.sample(range(users), users)
         for first in range(0, users, users // SHARE):

@@ -87,15 +87,15 @@ def measure_layer(rounds: int) -> dict[str, Any]:
 
 
 def popularity_of() -> np.ndarray:
-    """Weight of every expert in a row's draw; that of expert 0 has it in three of five rows, and
-    the others fall off slowly. [experts]"""
+    """Returns the weight of every expert in a row's draw. Three of five rows choose expert 0; the
+    weights of the others fall off slowly. [experts]"""
     weights = 1 / (4 + np.arange(EXPERTS))
     weights[0] = weights[1:].sum() * 0.32
     return weights
 
 
 def shift(draw: np.random.Generator, popularity: np.ndarray) -> np.ndarray:
-    """Popularity in which some experts, the busiest among them, have exchanged theirs."""
+    """Returns a popularity in which some experts, the busiest included, have exchanged theirs."""
     some = np.append(0, draw.choice(np.arange(1, EXPERTS), SHIFTED - 1, replace=False))
     shifted = popularity.copy()
     shifted[some] = popularity[draw.permutation(some)]
@@ -109,7 +109,7 @@ def chosen_experts(draw: np.random.Generator, popularity: np.ndarray) -> np.ndar
 
 
 def balance(placement: Placement, draws: list[np.ndarray], sizes: SlotSizes) -> float:
-    """Mean ÷ max tokens of a rank, as rows choose among replicas: median of the draws."""
+    """Returns mean ÷ max tokens of a rank, as rows choose among replicas: a median of draws."""
     table = jnp.asarray(replica_table(placement, sizes))
     ranks = [
         np.asarray(choose_slots(jnp.asarray(one), table, sizes.total)) // sizes.local
@@ -120,7 +120,7 @@ def balance(placement: Placement, draws: list[np.ndarray], sizes: SlotSizes) -> 
 
 
 def rows_of(experts: np.ndarray) -> DispatchMessage:
-    """Random rows with these experts."""
+    """Returns random rows with these experts."""
     x = np.random.default_rng(0).normal(size=(ROWS, D_MODEL)).astype(np.float32)
     gates = np.full((ROWS, TOP_K), 1 / TOP_K, np.float32)
     return DispatchMessage(jnp.asarray(x), jnp.asarray(experts), jnp.asarray(gates))

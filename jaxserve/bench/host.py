@@ -1,11 +1,11 @@
 """Host time of a step of 61 layers and three lanes, by pipeline: part of `bench pipeline`.
 
 With `pipeline: layer` the host makes a call a stage, layer and lane, and with `pipeline: step` one
-for all of them. The pipelines are the engine's, over a tiny random model. They take turns in a
-process with both roles, and in two processes with a role each. Core time of the enqueuing thread
-counts: neither the wait for a device's queue nor other threads. It includes the embedding, the
-head and the sampler of all lanes. Steps bring neither a sequence nor a page, as most do: with pages
-of 64 tokens a sequence needs one in 64 steps.
+for all layers and lanes. The pipelines are the engine's, over a tiny random model. They take turns
+in a process with both roles, and in two processes with a role each. The measure is the core time of
+the enqueuing thread, which leaves out the wait for a device's queue and other threads, and includes
+the embedding, the head and the sampler of all lanes. Steps bring neither a sequence nor a page,
+like most steps of a server: with pages of 64 tokens a sequence needs a new page every 64 steps.
 """
 
 import functools
@@ -58,14 +58,14 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def deployment(pipeline: str) -> Deployment:
-    """1A1F with INT8 on the wire."""
+    """Describes 1A1F with INT8 on the wire."""
     shared: dict[str, Any] = {"lanes": LANES, "link.dispatch": "int8", "pipeline": pipeline}
     return deployment_of(slots=4, max_length=32, page_size=16, **shared)
 
 
 def enqueue(rounds: int, address: str = "", process: int = 0) -> dict[str, list[float]]:
-    """In a process with both roles or, with the address of a coordinator, with one of them: core
-    seconds of every step, by pipeline; the first tenth of the rounds warms up."""
+    """Returns the core seconds of every step, by pipeline, after a tenth of the rounds as warm-up.
+    The process has both roles or, with the address of a coordinator, a single one."""
     if address:
         joined = ProcessArguments(process_id=process, processes=2, coordinator=address)
         initialise(joined, deployment("layer"))
@@ -84,7 +84,7 @@ def enqueue(rounds: int, address: str = "", process: int = 0) -> dict[str, list[
 
 
 def _enqueue(driver: Any, plans: list[Any]) -> float:
-    """Core seconds of this thread for a step of each lane; then waits for the devices."""
+    """Returns this thread's core seconds for a step of each lane, after which devices are idle."""
     core = time.thread_time()
     for plan in plans:
         driver.begin(plan)

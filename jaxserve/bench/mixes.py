@@ -121,12 +121,12 @@ def run_mixes(
     joins: dict[str, Any],
     written: str,
 ) -> None:
-    """In a process of a layout: runs all mixes in turns.
+    """Runs all mixes in turns, in a process of a layout.
 
     Args:
       vocab: vocabulary of a model with random weights; 0: the demo.
       joins: fields of `ProcessArguments`.
-      written: file for the result of process 0. Of several processes none returns.
+      written: file for the result of process 0. Processes of a runtime end without returning.
     """
     deployment = load_deployment(DEMO, settings)
     with joined(ProcessArguments(**joins), deployment) as peers:
@@ -148,7 +148,7 @@ def run_mixes(
 
 
 def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
-    """Runs the requests of a mix, whose prompts are new but for the shared beginning."""
+    """Runs the requests of a mix. Prompts are new, apart from the shared beginning."""
     vocab = engine.model_info()["vocab_size"]
     (shared,) = random_prompts(random.Random(0), 1, mix.shared, vocab)
     own = random_prompts(draw, mix.sequences, mix.prompt - mix.shared, vocab)
@@ -184,7 +184,8 @@ def _measured(
     vocab: int = 0,
     processes: int = 1,
 ) -> tuple[Found, int]:
-    """Figures of the mixes of a layout, and the programs that were compiled after the start."""
+    """Returns the figures of a layout's mixes, and the number of programs that were compiled after
+    the start."""
     joins: dict[str, Any] = {"processes": processes, "token": secrets.token_hex(16)}
     for name in ("coordinator", "control_address"):
         joins[name] = f"127.0.0.1:{free_port()}"

@@ -38,9 +38,9 @@ from jaxserve.roles.attention import Cell
 
 LAYERS = 8
 ROWS = 32
-"""Sequences of a lane, each with one decode token."""
+"""Sequences of a lane, each with one token to decode."""
 CONTEXT = 512
-"""Tokens that every one of them attends to; enough for an attend of 2 ms and more."""
+"""Tokens that every sequence attends to, enough for an attend of 2 ms and more."""
 LANES = (1, 2, 3)
 WIDTH = 512
 """Width of the shared expert that calibration starts from."""
@@ -68,7 +68,7 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
-    """The workers' numbers in words: `found` has both processes' results by transport."""
+    """Builds the report. `found` has the results of both processes by transport."""
     attend, ffn = stages["attend_ms"], stages["ffn_ms"]
     measures = []
     for transport, (attention_side, ffn_side) in found.items():
@@ -103,7 +103,8 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
 
 
 def ideal_gains(attend: float, ffn: float, link: float) -> dict[int, float]:
-    """Throughput of 2 and 3 lanes over one, by the cycle formulas of StepMesh and MegaScale-Infer.
+    """Returns the throughput of 2 and of 3 lanes over that of one, by the cycle formulas of
+    StepMesh and MegaScale-Infer.
 
     Args:
       attend, ffn, link: time of a layer's attend, ffn, and both crossings together.
@@ -122,7 +123,7 @@ def balanced_config(width: int) -> ModelConfig:
 
 
 def deployment(lanes: int, transport: str, address: str = "") -> Deployment:
-    """1A1F; over `pull` with the ffn worker at an address."""
+    """Describes 1A1F; over `pull` the ffn worker is at the address."""
     settings: dict[str, Any] = {"lanes": lanes, "link.transport": transport}
     if TRANSPORTS[transport].crosses_runtimes:
         settings |= {"ffn.runtime": "ffn", "link.addresses": [address]}
@@ -188,7 +189,8 @@ def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> tup
 def run_apart(
     process: int, width: int, transport: str, address: str, steps: int, rounds: int
 ) -> dict[str, Any]:
-    """One of two runtimes: the attention side measures, the ffn side answers until it has gone."""
+    """Runs one of two runtimes: the attention side measures, and the ffn side answers until the
+    attention side has left."""
     token, settings = "bench", deployment(max(LANES), transport, address)
     config = balanced_config(width)
     role: Role = "ffn" if process else "attention"
@@ -212,7 +214,7 @@ def run_apart(
 def run_joined(
     process: int, width: int, transport: str, address: str, steps: int, rounds: int
 ) -> dict[str, Any]:
-    """One of two processes of one runtime, whose coordinator is at the address."""
+    """Runs one of two processes of a runtime whose coordinator is at the address."""
     settings = deployment(max(LANES), transport)
     initialise(ProcessArguments(process_id=process, processes=2, coordinator=address), settings)
     driver = build_driver(settings, balanced_config(width))
@@ -222,7 +224,7 @@ def run_joined(
 
 
 def measure_lanes(settings: Deployment, driver: Cell, steps: int, rounds: int) -> dict[str, Any]:
-    """Measures all numbers of lanes in turns, which are the same in both processes."""
+    """Measures all numbers of lanes in turns, in the same order in both processes."""
     ways = {
         f"{lanes}": functools.partial(run_lanes, settings, driver, lanes, steps) for lanes in LANES
     }

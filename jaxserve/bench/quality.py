@@ -1,5 +1,5 @@
-"""`python -m jaxserve.bench quality`: the quality loss of the number formats, and the part of it
-that calibration wins back.
+"""`python -m jaxserve.bench quality`: the quality loss of the number formats, and how much
+calibration wins back.
 
 Held-out bits per byte of the demo model for every format of weights, KV cache and wire relative to
 BF16, and how often each format's most likely token is BF16's. It measures the serving programs
@@ -105,7 +105,7 @@ class Score(NamedTuple):
 
 
 class Judge:
-    """Scores deployments of the demo model, or of folders made of it, on the same held-out texts.
+    """Scores deployments of the demo model, or of folders made from it, on the same held-out texts.
 
     Attributes:
       folder: folder of the demo model.
@@ -249,7 +249,7 @@ def measure_int4(quick: bool) -> Iterator[Part]:
 
 
 def every_layer(folder: Path) -> tuple[int, ...]:
-    """Numbers of all layers of a model."""
+    """Returns the numbers of all layers of a model."""
     return tuple(range(read_config(folder)[0].layers))
 
 
@@ -335,7 +335,7 @@ def score(runtime: Runtime, texts: Sequence[Text]) -> Score:
 
 
 def _logits(runtime: Runtime, token_ids: list[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """(first position, logits [tokens, vocab]) of each step's tokens."""
+    """Yields (first position, logits [tokens, vocab]) of each step's tokens."""
     driver, (bucket,) = runtime.driver, runtime.buckets
     if runtime.config.recurrent:
         raise ConfigError("a step feeds one text from several slots: not with states of DeltaNet")

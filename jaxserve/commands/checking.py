@@ -58,7 +58,7 @@ def named_machine(deployment: Deployment) -> UsableDevices | None:
 def reported(sizing: Sizing, config: ModelConfig, deployment: Deployment) -> dict[Role, int | None]:
     """Bytes of a device of each role, where sizes were chosen for its devices."""
     machine = sizing.machine
-    if not BY_DEVICES & sizing.found.keys() or machine.memory is None:
+    if not (BY_DEVICES & sizing.found.keys() and machine and machine.memory is not None):
         return {}
     if machine.platform != "cpu":
         size = round(machine.memory / DEVICE_PART)

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Sizing:
-    """Chooser that `load_deployment` takes as `choose`; it remembers each choice and its reason.
+    """Chooser that `load_deployment` takes as `choose`. It keeps each choice and its reason.
 
     Args:
-      machine: the devices, or a function that finds those of a deployment which will not run here;
-        None, or a result of None: those of this host.
+      machine: the devices, or a function that finds the devices of a deployment for another host;
+        None, also as the function's result: the devices of this host.
 
     Attributes:
       machine: the devices, once values were chosen.
@@ -35,7 +35,8 @@ class Sizing:
     """
 
     def __init__(self, machine: "UsableDevices | FindDevices | None" = None):
-        self.machine: Any = machine
+        self._find: FindDevices = machine if callable(machine) else lambda deployment: machine
+        self.machine = None if callable(machine) else machine
         self.found: dict[str, SizeChoice] = {}
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
@@ -50,9 +51,7 @@ class Sizing:
             config, _ = read_model(deployment)
         except CheckpointError:
             return {}
-        if callable(self.machine):
-            self.machine = self.machine(deployment)
-        self.machine = self.machine or this_machine()
+        self.machine = self.machine or self._find(deployment) or this_machine()
         self.found = choose_sizes(config, deployment, written, self.machine)
         return {key: choice.value for key, choice in self.found.items()}
 

@@ -58,7 +58,7 @@ class RoleBalancer:
 
     Args:
       routers: addresses of the admin ports of all routers, as http://host:8002; empty: the fleet is
-        as its deployment says, and nobody acts.
+        taken to be as its deployment says, and nothing is changed.
       deployment: of the fleet.
     """
 

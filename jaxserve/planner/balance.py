@@ -20,7 +20,7 @@ class Balance(NamedTuple):
     """Seconds of a lane's step in all layers on both roles, with a layout's batch.
 
     Attributes:
-      attend: of a DP group; its sequences stay the same however many groups there are.
+      attend: of a DP group, whose sequences do not depend on the number of groups.
       ffn: of the ffn role.
       doubled: of the ffn role with twice as many DP groups.
     """
@@ -48,7 +48,7 @@ class Balance(NamedTuple):
         return layout.tp * max((self.attend - constant) / each, cheapest)
 
     def text(self, layout: Layout, prices: tuple[float, float]) -> str:
-        """Says it beside the layout's own numbers."""
+        """The advised number of devices beside the layout's own."""
         return (
             f"{layout.attention_devices} attention devices beside {layout.ffn_devices} for the "
             f"FFN; by the analytic rule {self.attention_devices(layout, prices):.0f} cost least "
@@ -81,7 +81,7 @@ class Advice(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Says what to do."""
+        """The change that is advised."""
         more = self.advised - self.workers
         if not more:
             return f"attention workers: {self.workers}, as many as this ffn role should have"

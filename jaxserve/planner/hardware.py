@@ -86,7 +86,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sources: dict[str, str]
     """Source of each figure, by field."""
     device_kinds: list[str] = []
-    """JAX's names of these devices."""
+    """Names that JAX has for the device."""
     jax_devices: Count = 1
     """JAX devices per accelerator; 2 for TPU v7x, whose chips have two cores. The files describe
     accelerators, as they are sold; `load_hardware` returns their JAX devices, which are what a
@@ -126,7 +126,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.device_kinds[0].replace(" ", "-") if self.device_kinds else ""
 
     def slice_of(self, devices: int) -> bool:
-        """Whether this number of JAX devices can be rented: TPUs come in slices of chips."""
+        """Returns whether this number of JAX devices can be rented. TPUs come in slices."""
         most = min(LARGEST_SLICE * self.jax_devices, self.link_devices)
         there = least_slice(devices, self.jax_devices, self.torus)
         return self.platform != "tpu" or devices == there <= most
@@ -341,7 +341,7 @@ def alltoall_seconds(
 
     Args:
       reached: part of the ranks that a row goes to.
-      shared: whether there is a shared expert.
+      shared: whether the model has a shared expert.
     """
     link = alltoall_bandwidth(hardware, mesh.ranks * mesh.tensor)
     far = reached * (mesh.peers - _near(hardware, mesh))
