@@ -50,9 +50,7 @@ def measure(quick: bool) -> Iterator[Part]:
         measures.append(Measure(f"{roles}: pipeline: step", step, "ms", LIMIT_MS))
         measures.append(Measure("  pipeline: layer", layer, "ms"))
         measures.append(Measure("  a layer and lane of it", layer / LAYERS / LANES * 1e3, "µs"))
-    notes = [
-        "Medians of core time of the enqueuing thread, in one process and in two, a role each."
-    ]
+    notes = ["Medians of the enqueuing thread's core time, in one process and in two."]
     title = f"host time of a step of {LAYERS} layers and {LANES} lanes"
     yield Part("host", title, measures, notes, found)
 

@@ -6,7 +6,10 @@ Programs, weights and workers are the same in every process that builds them. Us
 
 from typing import Any
 
+import jax
+
 from jaxserve.bench import stages
+from jaxserve.bench.workers import barrier
 from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
@@ -86,8 +89,12 @@ def templates_of(deployment: Deployment, config: ModelConfig) -> tuple[ModelTemp
 
 
 def build_driver(deployment: Deployment, config: ModelConfig) -> Any:
-    """Builds this process's part of the deployment's pipeline, as the engine does."""
+    """Builds this process's part of the deployment's pipeline, as the engine does, and waits for
+    the other processes. One with fewer programs would give up on a collective after 30 s."""
     use_compilation_cache()
     templates, meshes = templates_of(deployment, config)
     model = OpenModel(templates.config, step3_names(config), meshes, templates, RandomLeaves())
-    return pipelines.build(model, deployment, None)
+    driver = pipelines.build(model, deployment, None)
+    if jax.process_count() > 1:
+        barrier(f"built {deployment.pipeline}", 900.0)
+    return driver
