@@ -203,10 +203,8 @@ def measure_outliers(quick: bool) -> Iterator[Part]:
         back = 100 * (1 - left[0].value / lost[0].value)
         measures += [*lost, *left, Measure("  won back", back, "%", WON_BACK, "more")]
         details[str(format)] = {"rounded": nearest.bits, "calibrated": better.bits}
-    notes = [
-        f"weights × KV cache × wire; {channels} channels are up to 100 times wider.",
-        judge.note,
-    ]
+    told = f"weights × KV cache × wire; {channels} channels are up to 100 times wider."
+    notes = [told, judge.note]
     yield Part("outliers", "INT8 where activations have outliers", measures, notes, details)
 
 

@@ -39,8 +39,7 @@ from jaxserve.link.session.messages import encode
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan
 
-CASES = [("step3-v7x", 2), ("step3-v7x", 16), ("step3-v7x", 64), ("deepseek-v3", 96)]
-CASES += [("step3-v7x", 128)]
+CASES = [*(("step3-v7x", slots) for slots in (2, 16, 64, 128)), ("deepseek-v3", 96)]
 """Shipped deployments, and slots of a lane and DP group."""
 LIMIT_MS = 3.0
 """Target of plan, arrays, encode and complete together, at 2,048 sequences a lane."""
