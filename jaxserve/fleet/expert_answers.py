@@ -3,20 +3,15 @@
 import math
 import secrets
 import time
+from collections import Counter
+from typing import Any
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.fleet.expert_control import (
-    Findings,
-    Look,
-    RebalanceExperts,
-    Restore,
-    encode,
-    questions,
-)
+from jaxserve.fleet import expert_control
 from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import check_placement
 from jaxserve.observe.recorder import Recorder, StageResult
-from jaxserve.observe.spans import Span
+from jaxserve.observe.spans import PassFill, Span
 from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.expert_balancer import ExpertBalancer
 
@@ -33,22 +28,21 @@ def answer(balancer: ExpertBalancer, log: "PassLog", question: bytes) -> bytes:
     Raises:
       msgspec.DecodeError: the bytes are no question.
     """
-    asked, proposal, refused, failed = questions.decode(question), None, "", ""
-    spans: list[Span] = []
+    asked, found = expert_control.questions.decode(question), dict[str, Any]()
     try:
         match asked:
-            case RebalanceExperts(dry_run):
-                proposal = balancer.rebalance(dry_run=dry_run)
-            case Restore(placements):
+            case expert_control.RebalanceExperts(dry_run):
+                found["proposal"] = balancer.rebalance(dry_run=dry_run)
+            case expert_control.Restore(placements):
                 _place(balancer, placements)
-            case Look(watch):
-                spans = log.spans() if watch else []
+            case expert_control.Look(watch):
+                found["spans"] = log.spans() if watch else []
     except ValueError as error:
-        refused = str(error)
+        found["refused"] = str(error)
     except EngineFailedError as error:
-        failed = str(error)
-    placements, told = dict(balancer.placements), (spans, proposal, refused, failed)
-    return encode(Findings(log.name, balancer.view(), placements, log.work, *told))
+        found["failed"] = str(error)
+    known = log.name, balancer.view(), dict(balancer.placements), log.work
+    return expert_control.encode(expert_control.Findings(*known, **found))
 
 
 class PassLog:
@@ -63,28 +57,27 @@ class PassLog:
 
     def __init__(self, policy: Turns):
         self.name = secrets.token_hex(4)
-        self._passes = self._messages = self._rows = 0
-        self._policy = policy
+        self._sums: Any = Counter()
+        """Fields of `FFNWorkerView`."""
+        self._policy, self._left_behind = policy, 0
         self._measured_until = -math.inf
         self._recorder = Recorder(capacity=MOST_SPANS, paused=True)
 
-    def add(self, layer: int, messages: int, rows: int, result: StageResult) -> None:
-        """Counts a pass that was enqueued now, with its messages and the rows of all of them."""
-        self._passes, self._messages = self._passes + 1, self._messages + messages
-        self._rows += rows
-        if time.monotonic() < self._measured_until:
-            self._recorder.observe("ffn", 0, layer, self._passes, result)
+    def add(self, layer: int, messages: int, rows: int, result: StageResult | None) -> None:
+        """Counts a pass that was enqueued now, with its messages and the rows of all of them;
+        `result` is ready with it."""
+        places, left_behind = self._policy.places, self._policy.left_behind
+        self._sums.update(passes=1, messages=messages, rows=rows, places=places)
+        if result is not None and time.monotonic() < self._measured_until:
+            fill = PassFill(messages, places, left_behind - self._left_behind)
+            self._recorder.observe("ffn", 0, layer, self._sums["passes"], result, fill=fill)
+        self._left_behind = left_behind
 
     @property
     def work(self) -> FFNWorkerView:
         """Counts since the start, without the worker's address."""
-        return FFNWorkerView(
-            passes=self._passes,
-            messages=self._messages,
-            rows=self._rows,
-            left_behind=self._policy.left_behind,
-            misjudged=self._policy.misjudged,
-        )
+        left_behind, misjudged = self._policy.left_behind, self._policy.misjudged
+        return FFNWorkerView(**self._sums, left_behind=left_behind, misjudged=misjudged)
 
     def spans(self) -> list[Span]:
         """The passes measured last, since an earlier call; passes are measured for a while."""

@@ -170,8 +170,6 @@ def message_server(
     own = {role.role: role.mesh.local_devices}
     memory = available_memory(role.config, deployment, own, ffn_bytes)
     most = most_messages(role.config, deployment, memory[role.role])
-    if group is not None:  # its processes compile for this deployment's domains alone
-        most = min(most, deployment.domains)
     meshes = AbstractSubmeshes(deployment)
     templates = (role.templates or FFNTemplates)(role.config, deployment, meshes)
     built = build_ffn(templates, deployment, role.mesh, source, role.names, role.executables)
@@ -180,9 +178,9 @@ def message_server(
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
     together = sizes_together(sizes, min(policy.most, deployment.domains))
     work.compile([size for size in together if size.messages > 1])
-    if group is not None:
+    if group is not None:  # its processes run what all have compiled, and compile nothing later
         group.wait_warm_up(revision(deployment.model).digest)
-        policy.most = group.least(policy.most)
+        policy.most = group.least(min(policy.most, deployment.domains))
         together = sizes_together(sizes, policy.most)
     work.warm_up(together)
     server = MessageServer(
@@ -283,7 +281,7 @@ class FFNMessages:
             one = size._replace(messages=1)
             for kind in self._formats:
                 layer, padding = self._role.contract.layers.index(kind), self._padding(kind, one)
-                jax.block_until_ready(self.run(kind, layer, one, [padding] * size.messages))
+                jax.block_until_ready(self._answer(kind, layer, one, [padding] * size.messages))
 
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of a message's pieces."""
@@ -303,18 +301,22 @@ class FFNMessages:
     def run(
         self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
     ) -> list[list[jax.Array]]:
-        """Enqueues one pass over messages of one size and returns the pieces of their answers.
+        """Enqueues one pass over messages of one size and returns the pieces of their answers."""
+        answers, rows = self._answer(kind, layer, size, messages), size.pieces * size.rows
+        self._log.add(layer, len(messages), len(messages) * rows, next(iter(answers[0]), None))
+        return answers
 
-        The messages' slots lie side by side, and padding fills up their number to a power of two.
-        """
+    def _answer(
+        self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
+    ) -> list[list[jax.Array]]:
+        """Runs messages whose slots lie side by side. Padding fills up their number to a power of
+        two."""
         landing, count = self._landings[size.pieces], 1 << (len(messages) - 1).bit_length()
         slots = [slot for message in messages for slot in message]
         each = len(slots) // len(messages)
         if count > len(messages):
             slots += [*self._padding(kind, size)] * (count - len(messages))
         made = self._worker.answer(layer, size._replace(messages=count), slots)
-        rows = len(messages) * size.pieces * size.rows
-        self._log.add(layer, len(messages), rows, made[0])
         return [landing.pieces(made[at : at + each]) for at in range(0, each * len(messages), each)]
 
     def _make_padding(self, kind: str, size: MessageSize) -> Arrays:

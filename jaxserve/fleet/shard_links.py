@@ -163,7 +163,7 @@ class ShardExperts:
         return FFNWorkerView(
             name=", ".join(work.name for work in works),
             misjudged=max(work.misjudged for work in works),
-            **_sums(works, "passes", "messages", "rows", "left_behind"),
+            **_sums(works, "passes", "messages", "rows", "places", "left_behind"),
         ), [span for _, spans in found for span in spans]
 
     def rebalance(self, *, dry_run: bool) -> Proposal:

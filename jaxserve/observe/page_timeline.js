@@ -66,15 +66,18 @@ function drawTimeline() {
     parts.push(shape("line", { class: "grid", x1: x, x2: x, y1: 0, y2: bottom }));
     if (x < width - 48) parts.push(shape("text", { x: x + 2, y: bottom + 10 }, at === 0 ? "0" : duration(at / 1e6)));
   }
-  for (const [stage, lane, layer, step, start, end] of bars) {
+  for (const [stage, lane, layer, step, start, end, fill] of bars) {
     if (end < from || start > to) continue;
     const [short, words] = named(stage, lane, layer, step), y = rows.indexOf(stage) * (height + gap);
     const x = left + (Math.max(from, start) - from) * scale, wide = (Math.min(to, end) - from) * scale + left - x;
     const box = shape("g", { class: lane < 0 ? "other" : "lane" + (lane % LANE_COLOURS) });
+    // A pass of an ffn worker is as high as it is full.
+    const [messages, places, late] = fill ?? [1, 1, 0], high = (height - 4) * Math.min(1, messages / places);
+    const work = fill ? `, ${messages} of ${places} messages, ${late} left behind` : "";
     const took = end > start ? duration((end - start) / 1e6) : "too short to be told";
     box.append(
-      shape("title", {}, `${STAGES[stage]}, ${words}, ${laneName(lane)}, step ${step}: ${took}`),
-      shape("rect", { x, y: y + 2, width: Math.max(0.75, wide - 0.5), height: height - 4 }),
+      shape("title", {}, `${STAGES[stage]}, ${words}, ${laneName(lane)}, step ${step}${work}: ${took}`),
+      shape("rect", { x, y: y + height - 2 - high, width: Math.max(0.75, wide - 0.5), height: high }),
     );
     if (wide > 7 * short.length + 4 && lane >= 0) box.append(shape("text", { class: "layer", x: x + wide / 2, y: y + height / 2 + 4 }, short));
     parts.push(box);
@@ -153,7 +156,7 @@ function download(name, type, text) {
 /** The measured steps as JSON, every stage by its names. */
 function timelineJson(now) {
   const { timeline, ...figures } = now.measured;
-  const stages = timeline.map(([stage, lane, layer, step, start_us, end_us]) => ({ stage, lane, layer, step, start_us, end_us }));
+  const stages = timeline.map(([stage, lane, layer, step, start_us, end_us, fill]) => ({ stage, lane, layer, step, start_us, end_us, ...(fill && { messages: fill[0], places: fill[1], left_behind: fill[2] }) }));
   const { model, mode, lanes, domains: parts, attention, ffn, layers: depth } = now;
   return JSON.stringify({ model, mode, attention, ffn, lanes, domains: parts, layers: depth, ...figures, timeline: stages }, null, 1);
 }

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jaxserve.observe.merging import merge
-from jaxserve.observe.spans import AnyStage, Span
+from jaxserve.observe.spans import AnyStage, PassFill, Span
 from jaxserve.roles.layout import StepLoad
 
 # The interpreter's thread switch interval while recording, in seconds; the default of 5 ms would be
@@ -103,13 +103,14 @@ class Recorder:
         result: StageResult,
         load: StepLoad | None = None,
         begun: int | None = None,
+        fill: PassFill | None = None,
     ) -> None:
         """Tracks a stage that was just enqueued; does not block.
 
         Args:
           result: the array that the stage produces; it must never be donated, since the recorder
             holds it until it is ready.
-          load: the work of its step.
+          load, fill: the work of its step or pass.
           begun: when its enqueueing began; None: now.
         """
         enqueued = self._clock() if begun is None else begun
@@ -125,7 +126,7 @@ class Recorder:
                 worker.start()
                 self._workers[stage, lane] = own[0], worker
             stages, _ = self._workers[stage, lane]
-        stages.put((layer, step, enqueued, load, result))
+        stages.put((layer, step, enqueued, (load, fill), result))
 
     def seen(self, lane: int, result: StageResult) -> None:
         """Notes that the caller has waited for an observed result and has it now.
@@ -173,7 +174,7 @@ class Recorder:
 
     def _work(self, stages: queue.SimpleQueue, stage: AnyStage, lane: int) -> None:
         while (item := stages.get()) is not None:
-            layer, step, enqueued, load, result = item
+            layer, step, enqueued, work, result = item
             try:
                 result.block_until_ready()
             except Exception:  # reported elsewhere; here only the span is missing
@@ -182,7 +183,7 @@ class Recorder:
                 end = self._clock()
                 other, noted = self._seen.get(lane, (None, end))
                 end = min(end, noted) if other is result else end
-                span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued, load)
+                span = Span(stage, lane, layer, step, enqueued, end, self._process, enqueued, *work)
             del item, result  # do not keep it alive while waiting for the next
             with self._changed:
                 if span is None:

@@ -3,7 +3,7 @@
 `merging.py` joins the spans of several processes. Knows neither schedule, transport nor JAX.
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -13,6 +13,16 @@ AFDStage = Literal["attend", "dispatch", "ffn", "combine"]
 STAGES: tuple[AFDStage, ...] = get_args(AFDStage)
 AnyStage = AFDStage | Literal["step"]
 """The stages of AFD, and the only stage of colocated mode, where a step is one program."""
+
+
+class PassFill(NamedTuple):
+    """Messages of a pass of an ffn worker that has a runtime of its own."""
+
+    messages: int
+    places: int
+    """Most messages that it could have had: one of each domain."""
+    left_behind: int
+    """Lanes without which their cohort went on."""
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +42,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     """When its enqueueing began; it cannot have started earlier."""
     load: StepLoad | None = None
     """The work of its step."""
+    fill: PassFill | None = None
 
     @property
     def milliseconds(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.observe.page import SHARED, assembled
-from jaxserve.observe.spans import AFDStage, AnyStage, Span
+from jaxserve.observe.spans import AFDStage, AnyStage, PassFill, Span
 from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
 
 _ROWS: tuple[tuple[AFDStage, str], ...] = (
@@ -23,8 +23,8 @@ _ROWS: tuple[tuple[AFDStage, str], ...] = (
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):
-    """A stage that ran: its kind, lane, layer and step, and its start and end in µs after the
-    window's start."""
+    """A stage that ran: its kind, lane, layer and step, its start and end in µs after the window's
+    start, and what a pass had."""
 
     stage: AnyStage
     lane: int
@@ -32,17 +32,16 @@ class Bar(msgspec.Struct, frozen=True, array_like=True):
     step: int
     start: int
     end: int
+    fill: PassFill | None = None
 
 
 def bars(spans: Iterable[Span], start_ns: int) -> list[Bar]:
     """Returns spans as a page draws them, in a window that begins at `start_ns`."""
-    return [
-        Bar(
-            *(span.stage, span.lane, span.layer, span.step),
-            *((time_ns - start_ns) // 1000 for time_ns in (span.start_ns, span.end_ns)),
-        )
-        for span in spans
-    ]
+    found = []
+    for span in spans:
+        start, end = ((at - start_ns) // 1000 for at in (span.start_ns, span.end_ns))
+        found.append(Bar(span.stage, span.lane, span.layer, span.step, start, end, span.fill))
+    return found
 
 
 def write(directory: str | Path, spans: Sequence[Span], how: str = "as measured") -> Summary:
@@ -128,6 +127,7 @@ def perfetto(spans: Sequence[Span]) -> dict[str, object]:
                     "step": span.step,
                     "process": span.process,
                     "waited_us": (span.start_ns - span.enqueued_ns) / 1e3,
+                    **(span.fill._asdict() if span.fill else {}),
                 },
             }
         )

@@ -32,6 +32,8 @@ class FFNWorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of all passes."""
     rows: int = 0
     """Rows of all passes, with the padding of messages."""
+    places: int = 0
+    """Most messages that these passes could have had: one of each domain."""
     left_behind: int = 0
     """Messages that came after their cohort had gone on."""
     misjudged: float = 0.0

@@ -26,6 +26,7 @@ FFN_WORKER = {
     "passes": "Passes of the ffn worker of another runtime, when last watched.",
     "messages": "Messages of these passes.",
     "rows": "Rows of these passes.",
+    "places": "Most messages that these passes could have had: one of each domain.",
     "left_behind": "Messages that came after their cohort had gone on.",
 }
 """Counters of `FFNWorkerView`."""

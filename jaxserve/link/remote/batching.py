@@ -15,7 +15,7 @@ overlap, so no domain takes more than its part of a pass.
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NEVER = float("inf")
 Key = tuple[Hashable, int]
@@ -71,9 +71,14 @@ class Turns:
         """See `FFNWorkerView`."""
         self._waiting: dict[Key, Waiting] = {}
         """Messages by lane, in the order of their arrival."""
-        self._turns: dict[Hashable, int] = {}
-        """Number of each domain's last turn."""
+        self._domains: dict[Hashable, Any] = {}
+        """Domains that have sent messages; here the number of each one's last turn."""
         self._count = 0
+
+    @property
+    def places(self) -> int:
+        """Most messages that a pass may have now: one of each domain."""
+        return min(self.most, len(self._domains))
 
     def put(self, message: Waiting, now: float) -> bool:
         """Takes a message that has arrived; replaces an older one of the same lane. Returns whether
@@ -92,11 +97,11 @@ class Turns:
         """
         if not self._waiting or (self.most > 1 and not idle):
             return Decision()
-        order = sorted(self._waiting.values(), key=lambda one: self._turns.get(one.domain, 0))
+        order = sorted(self._waiting.values(), key=lambda one: self._domains.get(one.domain, 0))
         batch, *_ = batches(order, self.most)
         for message in batch:
             self._count += 1
-            self._turns[message.domain] = self._count
+            self._domains[message.domain] = self._count
             del self._waiting[message.key]
         return Decision(batch)
 
@@ -106,7 +111,7 @@ class Turns:
     def forget(self, domain: Hashable) -> None:
         """Drops a domain's messages, and expects no more from it."""
         self._waiting = {key: one for key, one in self._waiting.items() if one.domain != domain}
-        self._turns.pop(domain, None)
+        self._domains.pop(domain, None)
 
 
 def batches[Message: Waiting](messages: Iterable[Message], most: int) -> list[list[Message]]:

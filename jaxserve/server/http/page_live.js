@@ -221,7 +221,7 @@ function showWorkers(now) {
   for (const worker of ffn) {
     const then = old.ffn_workers.find((one) => one.name === worker.name) ?? worker, passes = worker.passes - then.passes;
     const busy = now.measured?.busy.ffn, work = passes > 0
-      ? `${whole((worker.rows - then.rows) / passes)} rows of ${((worker.messages - then.messages) / passes).toFixed(1)} messages a pass, ${worker.left_behind - then.left_behind} left behind, arrivals ± ${(1000 * worker.misjudged).toFixed(1)} ms, ${whole(passes / (now.time - old.time))} passes/s${busy === undefined ? "" : `, ${percent(busy)} busy`}`
+      ? `${whole((worker.rows - then.rows) / passes)} rows of ${((worker.messages - then.messages) / passes).toFixed(1)} of ${((worker.places - then.places) / passes).toFixed(1)} messages a pass, ${worker.left_behind - then.left_behind} left behind, arrivals ± ${(1000 * worker.misjudged).toFixed(1)} ms, ${whole(passes / (now.time - old.time))} passes/s${busy === undefined ? "" : `, ${percent(busy)} busy`}`
       : `${worker.passes} passes`;
     rows.push(["ffn", worker.name, "ready", "–", "–", "–", work]);
   }

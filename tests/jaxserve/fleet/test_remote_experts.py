@@ -31,7 +31,8 @@ class Workers:
     def begin(self, name, sizes=SIZES):
         settings = Experts(move_gb_per_second=1e6)
         self.balancer = ExpertBalancer(ExpertFacts([1], sizes, 100), settings, self._none)
-        self.policy = Turns()
+        self.policy = Turns(most=4)
+        self.policy._domains = {"a": 1, "b": 2}
         self.log = PassLog(self.policy)
         self.log.name = name
 
@@ -183,10 +184,10 @@ def test_passes_are_counted_and_measured_once_somebody_has_asked(workers):
     workers.log.add(2, 2, 16, Mock())
     workers.policy.left_behind, workers.policy.misjudged = 3, 0.5
     found, spans = experts.passes(1.0)
-    counts = {"passes": 2, "messages": 3, "rows": 24, "left_behind": 3, "misjudged": 0.5}
-    assert found == FFNWorkerView(name="ffn:9300", **counts)
+    counts = {"passes": 2, "messages": 3, "rows": 24, "places": 4, "left_behind": 3}
+    assert found == FFNWorkerView(name="ffn:9300", misjudged=0.5, **counts)
     assert spans == []
     workers.log.add(3, 1, 4, Mock())
     until(lambda: experts.passes(1.0)[1], 10)
     (span,) = experts.passes(1.0)[1]
-    assert (span.stage, span.layer, span.step) == ("ffn", 3, 3)
+    assert (span.stage, span.layer, span.step, span.fill) == ("ffn", 3, 3, (1, 2, 3))

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from jaxserve.observe.spans import AFDStage, Span
+from jaxserve.observe.spans import AFDStage, PassFill, Span
 from jaxserve.observe.timeline import summarise
 from jaxserve.observe.timeline_view import describe, page, perfetto, write
 from tests import golden
@@ -26,7 +27,7 @@ SPANS = [
     ran("attend", 0, 4, 0),
     ran("attend", 4, 8, 1),
     ran("dispatch", 4, 5, 0),
-    ran("ffn", 5, 8, 0),
+    replace(ran("ffn", 5, 8, 0), fill=PassFill(3, 4, 1)),
     ran("combine", 8, 9, 0),
     ran("attend", 9, 10, 0, layer=1),
 ]
@@ -46,7 +47,8 @@ def drawn(html: bytes) -> dict[str, Any]:
 def test_the_page_has_the_stages_of_the_window() -> None:
     window = ORIGIN + 5 * MS, ORIGIN + 7 * MS
     found = drawn(page(SPANS, summarise(SPANS, window), "</script> & simulated"))
-    assert found["timeline"] == [["attend", 1, 0, 1, -1000, 3000], ["ffn", 0, 0, 0, 0, 3000]]
+    alone, filled = ["attend", 1, 0, 1, -1000, 3000, None], ["ffn", 0, 0, 0, 0, 3000, [3, 4, 1]]
+    assert found["timeline"] == [alone, filled]
     assert found["window_seconds"] == 0.002
     assert found["how"] == "2.00 ms, 0 steps on 0 lanes, </script> & simulated"
     assert found["figures"] == describe(summarise(SPANS, window))

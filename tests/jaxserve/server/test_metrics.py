@@ -108,7 +108,7 @@ VIEW = PipelineView(
     bubble=0.25,
     transfers={"dispatch": Transfers(4, 0.5)},
     experts=ExpertView(imbalance=2.5),
-    ffn=[FFNWorkerView(passes=5, messages=9, rows=72, left_behind=2, misjudged=0.25)],
+    ffn=[FFNWorkerView(passes=5, messages=9, rows=72, places=12, left_behind=2, misjudged=0.25)],
 )
 
 

@@ -45,4 +45,9 @@ def test_messages_of_a_lost_domain_vanish_and_a_newer_one_replaces_a_lane_s(make
     policy.forget("a")
     decision = policy.take(10.0, idle=True)
     assert [(one.domain, one.layer) for one in decision.batch] == [("b", 4)]
-    assert not policy.take(10.0, idle=True).batch
+    policy.put(message("c", layer=4), 10.0)
+    assert [taken(policy, 20.0), taken(policy, 20.0), policy.places] == [
+        "c",
+        "",
+        min(2, policy.most),
+    ]

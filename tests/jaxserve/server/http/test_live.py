@@ -390,7 +390,7 @@ def test_drafts_and_workers_by_role(rig, visit):
         WorkerLoad(name="b:1", role="prefill", status="ready", held=1, kv_usage=[0.1, 0.3]),
         WorkerLoad(name="c:1", role="domain", status="suspect", why="silent", kv_usage=[0.4]),
     ]
-    worker = FFNWorkerView(name="e:1", passes=7, rows=70)
+    worker = FFNWorkerView(name="e:1", passes=7, rows=70, places=4)
     rig.engine.view = PipelineView(ffn=[worker])
     page = visit(rig)
     shows(page, "drafts-note", "2.30 tokens a step and sequence, since the start")
@@ -404,9 +404,9 @@ def test_drafts_and_workers_by_role(rig, visit):
         ["ffn", "e:1", "ready", "–", "–", "–", "7 passes"],
     ]
     assert page.locator("#kv > .small").all_inner_texts() == ["a:1", "20 %", "c:1", "40 %"]
-    counts = {"passes": 9, "rows": 100, "messages": 3, "left_behind": 2, "misjudged": 0.25}
-    rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, **counts)])
-    text = r"^15 rows of 1.5 messages a pass, 2 left behind, arrivals ± 250.0 ms, \d"
+    counts = {"passes": 9, "rows": 100, "messages": 3, "places": 8, "left_behind": 2}
+    rig.engine.view = PipelineView(ffn=[msgspec.structs.replace(worker, misjudged=0.25, **counts)])
+    text = r"^15 rows of 1.5 of 2.0 messages a pass, 2 left behind, arrivals ± 250.0 ms, \d"
     expect(page.locator("#fleet td").last).to_have_text(re.compile(text))
 
 
