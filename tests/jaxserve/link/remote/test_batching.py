@@ -46,8 +46,7 @@ def test_messages_of_a_lost_domain_vanish_and_a_newer_one_replaces_a_lane_s(make
     decision = policy.take(10.0, idle=True)
     assert [(one.domain, one.layer) for one in decision.batch] == [("b", 4)]
     policy.put(message("c", layer=4), 10.0)
-    assert [taken(policy, 20.0), taken(policy, 20.0), policy.places] == [
-        "c",
-        "",
-        min(2, policy.most),
-    ]
+    policy.put(message("d", layer=4, shape="wide"), 10.0)
+    assert taken(policy, 10.0) == "c"
+    policy.forget("d")
+    assert (taken(policy, 10.0), policy.places) == ("", min(2, policy.most))

@@ -79,6 +79,25 @@ def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0
     for name in "abc":
         policy.put(message(name, 0), now)
     assert taken(policy, now) == "nabc"
+    for name in "nab":
+        policy.put(message(name, 1), now)
+    assert taken(policy, now) == ""
+    policy.forget("c")
+    assert (taken(policy, now), policy.left_behind) == ("nab", 0)
+
+
+def test_a_lane_waits_1_3_iterations_where_its_cohort_never_comes_by():
+    policy = Cohorts(most=8)
+    arrived = now = in_step(policy, domains="abc", layers=4)
+    policy.put(message("d", 9), now)
+    batch = policy.take(now, idle=True).batch
+    while all(one.domain != "d" for one in batch):
+        assert now - arrived < 1.3 * policy.iteration
+        policy.served(batch, now)
+        now += 0.001
+        for one in batch:
+            policy.put(message(one.domain, (one.layer + 1) % 5), now)
+        batch = policy.take(now, idle=True).batch
 
 
 def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():

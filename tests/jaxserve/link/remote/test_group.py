@@ -13,7 +13,7 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.frames import Join, NamedMessage
 from jaxserve.link.remote.group import Domain
-from jaxserve.link.remote.server import HELPERS, MessageServer, _DomainConnection
+from jaxserve.link.remote.server import MessageServer, _DomainConnection
 from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
 
@@ -52,9 +52,7 @@ class Attention:
         self.at = [0] * LANES  # layers of each lane that are answered
 
     def message(self, lane, layer):
-        return NamedMessage(
-            self.name, self.pieces, layer * LANES + lane, lane, "dense", layer, rows=8
-        )
+        return NamedMessage(self.name, self.pieces, layer * LANES + lane, lane, "dense", layer, 8)
 
     def connect(self, server):
         """Sends again what may be missing: each lane's last answered message and the next one."""
@@ -96,8 +94,10 @@ class Fleet:
         return self.ffn[self.holders[one.piece]].server
 
     def lose(self, one):
-        """Loses a connection, and makes another."""
+        """Loses a connection just after a batch was taken, and makes another."""
         lost, one.connection = one.connection, None
+        if self.ffn[0].server.passes._policy._waiting and not self.batch:
+            self.batch = self.ffn[0].server.passes.take()
         self.server_of(one).left(lost)
         queued = self.ffn[0].server.passes._policy._waiting.values()
         assert all(message.domain.connections for message in queued)
@@ -157,13 +157,6 @@ def test_an_order_without_its_rows_is_an_error():
     order = NamedMessage("d0", 2, 0, 0, "dense", 0, 8)
     with pytest.raises(EngineFailedError, match="which has not arrived here"):
         Process(1, [0, 1]).server.ordered(encode([order]))
-
-
-def test_all_helpers_run_from_the_start_on():
-    server = Process(0, [0]).server
-    server.start()
-    assert len(server.helpers._threads) == HELPERS
-    server.close()
 
 
 def test_a_lane_forgets_what_came_before_its_last_message():

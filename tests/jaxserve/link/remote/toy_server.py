@@ -139,8 +139,6 @@ class Nursery:
         )
 
     def ask(self, options: dict) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with self._asking:
             self._process.stdin.write(json.dumps(options) + "\n")
             self._process.stdin.flush()
@@ -177,7 +175,7 @@ def serve(options: dict) -> None:
     import numpy as np
 
     from jaxserve.link.remote.cohorts import Cohorts
-    from jaxserve.link.remote.server import MessageServer
+    from jaxserve.link.remote.server import HELPERS, MessageServer
     from jaxserve.link.session.channel import Deadlines
     from jaxserve.link.session.hello import make_hello
 
@@ -251,6 +249,7 @@ def serve(options: dict) -> None:
 
     report()
     write("address", server.start())
+    assert len(server.helpers._threads) == HELPERS  # growth of a process's threads is a leak
     while not ended.wait(0.1):
         report()
     server.close()
