@@ -109,8 +109,9 @@ FIRST_ITERATION = 0.05
 
 class _Lane:
     """A lane that has been served, and when its next message is expected: a moving mean after the
-    answer. The first layers have their own, since they follow the sampler or fill the lane's
-    pipeline. Their first values say little: passes of few messages follow each other at the start.
+    answer. The first layers have their own means and deviations. They follow the sampler, and a
+    worker goes from one lane to the next without a break, so the delays of all its lanes add up.
+    The first values say little: passes of few messages follow each other at the start.
     """
 
     def __init__(self, siblings: "list[_Lane]") -> None:
@@ -120,12 +121,16 @@ class _Lane:
         self.home = _Cohort()
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
         self.layer = self.last = -1
-        self.answered = self.due = self.came = 0.0
+        self.answered = self.due = self.came = self.usual = 0.0
+        """When the last answer was computed; when the next message is due, when the last one came,
+        and the seconds by which a message is late as usual."""
         self.late = self.waited = 0.0
         """Seconds that the messages of others waited for this lane: at its last layer, and lately
         at layers that followed one at which they waited as long. A straggler is late at every
         layer, by less than its price each time; a single stall foretells nothing."""
-        self._means, self._deviation = [0.0] * 4, 0.0
+        self._means, self._deviations = [0.0] * 4, [0.0] * 4
+        """Of the first three layers and of the others; the last deviation is of all layers, because
+        those of the first ones are learned slowly, with a message an iteration."""
 
     def arrives(self, layer: int, now: float) -> None:
         """Learns from a message how long the lane takes, and after which layer its step ends. A
@@ -137,7 +142,8 @@ class _Lane:
             mean = self._means[at] or seconds
             late = seconds - mean
             if late < mean / 2:
-                self._deviation += 0.02 * (abs(late) - self._deviation)
+                for each in {at, 3}:
+                    self._deviations[each] += 0.02 * (abs(late) - self._deviations[each])
                 late *= 0.5 if late < -mean / 2 else 0.2
             else:
                 late = 0.02 * min(late, 7 * mean)
@@ -146,15 +152,16 @@ class _Lane:
     def leaves(self, layer: int, now: float) -> None:
         """Expects the next message; `now` is when the answer was computed."""
         self.layer, self.answered = layer, now
-        following = 0 if layer == self.last else layer + 1
-        self.due = now + 1.02 * self._means[following if following < 3 else 3]
+        at = 0 if layer == self.last else min(layer + 1, 3)
+        self.due = now + 1.02 * self._means[at]
+        self.usual = USUAL * max(self._deviations[at], self._deviations[3])
 
     def further(self, now: float, others: float) -> float:
         """Returns how many seconds from now the message is expected. One that is later than usual,
         beside the others of its cohort, who are `others` seconds late on the mean, is assumed to
         take as long again."""
         late = now - self.due - others
-        return 0.0 if 0 < late < USUAL * self._deviation else abs(late)
+        return 0.0 if 0 < late < self.usual else abs(late)
 
 
 class _Cohort:

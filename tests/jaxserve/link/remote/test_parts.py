@@ -11,8 +11,7 @@ def reviewed(parts, cycle, fixed, each, windows, *, now=0.0, messages=None):
     """Runs windows of 100 cycles each; returns the time and the numbers of parts after each."""
     counts = []
     for _ in range(windows):
-        own = messages or DOMAINS / parts.count
-        sizes = [int(own)] * 95 + [1] * 5
+        sizes = [messages or DOMAINS // parts.count] * 95 + [1] * 5
         for size in sizes:
             parts.passed(size, fixed + each * size)
         # As many seconds as these messages take at this cycle.
