@@ -129,8 +129,8 @@ class _Lane:
         at layers that followed one at which they waited as long. A straggler is late at every
         layer, by less than its price each time; a single stall foretells nothing."""
         self._means, self._deviations = [0.0] * 4, [0.0] * 4
-        """Of the first three layers and of the others; the last deviation is of all layers, because
-        those of the first ones are learned slowly, with a message an iteration."""
+        """Seconds, for each of the first three layers and for the others. The last deviation is one
+        of all layers, because those of the first ones are learned slowly."""
 
     def arrives(self, layer: int, now: float) -> None:
         """Learns from a message how long the lane takes, and after which layer its step ends. A
