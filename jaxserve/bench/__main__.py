@@ -15,6 +15,7 @@ from jaxserve.bench import (
     hand_off,
     host,
     load,
+    long,
     mixes,
     overlap,
     quality,
@@ -59,11 +60,12 @@ BENCHES = {
         {"domains": domains.measure},
     ),
     "engine": Bench(
-        "shared prefixes, conversations beyond the pool, and the cost of sampling options",
+        "shared prefixes, sampling options, conversations beyond the pool, long contexts",
         {
             "options": mixes.measure_options,
             "sampling": mixes.measure_sampling,
             "conversations": conversations.measure,
+            "long": long.measure,
         },
     ),
     "front": Bench(

@@ -14,7 +14,7 @@ from jaxserve.link.pages.source import PagesSource
 
 DEMO = CONFIGS / "demo.yaml"
 OUTPUT_SECONDS = 60.0
-"""Longest time without a token."""
+"""Longest time without a token, unless a bench has more patience."""
 
 
 def random_prompts(draw: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:
@@ -53,12 +53,14 @@ def run_requests(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     source: PagesSource | None = None,
+    patience: float = OUTPUT_SECONDS,
 ) -> Ran:
     """Runs requests together and waits for their ends.
 
     Args:
       params: of all requests, or of each.
       source: a prefill worker that holds the pages of the prompts.
+      patience: longest time without a token, seconds.
 
     Raises:
       BenchError: a request ended early, or no token came in time.
@@ -80,9 +82,9 @@ def run_requests(
     left = len(prompts)
     while left:
         try:
-            number, at, output = outputs.get(timeout=OUTPUT_SECONDS)
+            number, at, output = outputs.get(timeout=patience)
         except queue.Empty:
-            why = f"no token for {OUTPUT_SECONDS:g} s; engine: {engine.status}"
+            why = f"no token for {patience:g} s; engine: {engine.status}"
             raise BenchError(why) from None
         if output.finish_reason not in (None, "length"):
             raise BenchError(f"request {number} ended with {output.finish_reason}: {output.error}")
