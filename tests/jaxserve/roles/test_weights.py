@@ -200,20 +200,20 @@ class TestPredictionModules:
     def test_colocated(self, with_module):
         overrides = layouts.COLOCATED | {"attention.dp": 2, "attention.tp": 2}
         opened, weights = load(with_module, overrides, modules=1)
-        leaves = [np.asarray(stack)[0] for stack in weights.modules]
-        first = len(opened.templates.prediction.leaves)
-        second = len(leaves) - len(opened.templates.moe.leaves)
-        self.check(opened, (leaves[:first], leaves[first:second], leaves[second:]))
+        stacks = weights.modules[len(weights.embedding + weights.head) :]
+        leaves = [np.asarray(stack)[0] for stack in stacks]
+        first, rest = len(opened.templates.prediction.leaves), len(opened.templates.moe.leaves)
+        self.check(opened, (leaves[:first], leaves[first:-rest], leaves[-rest:]))
         given = opened.templates, opened.deployment, opened.meshes.attention
         banks = ColocatedPrograms(*given).banks
         assert banks[-1].layers == (4,)
-        assert weights.bank(len(banks) - 1) == weights.modules[second:]
+        assert weights.bank(len(banks) - 1) == stacks[-rest:]
 
     def test_only_those_that_are_asked_for(self, with_module):
         _, attention, ffn = load(with_module, {})
         assert (len(attention.layers), len(ffn.blocks), attention.predictions) == (4, 4, [])
         _, weights = load(with_module, layouts.COLOCATED)
-        assert weights.modules == ()
+        assert weights.modules == weights.embedding + weights.head
 
 
 def test_random_leaves_are_the_same_every_time(tiny_model):
