@@ -209,8 +209,7 @@ class Entries:
         }
 
     def _mscale(self, name: str) -> float:
-        value = self.any(name)
-        return 0.0 if value in (None, 0) else self.number(name)
+        return 0.0 if self.any(name) in (None, 0) else self.number(name)
 
     def router(self, rule: RouterSpec, experts: str, top_k: str) -> None:
         """Checks that a router's sizes are consistent; `experts` and `top_k` are the entries'

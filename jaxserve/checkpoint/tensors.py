@@ -133,8 +133,7 @@ def listed(folder: Path, version: str) -> Listing:
         raise CheckpointError("\n  ".join(broken))
     elsewhere = sorted(name for name, file in index.items() if places.get(name, file) != file)
     problems += [f"{name} is in {places[name]}; {INDEX} says {index[name]}" for name in elsewhere]
-    lost = {name for name, file in index.items() if file in gone}
-    return Listing(tensors, problems, lost)
+    return Listing(tensors, problems, {name for name, file in index.items() if file in gone})
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -51,8 +51,7 @@ def _alone(axes: tuple[str, ...]) -> bool:
 def _summed_on_the_way(
     shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
 ) -> Float32[Array, "rows d_model"]:
-    rows = jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
-    return rows.astype(jnp.float32)
+    return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True).astype(jnp.float32)
 
 
 def _summed_here(
