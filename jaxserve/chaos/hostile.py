@@ -65,7 +65,7 @@ async def over_http(address: str, request: bytes, whole: bool = True) -> int:
         while await reader.read(2**20):
             pass
         return int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else HANG_UP
-    except ConnectionError:
+    except OSError:  # such as ENOTCONN: the server has hung up first
         return HANG_UP
     finally:
         writer.close()
