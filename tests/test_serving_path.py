@@ -265,18 +265,17 @@ def test_the_serving_path_needs_neither_planner_nor_benchmarks() -> None:
 
 
 def test_a_process_does_not_reach_what_only_others_run() -> None:
-    inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated_programs"}
+    inside = {"jaxserve.link.runtime_link", "jaxserve.roles.colocated"}
     of_ffn = {"jaxserve.roles.ffn", "jaxserve.model.ffn.exchange"}
     of_attention = {"jaxserve.roles.attention_programs", "jaxserve.model.sampler"}
     engine = {"jaxserve.engine.engine", "jaxserve.engine.scheduler"}
     assert not (inside | of_ffn) & set(reach("attention"))
     assert not (inside | of_attention | engine) & set(reach("ffn"))
     assert not engine & set(reach("follower, attention and ffn"))
-    cell = {"jaxserve.roles.attention", "jaxserve.roles.attention_programs", *inside} - {
-        "jaxserve.roles.colocated_programs"
-    }
+    cell = {f"jaxserve.{name}" for name in ("roles.attention", "roles.attention_programs")}
+    cell.add("jaxserve.link.runtime_link")
     assert not cell & set(reach("leader, colocated"))
-    assert "jaxserve.roles.colocated_programs" not in reach("leader, attention and ffn")
+    assert "jaxserve.roles.colocated" not in reach("leader, attention and ffn")
     by_layer = {"jaxserve.roles.schedule", "jaxserve.roles.attention", "jaxserve.link.runtime_link"}
     assert not by_layer & set(closure("jaxserve.roles.step_pipeline"))
     assert by_layer <= set(closure("jaxserve.roles.layer_pipeline"))

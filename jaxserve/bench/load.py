@@ -27,8 +27,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.config.load import load_deployment
 from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
-from jaxserve.roles.colocated import ColocatedWeights
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 
 LOAD_LIMIT = 2.5

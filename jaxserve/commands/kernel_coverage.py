@@ -16,8 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
-from jaxserve.roles.colocated import colocated_executables
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import deployment_buckets

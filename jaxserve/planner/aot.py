@@ -37,8 +37,7 @@ from jaxserve.planner.scheduled import (
 )
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
 from jaxserve.roles.capacity import memory_of
-from jaxserve.roles.colocated import colocated_executables
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import ProgramKey, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.lane_steps import dispatches

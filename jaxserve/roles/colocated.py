@@ -1,27 +1,242 @@
-"""The colocated worker: a whole step is one program on one mesh. Other layouts yield its tokens."""
+"""The colocated worker: a whole step is one program on one mesh, which scans over stacked layers.
+Other layouts yield its tokens."""
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.config.deployment import Deployment
-from jaxserve.mesh import ATTENTION_RULES, COLOCATED_FFN_RULES
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.config.model import LayerKind
+from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
+from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.ffn.axes import Axes
+from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.module import Template
+from jaxserve.model.residual import added
+from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.batch_layout import BatchLayout
 from jaxserve.roles.compilation import Get, StepCompiler
 from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
+from jaxserve.roles.expert_programs import (
+    Bank,
+    ExpertPrograms,
+    add_load,
+    bank_arrays,
+    stacked_banks,
+)
 from jaxserve.roles.expert_slots import ExpertSlots, open_slots
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.program import Arrays
+from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
+from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
+from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import zeroed
+from jaxserve.roles.token_programs import TokenPrograms, zeroed
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer
+from pallas_kernels.quantize import sliceable
+
+_DIVIDED = ATTENTION_AXES[:1]
+_COUNTS = Bank.counts_spec(_DIVIDED)
+
+
+class ColocatedPrograms(TokenPrograms):
+    """The whole step in one program: the oracle of every AFD layout, and a product."""
+
+    templates: ModelTemplates
+
+    def __init__(self, templates: ModelTemplates, deployment: Deployment, mesh: AnyMesh):
+        super().__init__(templates, deployment, mesh)
+        contract = Contract.of(templates.config, deployment)
+        self.formats, self.answers = message_formats(contract), answer_format(contract)
+        axes = Axes(*ATTENTION_AXES, rows=("dp",))
+        self.exchanges = make_exchanges(
+            templates.exchange, axes, self.dtype, combine=contract.combine
+        )
+        self.banks = stacked_banks(self.config.runs(), templates.slots)
+        if self.config.modules and self.config.predictors[0].ffn.router:
+            modules = range(self.config.layers, self.config.all_layers)
+            self.banks += (Bank(tuple(modules), templates.slots),)
+        self.experts: ExpertPrograms | None = None
+        if templates.moe:
+            rules = COLOCATED_FFN_RULES
+            self.experts = ExpertPrograms(
+                templates, deployment.experts, mesh, rules, _DIVIDED, stacked=True
+            )
+
+    def step(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, page_table, pages, counts, tables, embedding, head, runs) →
+        (last_tokens, sampled, logits, x, pages…, counts…).
+
+        Counts and tables are those of all banks of experts. x is the residual stream after the last
+        layer. A pool's pages are those of all its layers, layer after layer: `[dp * layers * pages,
+        …]`. With drafts it returns the lengths last (`TokenPrograms.draw`).
+        """
+        templates = self.templates
+
+        def body(
+            last: Array, batch: Array, table: Array, pages: Pages, counts: Arrays, *rest: Any
+        ) -> Arrays:
+            tables, (embedding, head), runs = rest
+            context = self.step_context(bucket, batch, table, last)
+            carry: Any = self.embed(context, embedding), pages
+            loads: list[Array] = []
+            for (kind, start, stop), leaves in zip(self.config.runs(), runs, strict=True):
+                of_layers = tables[len(loads)] if kind.ffn.router else None
+                stacks = [*map(StackedLeaves.of, self._blocks(kind), leaves)]
+                layer = functools.partial(self._layer, kind, start, context.batch, stacks)
+                inputs = scanned(stop - start, stacks, of_layers)
+                carry, load = jax.lax.scan(layer, carry, inputs)
+                if load is not None:
+                    loads.append(load)
+            x, pages = carry
+            last, sampled, logits, *lengths = self.end_step(x, last, context.fields, head, bucket)
+            counted = *map(add_load, counts, loads), *counts[len(loads) :]
+            return last, sampled, logits, x, *pages, *counted, *lengths
+
+        counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
+        return Program(
+            "step",
+            body,
+            self.mesh,
+            (
+                *self.step_shapes(bucket),
+                self.all_pages,
+                counts,
+                tables,
+                self.leaves(templates.embedding, templates.head),
+                [self._layers(kind, stop - start) for kind, start, stop in self.config.runs()],
+            ),
+            (
+                *(ROWS, REPLICATED, self.logits_spec, ROWS),
+                *self.pages_specs(*self.pools),
+                *[_COUNTS] * len(counts),
+                *([ROWS] if bucket.drafts else []),
+            ),
+            donates=(3, 4),
+            cuda_graphs="branches",
+        )
+
+    def predict(self, bucket: Bucket) -> Program:
+        """All passes of the prediction modules after a step of this bucket.
+
+        (batch, page_table, sampled, lengths, drafts, x, pages, counts, tables, embedding, head,
+        modules) → (drafts, pages…, counts…). The modules' bank is the last one, if they have
+        experts.
+        """
+        templates, kind = self.templates, self.config.layer(self.config.layers)
+        tokens, modules = bucket.tokens, self.config.modules
+        longest = bucket.pages * self.deployment.cache.page_size
+
+        def body(
+            batch: Array, table: Array, sampled: Array, lengths: Array, drafts: Array, *rest: Any
+        ) -> Arrays:
+            (x,), pages, counts, tables, (embedding, head), stacks = rest
+            prediction = tuple(map(sliceable, stacks[0]))
+            blocks = [*map(StackedLeaves.of, self._blocks(kind), stacks[1:])]
+            samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
+            own = sampled[jax.lax.axis_index("dp")]
+            start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
+            loads = jnp.zeros((modules, self.config.experts), jnp.int32)
+            found = []
+            for number in range(bucket.drafts):
+                index = min(number, modules - 1)
+                module = [leaf[index] for leaf in prediction]
+                x = enter_module(self, tokens, start, embedding, module)
+                context = self.step_context(bucket, start.batch[None], table)
+                inputs = scanned(modules, blocks, tables[-1] if kind.ffn.router else None)
+                own_inputs = jax.tree.map(lambda leaf, at=index: leaf[at], inputs)
+                layer = functools.partial(
+                    self._layer, kind, self.config.layers, context.batch, blocks
+                )
+                (x, pages), load = layer((x, pages), own_inputs)
+                if load is not None:
+                    loads = loads.at[index].add(load)
+                ahead = min(number + 1, modules)
+                hidden, draft = leave_module(self, tokens, x, start.batch, ahead, module, head)
+                found.append(jnp.where(samples, draft, drafts[0, :, number]))
+                again = number + 1 >= modules
+                start = next_pass(
+                    self, tokens, hidden, start.batch, draft, again=again, longest=longest
+                )
+            if kind.ffn.router:
+                counts = *counts[:-1], add_load(counts[-1], loads)
+            return jnp.stack(found, axis=1)[None], *pages, *counts
+
+        counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
+        state = self.groups, self.slots
+        return Program(
+            "predict",
+            body,
+            self.mesh,
+            (
+                *self.step_shapes(bucket)[1:],
+                self.shape(*state, 1 + bucket.drafts, spec=REPLICATED),
+                self.shape(*state),
+                self.shape(*state, bucket.drafts),
+                self.stream_shapes(bucket),
+                self.all_pages,
+                counts,
+                tables,
+                self.leaves(templates.embedding, templates.head),
+                (
+                    templates.prediction.arrays(self.mesh, ATTENTION_RULES, modules),
+                    *self._layers(kind, modules),
+                ),
+            ),
+            (ROWS, *self.pages_specs(*self.pools), *[_COUNTS] * len(counts)),
+            donates=(6, 7),
+        )
+
+    def _layers(
+        self, kind: LayerKind, count: int
+    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+        """Shapes of the stacked leaves of attention and ffn in layers of one kind."""
+        attention, ffn = self._blocks(kind)
+        return (
+            attention.arrays(self.mesh, ATTENTION_RULES, count),
+            ffn.arrays(self.mesh, COLOCATED_FFN_RULES, count),
+        )
+
+    def _blocks(self, kind: LayerKind) -> tuple[Template, Template]:
+        """Templates of attention and ffn in layers of one kind."""
+        return self.templates.attention[kind], self.templates.ffn[kind.ffn]
+
+    def _layer(
+        self,
+        kind: LayerKind,
+        start: int,
+        batch: RaggedBatch,
+        stacks: Sequence[StackedLeaves],
+        carry: tuple[Array, Pages],
+        inputs: Any,
+    ) -> tuple[tuple[Array, Pages], Array | None]:
+        """Runs one layer of a run that begins at layer `start`, on its `scanned` inputs."""
+        (x, pages), (place, sliced, table) = carry, inputs
+        attention, ffn = (
+            block.merge(stack.of_layer(own, place))
+            for block, stack, own in zip(self._blocks(kind), stacks, sliced, strict=True)
+        )
+        at, shifted = with_own_pages(self, kind, start, place, batch)
+        x, message, own = attention(x, pages[at], self.of_kind(shifted, kind), self.sentinel)
+        pages = *pages[: at.start], *own, *pages[at.stop :]
+        formats = self.formats[kind.ffn.kind]
+        packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
+        rows, load = self.exchanges[kind.ffn.kind](packed, ffn, packing, table, place)
+        # Rounded as a link would round them.
+        output = self.answers.total([self.answers.pack(rows)], x.dtype)
+        return (added(self.config, x, output), pages), load
 
 
 class ColocatedWeights(RoleWeights):

@@ -45,7 +45,7 @@ class PagePrograms:
 
     Args:
       programs: of the role that holds the pages.
-      stacked: whether the pages of all layers are one array (`colocated_programs.py`) or one each.
+      stacked: whether the pages of all layers are one array (`colocated.py`) or one each.
       smallest: tokens in the smallest piece.
       convert: used where pieces arrive in another format than the cache's; None: none do.
       rings_last: whether only pieces of the smallest size, a page, have entries of layers with a

@@ -1,6 +1,6 @@
 """Entrance and exit of a step, shared by the roles that hold embedding and head.
 
-Called by `attention_programs.py` and `colocated_programs.py`.
+Called by `attention_programs.py` and `colocated.py`.
 """
 
 import functools

@@ -18,7 +18,7 @@ import pytest
 
 from jaxserve.fleet.assembly import open_model
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.program import Program
 from tests.jaxserve import layouts

@@ -18,8 +18,7 @@ from jaxserve.checkpoint.source import Source
 from jaxserve.mesh import Submeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
-from jaxserve.roles.colocated import ColocatedWeights
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from pallas_kernels.quantize.api import QuantArray
 from tests.jaxserve import layouts

@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.shared_pools import one_program_bytes

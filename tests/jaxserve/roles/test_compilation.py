@@ -14,8 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.roles import compilation
 from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
-from jaxserve.roles.colocated import colocated_executables
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import (
     StepCompiler,
     WholeEntries,

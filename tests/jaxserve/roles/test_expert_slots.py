@@ -18,8 +18,7 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.move_rounds import aligned, plan_rounds
 from jaxserve.model.ffn.placement import EMPTY, home_slots
 from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
-from jaxserve.roles.colocated import ColocatedWeights
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.expert_slots import counts_of_ranks, open_slots
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights

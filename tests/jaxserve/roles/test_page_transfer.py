@@ -12,7 +12,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_spread import SpreadPages, in_own_format
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.checkpoint.families import architecture
 from jaxserve.model.quant import rows as quant_rows
 from jaxserve.roles.attention_programs import AttentionPrograms
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.stacked_layers import StackedLeaves

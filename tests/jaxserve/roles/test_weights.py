@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.random_leaves import RandomLeaves
-from jaxserve.roles.colocated_programs import ColocatedPrograms
+from jaxserve.roles.colocated import ColocatedPrograms
 from pallas_kernels import input_major
 from tests import golden
 from tests.jaxserve import layouts

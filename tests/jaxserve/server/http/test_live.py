@@ -482,7 +482,7 @@ def test_figures(rig):
     assert (found["generated_tokens"], found["ended"]) == (13, {"stop": 1})
     assert found["load"]["kv_usage"] == [0.25, 0.75]
     measured = found["measured"]
-    assert measured["timeline"][1] == ["attend", 1, 0, 7, 1000, 2000]
+    assert measured["timeline"][1] == ["attend", 1, 0, 7, 1000, 2000, None]
     assert measured["transfers"] == {"dispatch": [10, 0.002], "combine": [10, 0.001]}
     assert found["experts"]["expert_tokens"] == {"1": [4, 0, 2, 2], "2": [1, 1, 1, 5]}
 
