@@ -122,7 +122,7 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("batching", "ranks", "form"), [("cohort", 1, ""), ("cohort", 2, "fp8"), ("merge", 2, "")]
+    ("batching", "ranks", "form"), [("cohort", 1, ""), ("cohort", 2, "fp8"), ("merge", 2, "int8")]
 )
 def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_worker(
     batching, ranks, form, tiny_model, reference, tmp_path
