@@ -247,7 +247,7 @@ def whole_steps(
     if templates.config.platform == "tpu":
         both = BothRolesPrograms(templates, deployment, meshes)
         made = {key: both.step(*one) for key, one in own.items()}
-        return made | wanted(functools.partial(ends, lanes=[most]), both, buckets)
+        return made | wanted(ends, both, buckets)
     roles = meshes.attention, meshes.ffn
     unions = [union_mesh(*roles, own) for own in roles]
     attention = AttentionStepPrograms(templates, deployment, unions[0])

@@ -173,25 +173,22 @@ class AttentionPrograms(TokenPrograms):
             (ROWS,) * (1 if then == "last" else 3),
         )
 
-    def leave(self, bucket: Bucket, lanes: int = 1) -> Program:
-        """((x, last_tokens, batch, combined) of each lane, head) → (last_tokens, sampled, logits)
-        of each, and with drafts also the lengths (`TokenPrograms.draw`)."""
+    def leave(self, bucket: Bucket) -> Program:
+        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits), and with drafts
+        also the lengths (`TokenPrograms.draw`)."""
 
-        def body(steps: Sequence[Any], head: Arrays) -> Arrays:
-            made: list[Array] = []
-            for x, last, batch, combined in steps:
-                fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-                made += self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
-            return tuple(made)
+        def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
+            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+            return self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
 
         (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
-        of_lane = ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else [])
+        lengths = [ROWS] if bucket.drafts else []
         return Program(
             "leave",
             body,
             self.mesh,
-            ([(x, last, batch, tuple(answers))] * lanes, *self.leaves(self.templates.head)),
-            of_lane * lanes,
+            (x, last, batch, tuple(answers), *self.leaves(self.templates.head)),
+            (ROWS, REPLICATED, self.logits_spec, *lengths),
             cuda_graphs="branches",
         )
 

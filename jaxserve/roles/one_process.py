@@ -29,15 +29,12 @@ from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer
 
 
-def ends(
-    programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get, lanes: Sequence[int] = ()
-) -> Any:
+def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:
     """Collects the programs of the attention mesh before and after the layers of each bucket's
-    steps: `embedded` and `leave` by number of lanes (empty: any), and `lane_steps.options`."""
+    steps: `embedded`, `leave`, and `lane_steps.options`."""
     makes = BothRolesPrograms.embedded, BothRolesPrograms.leave
-    numbers = lanes or range(1, 1 + programs.deployment.lanes)
     return {
-        bucket: ({n: [get(make, bucket.of_tokens, n) for make in makes] for n in numbers}, *others)
+        bucket: (*(get(make, bucket.of_tokens) for make in makes), *others)
         for bucket, others in options(programs, buckets, get).items()
     }
 
@@ -102,15 +99,13 @@ class BothRolesPipeline(StepPipeline):
         self._pages[:] = [self._halves.joined(*each) for each in kinds]
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
-        embedded, leave = self._ends[bucket][0][len(steps)]
-        begun = (array for last, batch, _ in steps for array in (last, batch))
-        entered = itertools.batched(embedded(*begun, *self._embedding), 2)
-        tables = (table for *_, table in steps)
-        streams = self._layers(bucket, 0, [(*one, next(tables)) for one in entered])
-        of_lanes = zip(steps, streams, strict=True)
-        given = ((x, last, batch, answer) for (last, batch, _), (x, answer) in of_lanes)
-        left = leave(*itertools.chain(*given), *self._head)
-        return [*zip(itertools.batched(left, len(left) // len(steps)), streams, strict=True)]
+        embedded, leave, *_ = self._ends[bucket]
+        begun = [(*embedded(last, batch, *self._embedding), table) for last, batch, table in steps]
+        streams = self._layers(bucket, 0, begun)
+        return [
+            (tuple(leave(x, last, batch, answer, *self._head)), (x, answer))
+            for (last, batch, _), (x, answer) in zip(steps, streams, strict=True)
+        ]
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
         step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())

@@ -120,22 +120,18 @@ class BothRolesPrograms(AttentionPrograms):
         rows = [ROLE, "ep", "ffn_tp", *(["tp"] if first == PIECES[0] else [])]
         return cached_sharding(self.union, PartitionSpec(tuple(rows), *rest))
 
-    def embedded(self, bucket: Bucket, lanes: int) -> Program:
-        """((last_tokens, batch) of each lane, embedding) → (x, batch) of each lane, on the
-        attention mesh; in the batch every `FROM_DEVICE` among the tokens is replaced."""
-        tokens = bucket.tokens
+    def embedded(self, bucket: Bucket) -> Program:
+        """(last_tokens, batch, embedding) → (x, batch), on the attention mesh; in the batch every
+        `FROM_DEVICE` among the tokens is replaced."""
 
-        def body(steps: Sequence[Arrays], embedding: Arrays) -> Arrays:
-            no_pages, made = jnp.zeros((1, self.slots, self.tables), jnp.int32), list[Array]()
-            for last, batch in steps:
-                context = self.step_context(bucket, batch, no_pages, last)
-                known = batch.at[0, :tokens].set(context.fields["token_ids"])
-                made += self.embed(context, embedding), known
-            return tuple(made)
+        def body(last: Array, batch: Array, embedding: Arrays) -> Arrays:
+            no_pages = jnp.zeros((1, self.slots, self.tables), jnp.int32)
+            context = self.step_context(bucket, batch, no_pages, last)
+            known = batch.at[0, : bucket.tokens].set(context.fields["token_ids"])
+            return self.embed(context, embedding), known
 
-        steps = [self.step_shapes(bucket)[:2]] * lanes
-        inputs = steps, *self.leaves(self.templates.embedding)
-        return Program("embedded", body, self.mesh, inputs, (ROWS,) * 2 * lanes)
+        inputs = *self.step_shapes(bucket)[:2], *self.leaves(self.templates.embedding)
+        return Program("embedded", body, self.mesh, inputs, (ROWS, ROWS))
 
     def step(self, bucket: Bucket, lanes: int, module: int = 0) -> Program:
         """((x, batch, page_table) of each lane, pages, counts, tables, runs) → ((x, answer) of each
