@@ -25,7 +25,8 @@ from jaxserve.roles.pipelines import PIPELINES
 ROOT = Path(__file__).resolve().parent.parent
 ASSEMBLY = "jaxserve.fleet.assembly"
 RUNTIMES = {"whole_runtime", "domain_runtime"}
-CHOICES = {"lead", "with_peers", "own_experts", "check_tier", "with_host_tier"} | RUNTIMES
+TIER = "check_tier", "with_host_tier"
+CHOICES = {"lead", "with_peers", "own_experts", *TIER, "led_pages"} | RUNTIMES
 """Functions of the assembly that some parts call and others do not."""
 INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
@@ -46,15 +47,16 @@ PARTS = {
     "ffn": ("fleet.ffn_runtime", *BETWEEN),
     "router": ("fleet.router",),
     "serve": ("serve", *BETWEEN),
-    "alone, with host pages": (*LEADS, *ALONE, "check_tier", "with_host_tier", "whole_runtime"),
+    "alone, with host pages": (*LEADS, *ALONE, *TIER, "whole_runtime"),
+    "leader, with host pages": (*LEADS, "lead", *TIER, "led_pages", "whole_runtime"),
     "attention, of shards": ("open_engine", "domain_runtime", "fleet.shard_links", *BETWEEN),
     "ffn, a shard": ("fleet.ffn_runtime", "fleet.ffn_shard", *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
 may have its weights from running workers; a runtime of one role over `pull`; a router; the command
-that can be any of these, with text/; the only process of a runtime with `cache.host_gb`; and the
-roles over `pull` where several ffn workers share the experts."""
+that can be any of these, with text/; the only process of a runtime with `cache.host_gb`, and the
+first of several; and the roles over `pull` where several ffn workers share the experts."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}
@@ -71,6 +73,7 @@ LIMITS = {
     "router": 3_360,
     "serve": 28_250,
     "alone, with host pages": 15_710,
+    "leader, with host pages": 15_990,
     "attention, of shards": 13_300,
     "ffn, a shard": 10_860,
 }

@@ -2,7 +2,7 @@
 
 import functools
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from jaxserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.runtime import Driver
-    from jaxserve.roles.page_spread import HandedPages
+    from jaxserve.roles.page_spread import LedPages
 
 
 class WorkerPart(NamedTuple):
@@ -131,14 +131,20 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
 
 def follow_pages(
     deployment: Deployment, part: WorkerPart | None, driver: "Driver"
-) -> "Sequence[HandedPages]":
-    """Access to the pages of a following process, which has no end of the pages link."""
-    from jaxserve.fleet import pages_link
+) -> "Mapping[int, LedPages]":
+    """Access to the pages of a following process by its number, in the leader's order."""
+    found: list[LedPages] = []
+    if deployment.cache.host_gb:
+        from jaxserve.fleet.host_tier import tier_accesses
+        from jaxserve.roles.page_spread import page_access
 
-    if part is None or not part.fleet.prefill.workers:
-        return ()
-    pieces = pages_link.piece_tokens(part.fleet)
-    return pages_link.follow_pages(driver, deployment, part.role, pieces)
+        found += tier_accesses(deployment, driver, page_access)
+    if part is not None and part.fleet.prefill.workers:
+        from jaxserve.fleet import pages_link
+
+        pieces = pages_link.piece_tokens(part.fleet)
+        found += pages_link.page_accesses(driver, deployment, part.role, pieces)
+    return {access.number: access for access in found}
 
 
 def worker_facts(

@@ -192,9 +192,9 @@ class Cache(Section, frozen=True):
     prefix: bool = True
     """Whether full pages are kept, while there is room, for later requests with the same prefix."""
     host_gb: Gigabytes = 0.0
-    """Host memory in GB for pages that leave the prefix caches of this process's devices; they come
-    back when a request needs them. 0: such pages are lost. For attention meshes in one process and
-    models in which some layer has no window."""
+    """Host memory in GB for pages that leave the prefix caches; they come back when a request needs
+    them. Where processes share the attention mesh it is that of the first one. 0: such pages are
+    lost. For models in which some layer has no window."""
     storage: Annotated[str, Meta(pattern="^((/|gs://.|s3://.).*)?$")] = ""
     """Absolute path of a folder for pages, or the URL of one in a bucket (`gs://…`, `s3://…`), with
     `host_gb`: those of ended requests and those that leave the device. They are found after a

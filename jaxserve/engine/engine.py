@@ -92,9 +92,7 @@ class Engine:
         watch: Watch | None = None,
         experts: MovesExperts | None = None,
     ):
-        self.deployment = deployment
-        self.driver = driver
-        self.schedulers = list(schedulers)
+        self.deployment, self.driver, self.schedulers = deployment, driver, list(schedulers)
         self._checks = RequestChecks(self.schedulers[0].limits, vocab, eos_token_ids)
         self._followers, self.link = followers, link
         self._info, self._watch, self.experts = info or {}, watch, experts
@@ -129,6 +127,7 @@ class Engine:
             watch=watch,
             experts=experts,
         )
+        self.tell = self._stepper.tell  # followers, of pages; on the engine's thread
         self._compilations: CompilationCounter | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
@@ -358,7 +357,8 @@ class Engine:
         if self._thread.is_alive():
             return
         self._watch = self.experts = None  # it moves the weights of experts
-        self.__dict__.pop("_stepper", None)
+        for name in ("_stepper", "tell"):
+            self.__dict__.pop(name, None)
         if self.__dict__.pop("driver", None) is not None:
             gc.collect()  # programs and weights refer to each other
 

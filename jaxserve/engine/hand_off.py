@@ -31,7 +31,6 @@ from jaxserve.link.pages.ends import FetchJob, PagesError, Piece
 from jaxserve.link.pages.frames import Fetch, pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesLoad, PagesSource
 from jaxserve.observe.load import FETCHED, summed
-from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
     from jaxserve.engine.holds import Hold, Holds
@@ -208,21 +207,6 @@ class LinkedHandOffs(HandOffs):
         self._post(partial(self._loop.holds.release, hand_off))
 
     # ----------------------------------------------------- the loop's actions, engine's thread
-    def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
-        """Returns the part of other processes in an action, before this one carries it out."""
-        match action:
-            case ImportPages(domain, _, run, _, piece) if self._spread(domain):
-                ids = [*run.page_ids]
-                form = piece.cache_format
-                return [WritePages(domain, run.group, ids, run.offset, piece.tokens, form)]
-            case ExportPages(run, _, Export(fetch, _)) if self._spread(0):
-                return [ReadPages(0, run.group, [*run.page_ids], run.offset, fetch.size)]
-        return []
-
-    def _spread(self, domain: int) -> bool:
-        end = self.prefill or self.domains[domain]
-        return end.access.transfer.spread
-
     def carry_out(self, action: PageAction) -> None:
         """Carries out an action of the loop about pages; never waits."""
         match action:

@@ -31,7 +31,7 @@ from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveErro
 from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.observe.spans import Span
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.actions import Action, ReadPages, WritePages
+from jaxserve.roles.actions import Action, PageOrder
 from jaxserve.roles.expert_moves import Counted, MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
@@ -88,10 +88,6 @@ class HandOffs:
         raise InvalidRequestError("prefill", "this engine has no pages server")
 
     # ----------------------------------------------------- the loop's actions, engine's thread
-    def orders(self, action: PageAction) -> list[ReadPages | WritePages]:
-        """Returns the part of other processes in an action, before this one carries it out."""
-        return []
-
     def carry_out(self, action: PageAction) -> None:
         """Carries out an action of the loop about pages; never waits."""
         raise AssertionError(f"no link for {type(action).__name__}")
@@ -297,22 +293,17 @@ class Stepper:
                 self._tidy_up(until)
                 return idle
             case about_pages:
-                self._tell(self.hand_offs.orders(about_pages))
                 self.hand_offs.carry_out(about_pages)
         return None
 
-    def _tell(self, orders: Sequence[Action]) -> None:
-        """Has the followers carry out actions on pages: at once or, while a lane is inside a step,
-        before the next stages that they enqueue."""
-        if self._followers is None or not orders:
-            return
-        self._orders += orders
+    def tell(self, order: PageOrder) -> None:
+        """Has the followers read or write pages with this process: at once or, while a lane is
+        inside a step, before the next stages that they enqueue."""
+        assert self._followers is not None
+        self._orders.append(order)
         if not self._driver.active:
-            self._followers.broadcast([], False, self._take_orders())
-
-    def _take_orders(self) -> list[Action]:
-        orders, self._orders = self._orders, []
-        return orders
+            self._followers.broadcast([], False, self._orders)
+            self._orders.clear()
 
     def _enqueue(self, plans: list[StepPlan]) -> None:
         """One boundary: followers hear of the plans, then stages until a lane leaves."""
@@ -333,7 +324,8 @@ class Stepper:
         """Announces a boundary to the followers; carries out the actions due before its plans."""
         actions = () if self._experts is None else self._experts.due()
         if self._followers is not None and (plans or actions or self._driver.active):
-            self._followers.broadcast(plans, measured, [*self._take_orders(), *actions])
+            self._followers.broadcast(plans, measured, [*self._orders, *actions])
+            self._orders.clear()
         if self._experts is None or not actions:
             return
         slots = self._driver.slots

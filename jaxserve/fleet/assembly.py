@@ -19,7 +19,7 @@ function imports its own part, so that a process loads and starts only what it p
 
 import gc
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
     from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
+    from jaxserve.roles.page_transfer import PageAccess
     from jaxserve.roles.pipelines import OpenModel
     from jaxserve.roles.weights import OpenSource
 
@@ -274,7 +275,7 @@ def make_engine(
         experts=experts,
     )
     if deployment.cache.host_gb:
-        with_host_tier(engine)
+        with_host_tier(engine, {} if followers is None else {"access": led_pages(engine)})
     return engine
 
 
@@ -285,11 +286,18 @@ def check_tier(deployment: Deployment, options: Options) -> None:
     check_host_tier(deployment, options.config)
 
 
-def with_host_tier(engine: "Engine") -> None:
+def with_host_tier(engine: "Engine", options: Mapping[str, Any]) -> None:
     """Gives an engine that is not started yet a tier of KV pages in host memory."""
     from jaxserve.fleet.host_tier import open_host_tier
 
-    open_host_tier(engine)
+    open_host_tier(engine, **options)
+
+
+def led_pages(engine: "Engine") -> "Callable[..., PageAccess]":
+    """Access to pages of which other processes of the engine's runtime may have a part."""
+    from jaxserve.roles.page_spread import page_access
+
+    return partial(page_access, tell=engine.tell)
 
 
 def _info(runtime: "Runtime") -> dict[str, Any]:

@@ -8,11 +8,10 @@ from typing import cast
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import DecodeEnd, LinkedHandOffs
 from jaxserve.engine.loop import FetchPolicy
-from jaxserve.fleet.pages_link import check, formats_of, pages_hello, piece_tokens
+from jaxserve.fleet.pages_link import page_accesses, pages_hello, piece_tokens
 from jaxserve.link.pages.client import PagesClient
 from jaxserve.link.pages.connection import Landing
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
-from jaxserve.roles.page_spread import page_access
 
 
 def fetch_pages(
@@ -33,18 +32,14 @@ def fetch_pages(
       ConfigError: no prefix cache, or a page size that does not divide pieces.
     """
     deployment = engine.deployment
-    check(deployment)
     pieces = pieces or piece_tokens(deployment)
-    formats = formats_of(deployment)
     ends, clients = [], []
     policy = FetchPolicy(
         recompute=deployment.pages.on_failure == "recompute",
         most=deployment.pages.recompute_tokens,
         between_steps=deployment.pages.step_tokens,
     )
-    for domain in range(len(engine.schedulers)):
-        arrays = engine.driver.kv_arrays(domain)
-        access = page_access(arrays, exports=False, imports=formats, pieces=pieces)
+    for access in page_accesses(engine.driver, deployment, "domain", pieces, engine.tell):
         transfer = access.transfer
         client = PagesClient(
             pages_hello(deployment, transfer, "decode"),

@@ -4,7 +4,7 @@ A follower has the same runtime over the same deployment as the leader (`leading
 (`assembly.open_follower`). `control.py` defines the messages between the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,14 +18,14 @@ from jaxserve.observe.recorder import Recorder
 from jaxserve.roles.actions import ReadPages, WritePages
 
 if TYPE_CHECKING:
-    from jaxserve.roles.page_spread import HandedPages
+    from jaxserve.roles.page_spread import LedPages
 
 
 class Following:
     """Runs the leader's plans on a warm runtime, after telling the leader that it is ready.
 
     Args:
-      pages: access to the pages for hand-offs, one for each domain.
+      pages: access to the pages by its number (`roles/actions.py`).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Following:
         runtime: Runtime,
         follower: Follower,
         recorder: Recorder | None = None,
-        pages: "Sequence[HandedPages]" = (),
+        pages: Mapping[int, "LedPages"] = {},
     ):
         self._driver, self._follower, self._pages = runtime.driver, follower, pages
         driver = self._driver
@@ -56,8 +56,8 @@ class Following:
             self._probe.turn(boundary.measured)
             for action in boundary.actions:
                 if isinstance(action, ReadPages | WritePages):
-                    if self._pages:
-                        self._pages[action.domain].follow(action)
+                    if (pages := self._pages.get(action.access)) is not None:
+                        pages.follow(action)
                 elif driver.slots is not None:
                     driver.slots.carry_out(action)
             for plan in boundary.plans:

@@ -2,15 +2,17 @@
 (`cache.host_gb`, `cache.storage`).
 
 Called before a model is loaded, which refuses what cannot work, and again after an engine is made
-and before it starts. Only a process with such a tier imports this.
+and before it starts. Where several processes have parts of the attention mesh, the memory is that
+of the leading one, and the others take part in each read and write of pages. Only processes of a
+runtime with such a tier import this.
 """
 
 import hashlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 
 from jaxserve.checkpoint.fingerprint import revision
@@ -22,14 +24,14 @@ from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.page_tier import PageTier, page_sizes
+from jaxserve.engine.runtime import Driver
 from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.engine.tiered_cache import TieredCache, TierFetches
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.mesh import Submeshes
 from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
 from jaxserve.roles.host_resources import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
-from jaxserve.roles.page_transfer import PageAccess, PageTransfer
+from jaxserve.roles.page_transfer import PageAccess, page_access
 from jaxserve.storage.bucket import StorageBucket, is_url
 
 PAGES = (1, 2, 8, 32)
@@ -47,24 +49,17 @@ def check_host_tier(deployment: Deployment, config: ModelConfig | None = None) -
       config: of the model; None: its folder is read.
 
     Raises:
-      ConfigError: several processes have parts of the attention meshes, every layer has a window,
-        the host lacks the memory, or the folder or bucket cannot be written.
+      ConfigError: every layer has a window, the host lacks the memory, or the folder or bucket
+        cannot be written.
     """
-    gb, processes = deployment.cache.host_gb, jax.process_count()
-    free = (free_host_memory() or float("inf")) / 1e9
+    gb, free = deployment.cache.host_gb, (free_host_memory() or float("inf")) / 1e9
+    if gb > free:
+        raise ConfigError(f"cache.host_gb = {gb:g}: {free:.1f} GB of host memory are free")
     model = config or read_model(deployment)[0]
     kinds = [layer_entries(model, attention, deployment) for attention in model.attentions()]
-    rings = ring_pages(model, deployment) > 0 and all(each.ring for kind in kinds for each in kind)
-    if not deployment.topology.separates_domains:  # other processes may have the ffn mesh alone
-        devices = [each for mesh in Submeshes(deployment).domains for each in mesh.devices.flat]
-        processes = len({device.process_index for device in devices})
-    for applies, reason in (
-        (processes > 1, f"attention is in {processes} processes: only where it is in one"),
-        (rings, "not for models that have a window in every layer"),
-        (gb > free, f"{free:.1f} GB of host memory are free"),
-    ):
-        if applies:
-            raise ConfigError(f"cache.host_gb = {gb:g}: {reason}")
+    if ring_pages(model, deployment) and all(each.ring for kind in kinds for each in kind):
+        text = "not for models that have a window in every layer"
+        raise ConfigError(f"cache.host_gb = {gb:g}: {text}")
     if storage := deployment.cache.storage:
         try:
             if is_url(folder := storage_folder(storage)):
@@ -95,8 +90,33 @@ def page_identity(deployment: Deployment, config: ModelConfig, programs: PagePro
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def open_host_tier(engine: Engine) -> None:
+def tier_accesses[Access: PageAccess](
+    deployment: Deployment, driver: Driver, access: Callable[..., Access]
+) -> list[Access]:
+    """Returns access to this process's share of the pages of every domain, for host memory.
+
+    Args:
+      access: makes one of a domain's arrays and a number; `page_transfer.page_access`, or that of
+        `page_spread.py` for processes that share a mesh.
+    """
+    size, domains = deployment.cache.page_size, deployment.runtime_domains
+    found = []
+    for domain in range(domains if driver.attends else 0):
+        arrays = driver.kv_arrays(domain)
+        options: dict[str, Any] = {"stacked": arrays.stacked, "rings_last": True}
+        page_bytes, _ = page_sizes(PagePrograms(arrays.programs, smallest=size, **options))
+        fit = [pages for pages in PAGES if pages <= 2 or pages * page_bytes <= PIECE_BYTES]
+        options |= {"exports": True, "imports": [deployment.cache_format]}
+        options["pieces"] = [size * pages for pages in fit]
+        found.append(access(arrays, domains + domain, **options))  # those of hand-offs come first
+    return found
+
+
+def open_host_tier(engine: Engine, access: Callable[..., PageAccess] = page_access) -> None:
     """Opens the tier of an engine that is not started yet.
+
+    Args:
+      access: see `tier_accesses`.
 
     Raises:
       ConfigError: as `check_host_tier`, or the tier has no room for a page.
@@ -104,23 +124,17 @@ def open_host_tier(engine: Engine) -> None:
     deployment = engine.deployment
     check_host_tier(deployment)  # again: the model has taken host memory since
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
-    arrays = [engine.driver.kv_arrays(domain) for domain in range(len(engine.schedulers))]
-    size, stacked = cache.page_size, arrays[0].stacked
-    programs = PagePrograms(arrays[0].programs, stacked=stacked, smallest=size, rings_last=True)
-    page_bytes, most = page_sizes(programs)
+    accesses = tier_accesses(deployment, engine.driver, access)
+    programs, config = accesses[0].transfer.programs, engine.driver.kv_arrays().programs.config
+    _, most = page_sizes(programs)
     if limit < most:
         raise ConfigError(f"cache.host_gb = {cache.host_gb:g}: a page has {most:,} bytes")
-    pieces = [size * pages for pages in PAGES if pages <= 2 or pages * page_bytes <= PIECE_BYTES]
-    options: dict[str, Any] = {"exports": True, "imports": [programs.format], "pieces": pieces}
-    options["rings_last"] = True
-    transfers = [PageTransfer(each.programs, stacked=each.stacked, **options) for each in arrays]
-    accesses = [*map(PageAccess, transfers, arrays)]
 
     def attach(loop: Loop, post: Post) -> HandOffs:
         tier = PageTier(accesses, limit, loop, post, lambda: engine.status in ("closed", "failed"))
         engine.host_pages = tier.counters
         if cache.storage:
-            identity = page_identity(deployment, arrays[0].programs.config, programs)
+            identity = page_identity(deployment, config, programs)
             folder, bound = storage_folder(cache.storage), int(cache.storage_gb * 1e9)
             pages = BucketPages if is_url(folder) else DiskPages
             tier.disk = pages(folder, bound, identity, tier.counters)
@@ -128,7 +142,7 @@ def open_host_tier(engine: Engine) -> None:
             fetches = TierFetches(scheduler.groups, scheduler.lanes, tier, domain)
             scheduler.fetches = scheduler.queue.fetches = fetches
             for group in scheduler.groups:
-                group.cache = TieredCache(group, size, tier, domain)
+                group.cache = TieredCache(group, cache.page_size, tier, domain)
         return engine.hand_offs  # links stay as they are
 
     engine.hand_off_with(attach)

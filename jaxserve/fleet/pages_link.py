@@ -5,7 +5,6 @@ tp, page size, cache format and mode may differ.
 """
 
 import math
-from collections.abc import Sequence
 
 import jax
 
@@ -18,7 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.session.hello import Hello, make_hello
-from jaxserve.roles.page_spread import HandedPages, page_access
+from jaxserve.roles.page_spread import LedPages, Tell, no_one, page_access
 from jaxserve.roles.page_transfer import PageTransfer
 
 ENDS = {
@@ -32,19 +31,27 @@ crossing and writing overlap. Pieces of 64 MB take three times as long in all on
 cause page faults."""
 
 
-def follow_pages(
-    driver: Driver, deployment: Deployment, role: WorkerRole, pieces: tuple[int, ...]
-) -> Sequence[HandedPages]:
-    """Follower's part of `serve_pages` and `fetch_pages`: access to this process's share of the
-    pages of every domain, for the leader's orders (`roles/actions.py`)."""
-    check(deployment)
-    if role == "prefill":
-        return (
-            [page_access(driver.kv_arrays(), exports=True, pieces=pieces)] if driver.attends else ()
-        )
-    formats = formats_of(deployment)
+def page_accesses(
+    driver: Driver,
+    deployment: Deployment,
+    role: WorkerRole,
+    pieces: tuple[int, ...],
+    tell: Tell = no_one,
+) -> list[LedPages]:
+    """Returns access to this process's share of the pages of every domain, for hand-offs.
+
+    Args:
+      tell: see `LedPages`; a follower has none.
+
+    Raises:
+      ConfigError: no prefix cache, or a page size that does not divide pieces.
+    """
+    if not deployment.cache.prefix:
+        raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
+    serves = role == "prefill"
+    options = {"exports": serves, "imports": () if serves else formats_of(deployment)}
     return [
-        page_access(driver.kv_arrays(domain), exports=False, imports=formats, pieces=pieces)
+        page_access(driver.kv_arrays(domain), domain, tell=tell, pieces=pieces, **options)
         for domain in range(deployment.runtime_domains if driver.attends else 0)
     ]
 
@@ -81,13 +88,5 @@ def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
 
 def formats_of(deployment: Deployment) -> list[FormatName]:
     """Returns the formats in which pages may come to a domain: its own and the prefill workers'."""
-    formats: dict[FormatName, None] = {deployment.cache_format: None}
-    if deployment.prefill.workers:
-        formats[deployment_of(deployment, "prefill").cache_format] = None
-    return [*formats]
-
-
-def check(deployment: Deployment) -> None:
-    """Raises ConfigError if the deployment has no prefix cache."""
-    if not deployment.cache.prefix:
-        raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
+    theirs = deployment_of(deployment, "prefill") if deployment.prefill.workers else deployment
+    return [*dict.fromkeys((deployment.cache_format, theirs.cache_format))]

@@ -9,10 +9,9 @@ import time
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs, PrefillEnd
 from jaxserve.engine.holds import HoldLimits, Holds
-from jaxserve.fleet.pages_link import check, pages_hello, piece_tokens
+from jaxserve.fleet.pages_link import page_accesses, pages_hello, piece_tokens
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
-from jaxserve.roles.page_spread import page_access
 
 HELD_SHARE = 0.75
 """Largest share of a prefill worker's pages that running and held prompts take together."""
@@ -37,9 +36,8 @@ def serve_pages(
       ConfigError: no prefix cache, or an address that cannot be listened on.
     """
     deployment = engine.deployment
-    check(deployment)
     pieces = pieces or piece_tokens(deployment)
-    access = page_access(engine.driver.kv_arrays(), exports=True, pieces=pieces)
+    (access,) = page_accesses(engine.driver, deployment, "prefill", pieces, engine.tell)
     held = deployment.pages.held
     if access.transfer.programs.tables > 1:  # a ring for each slot (`kv_cache.ring_pages`)
         held = min(held, deployment.scheduler.slots * deployment.lanes)

@@ -51,9 +51,10 @@ class CountExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadPages(msgspec.Struct, frozen=True, tag=True):
-    """Reads a piece of pages for a hand-off. All processes of the mesh take part."""
+    """Reads a piece of pages. All processes of the mesh take part."""
 
-    domain: int
+    access: int
+    """Number of the access to pages: the domain, for hand-offs; counted on for host memory."""
     group: int
     page_ids: list[int]
     offset: int
@@ -65,7 +66,8 @@ class ReadPages(msgspec.Struct, frozen=True, tag=True):
 class WritePages(msgspec.Struct, frozen=True, tag=True):
     """Writes a piece that has arrived at the leader. All processes of the mesh take part."""
 
-    domain: int
+    access: int
+    """See `ReadPages`."""
     group: int
     page_ids: list[int]
     offset: int
@@ -75,4 +77,5 @@ class WritePages(msgspec.Struct, frozen=True, tag=True):
     """Format of the arrived entries."""
 
 
-Action = FetchExperts | ReadExperts | MoveExperts | CountExperts | ReadPages | WritePages
+PageOrder = ReadPages | WritePages
+Action = FetchExperts | ReadExperts | MoveExperts | CountExperts | PageOrder

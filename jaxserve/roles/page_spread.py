@@ -1,12 +1,13 @@
-"""Reads and writes pages of a mesh over several processes for a hand-off.
+"""Reads and writes pages of a mesh over several processes, for hand-offs and for host memory.
 
-A pages link has one end a worker, in the leading process. The mesh's own collectives bring pieces
-together there to be sent, and spread pieces that arrive there. Every process therefore takes part
-in every piece, at the same place between the same steps (`actions.py`). The link and its other end
-do not know this. Entries in the format of another worker's cache are converted on arrival.
+A pages link has one end a worker, and its host memory is that of one process: the leading one. The
+mesh's own collectives bring pieces together there, and spread pieces from there. Every process
+therefore takes part in every piece, at the same place between the same steps (`actions.py`). The
+link's other end does not know this. Entries in the format of another worker's cache are converted
+on arrival.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.model.attention.kv_cache import Entry
 from jaxserve.model.quant.rows import has_scales, storage
-from jaxserve.roles.actions import ReadPages, WritePages
+from jaxserve.roles.actions import PageOrder, ReadPages, WritePages
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey
@@ -52,35 +53,70 @@ def in_own_format(
 
 
 AXES = ("dp", "tp")
+Tell = Callable[[PageOrder], None]
 
 
-class HandedPages(PageAccess):
-    """Pages of a worker that takes part in hand-offs."""
+class LedPages(PageAccess):
+    """Pages of a worker that may have several processes. In the leading process every read and
+    write is told to the others, before it is enqueued here.
 
-    def follow(self, action: ReadPages | WritePages) -> None:
+    Args:
+      transfer, arrays: see `PageAccess`.
+      number: of this access among those of the worker; the same in all processes.
+      tell: sends the followers an order.
+    """
+
+    def __init__(
+        self,
+        transfer: PageTransfer,
+        arrays: KVArrays,
+        number: int,
+        tell: Tell,
+    ):
+        self.number, self._tell = number, tell
+        super().__init__(transfer, arrays)
+
+    def _read(self, run: PageRun, piece: int) -> list[jax.Array]:
+        self._tell(ReadPages(self.number, run.group, [*run.page_ids], run.offset, piece))
+        return super()._read(run, piece)
+
+    def write(self, run: PageRun, tokens: int, cache_format: FormatName, arrived: Pages) -> None:
+        """See `PageAccess.write`."""
+        ids = [*run.page_ids]
+        self._tell(WritePages(self.number, run.group, ids, run.offset, tokens, cache_format))
+        super().write(run, tokens, cache_format, arrived)
+
+    def follow(self, order: PageOrder) -> None:
         """Takes part in a read or write of the leading process."""
-        run = PageRun(action.group, action.page_ids, action.offset)
-        if isinstance(action, ReadPages):
-            self.transfer.gather(self._load(), run, action.tokens)
+        run = PageRun(order.group, order.page_ids, order.offset)
+        if isinstance(order, ReadPages):
+            super()._read(run, order.tokens)
         else:
-            self.write(run, action.tokens, action.cache_format, ())
+            super().write(run, order.tokens, order.cache_format, ())
 
 
-def page_access(arrays: KVArrays, **options: Any) -> HandedPages:
-    """Makes a worker's pages readable and writable for hand-offs. Compiles the programs and warms
-    them up. `options` are those of `PageTransfer`."""
+def no_one(order: PageOrder) -> None:
+    """Stands for `tell` where this process follows, or has the mesh alone."""
+
+
+def page_access(arrays: KVArrays, number: int, *, tell: Tell = no_one, **options: Any) -> LedPages:
+    """Makes a worker's pages readable and writable. Compiles the programs and warms them up.
+
+    Args:
+      number, tell: see `LedPages`.
+      options: see `PageTransfer`.
+    """
     programs = arrays.programs
     processes = {device.process_index for device in programs.mesh.devices.flat}
-    transfer = PageTransfer if len(processes) == 1 else SpreadPages
     options |= {"stacked": arrays.stacked, "convert": in_own_format}
-    return HandedPages(transfer(programs, **options), arrays)
+    if len(processes) == 1:
+        return LedPages(PageTransfer(programs, **options), arrays, number, no_one)
+    return LedPages(SpreadPages(programs, **options), arrays, number, tell)
 
 
 class SpreadPages(PageTransfer):
     """`PageTransfer` of a mesh over several processes. Each process makes all calls, in the same
     order; only the leader passes arrays that have arrived."""
-
-    spread = True
 
     def __init__(self, programs: TokenPrograms, **options: Any):
         super().__init__(programs, **options)

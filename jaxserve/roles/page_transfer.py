@@ -41,9 +41,6 @@ class PageTransfer:
       ConfigError: a piece is no multiple of the page size, and pages are imported.
     """
 
-    spread = False
-    """True if other processes take part in every piece (`page_spread.py`)."""
-
     def __init__(
         self,
         programs: TokenPrograms,
@@ -233,6 +230,9 @@ class PageAccess:
         covered = len(run.page_ids) // programs.tables * programs.page_size - run.offset
         if not 0 < tokens <= min(covered, piece):
             raise ValueError(f"{tokens} tokens wanted, {covered} are in the pages, piece {piece}")
+        return self._read(run, piece)
+
+    def _read(self, run: PageRun, piece: int) -> list[jax.Array]:
         return self.transfer.gather(self._load(), run, piece)
 
     def write(
@@ -240,3 +240,9 @@ class PageAccess:
     ) -> None:
         """Starts to write a piece that has arrived; see `PageTransfer.scatter`."""
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))
+
+
+def page_access(arrays: KVArrays, number: int, **options: Any) -> PageAccess:
+    """Makes the pages of a worker with one process readable and writable. Compiles the programs and
+    warms them up; for `number` and several processes see `page_spread.page_access`."""
+    return PageAccess(PageTransfer(arrays.programs, **options), arrays)

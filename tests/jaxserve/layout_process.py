@@ -16,6 +16,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.hf_config import read_config
+from jaxserve.commands.worker_part import follow_pages
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.engine.engine import Engine
@@ -58,7 +59,8 @@ def main() -> None:
                 read_nothing_once()
             if options.reordered:
                 forget_the_order()
-            Following(open_follower(deployment, peers), peers).run()
+            runtime = open_follower(deployment, peers)
+            Following(runtime, peers, pages=follow_pages(deployment, None, runtime.driver)).run()
 
 
 def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
@@ -78,8 +80,9 @@ def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) ->
         view = engine.pipeline()
     layouts.idle(engine)
     assert engine.compilations_after_ready == 0
+    pages = engine.load().host_pages
     engine.close()
-    options.written.write_bytes(msgspec.json.encode({"tokens": tokens, "view": view}))
+    options.written.write_bytes(msgspec.json.encode([tokens, view, pages]))
 
 
 def move(

@@ -5,7 +5,6 @@ control plane, and both transports between processes.
 """
 
 import json
-from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,26 +20,16 @@ pytestmark = pytest.mark.unoptimised
 
 SECONDS = 240
 
-MEASURED = Case("3A2F", 3, "gather", "device_put")
-"""Goes on until the pipeline was measured, and so shows the tokens and the figures."""
-
-
-class Written(NamedTuple):
-    """Results of a run."""
-
-    tokens: list[list[int]]
-    view: dict[str, Any]
-    """State of the pipeline at the end."""
-
 
 def run(model, overrides, processes, folder, *arguments):
+    """Tokens, and at the end the state of the pipeline and counters of pages in host memory."""
     written = folder / "written.json"
     command = ["-m", "jaxserve.launch.local", "--processes", str(processes)]
     command += ["--module", "tests.jaxserve.layout_process"]
     command += ["--model", str(model), "--overrides", json.dumps(overrides)]
     command += ["--written", str(written), *arguments]
     output_of(*command, timeout=SECONDS)
-    return Written(**json.loads(written.read_text()))
+    return json.loads(written.read_text())
 
 
 @pytest.mark.multihost
@@ -50,7 +39,7 @@ def test_experts_move_between_processes(tiny_model, reference, tmp_path):
     case = Case("3A2F", 1, "alltoall", "ppermute")
     overrides = case.overrides | {"ffn.processes": 2, "ffn.redundant_slots": 1}
     overrides |= {"experts.move_gb_per_second": 10.0}
-    tokens, view = run(tiny_model, overrides, 3, tmp_path, "--moving")
+    tokens, view, _ = run(tiny_model, overrides, 3, tmp_path, "--moving")
     check(reference, tokens, case)
     assert view["experts"]["moves"] > 20
 
@@ -61,8 +50,7 @@ def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference,
     so that processes of the two sides do not match one to one."""
     overrides = {"domains": 2, "lanes": 2, "attention.dp": 2, "attention.processes": 2}
     overrides |= {"ffn.processes": 1, "ffn.ep": 2}
-    tokens = run(tiny_model, overrides, 3, tmp_path).tokens
-    check(reference, tokens, "2 domains")
+    check(reference, run(tiny_model, overrides, 3, tmp_path)[0], "2 domains")
 
 
 TWO_RANKS = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
@@ -95,12 +83,34 @@ def test_steps_of_one_dispatch_give_the_colocated_tokens(
     overrides |= {"experts.move_gb_per_second": 10.0}
     options = ["--crowded"] * ("cache.pages" in sizes) + ["--moving"] * (processes > 2)
     folder = model.write(tmp_path / "model") if model else tiny_model
-    tokens = run(folder, overrides, processes, tmp_path, *options).tokens
+    tokens = run(folder, overrides, processes, tmp_path, *options)[0]
     if model:
         with layouts.running(folder, PAGES | COLOCATED) as engine:
             assert tokens == layouts.generate(engine, layouts.prompts_below(VOCAB))
     else:
         check(reference, tokens, sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.multihost
+@pytest.mark.parametrize(
+    ("processes", "sizes"),
+    [
+        (2, COLOCATED | {"attention.tp": 2, "lanes": 2}),
+        (3, {"attention.dp": 2, "attention.processes": 2, "ffn.processes": 1, "domains": 2}),
+        (2, {"attention.dp": 2, "attention.processes": 2, "ffn.ep": 2, "ffn.processes": 2}),
+    ],
+)
+def test_pages_in_host_memory_of_processes_that_share_a_mesh(
+    processes, sizes, tiny_model, reference, tmp_path
+):
+    """The second start finds the pages that the first left in the folder."""
+    overrides = FEW | sizes | {"cache.host_gb": 0.01, "cache.storage": str(tmp_path / "pages")}
+    for _ in range(2):
+        tokens, _, pages = run(tiny_model, overrides, processes, tmp_path, "--crowded")
+        check(reference, tokens, sizes)
+        assert (pages["hits"] > 0, pages["storage_errors"]) == (True, 0)
+    assert pages["storage_hits"] > 20
 
 
 @pytest.mark.nightly
@@ -128,24 +138,15 @@ def test_hosts_with_parts_of_both_roles_give_the_colocated_tokens(
     """Two processes, each with half of the attention mesh and half of the ffn mesh."""
     sizes = {"attention.dp": attention, "attention.tp": 1, "ffn.ep": ffn, "ffn.tp": 1}
     overrides = case.overrides | sizes | {"attention.processes": 2, "ffn.processes": 2}
-    tokens = run(tiny_model, overrides, 2, tmp_path).tokens
-    check(reference, tokens, case)
-
-
-@pytest.fixture(scope="module")
-def measured(tiny_model, tmp_path_factory):
-    return run(tiny_model, MEASURED.overrides, 2, tmp_path_factory.mktemp("measured"), "--figures")
+    check(reference, run(tiny_model, overrides, 2, tmp_path)[0], case)
 
 
 @pytest.mark.multihost
-def test_measured_processes_give_the_colocated_tokens(measured, reference):
-    check(reference, measured.tokens, MEASURED)
-
-
-@pytest.mark.multihost
-def test_figures_of_all_processes_come_together(measured):
+def test_figures_of_all_processes_come_together(tiny_model, reference, tmp_path):
     """The ffn's times and the experts' tokens are the followers'."""
-    view = measured.view
+    case = Case("3A2F", 3, "gather", "device_put")
+    tokens, view, _ = run(tiny_model, case.overrides, 2, tmp_path, "--figures")
+    check(reference, tokens, case)
     assert view["missing"] == ""
     assert set(view["busy"]) == {"attend", "dispatch", "ffn", "combine"}
     assert all(0 < share <= 1 for share in view["busy"].values())
@@ -163,5 +164,4 @@ def test_figures_of_all_processes_come_together(measured):
 def test_every_layout_over_two_processes_gives_the_colocated_tokens(
     case, tiny_model, reference, tmp_path
 ):
-    tokens = run(tiny_model, case.overrides, 2, tmp_path).tokens
-    check(reference, tokens, case)
+    check(reference, run(tiny_model, case.overrides, 2, tmp_path)[0], case)

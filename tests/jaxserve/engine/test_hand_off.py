@@ -412,7 +412,7 @@ def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
 
         end = engine.hand_offs.prefill or engine.hand_offs.domains[0]
         monkeypatch.setattr(engine._stepper, "_followers", SimpleNamespace(broadcast=broadcast))
-        monkeypatch.setattr(end.access.transfer, "spread", True)
+        monkeypatch.setattr(end.access, "_tell", engine.tell)
     (prompt,) = draw_prompts(14, [150])
     held = prefill(source, prompt, request_id="told")
     hold = source._loop.holds.of_hand_off(held.hand_off)

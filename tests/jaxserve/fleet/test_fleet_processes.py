@@ -257,10 +257,11 @@ def test_a_prefill_worker_stands_in_for_the_only_domain(tiny_model, texts, tmp_p
 @pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [SPREAD, {"mode": "afd", "pipeline": "step", "lanes": 2}])
 def test_workers_of_two_processes_each(sizes, tiny_model, texts, tmp_path):
-    """Every process takes part in what is handed over, though the link ends in the first ones. Or
-    each process has one role, and steps are one dispatch of it."""
+    """Every process takes part in what is handed over and in what goes to host memory, though both
+    are in the first ones. Or each process has one role, and steps are one dispatch of it."""
     greedy, drawn, _ = texts
     overrides = sizes | {"prefill.workers": 1, "prefill.cache": {"page_size": 16, "pages": 80}}
+    overrides |= {"cache.host_gb": 0.01, "cache.pages": 24}
     with fleet(tiny_model, tmp_path, (1, 3), overrides, "--processes", "2") as (_, client):
         assert layouts.differences(greedy, generate(client)) == []
         assert client.tokens(PROMPTS[1], 60, **SEEDED) == drawn
