@@ -209,13 +209,16 @@ class Cohorts(Turns):
         super().__init__(most)
         self._price, self._longest = price, longest
         self._lanes: dict[Key, _Lane] = {}
-        self._cohorts: dict[Hashable, _Cohort] = defaultdict(_Cohort)
+        self._cohorts: dict[tuple[Hashable, int], _Cohort] = defaultdict(_Cohort)
+        """Parts of cohorts, by the cohort that messages name and the number of the part."""
         self._domains: dict[Hashable, list[_Lane]] = {}
         """Lanes of each domain."""
         self._messages: dict[_Lane, Waiting] = {}
         """Messages that wait, in the order of their arrival."""
-        self._parts, self._ended = Parts(), 0.0
-        """Number of parts; when the last pass ended."""
+        self._parts, self._last = Parts(), -1
+        """Number of parts; the one that ran last."""
+        self._ended = self._apart = 0.0
+        """When the last pass ended; when its part may run again, if there are several."""
         self._ready: deque[list[Waiting]] = deque()
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
         self.iteration = FIRST_ITERATION
@@ -261,6 +264,7 @@ class Cohorts(Turns):
             if lane := self._lanes.get(message.key):
                 lane.leaves(message.layer, now)
         domains, begin, self._ended = len(self._domains), max(batch[0].taken, self._ended), now
+        self._apart = now + (now - begin)
         if domains < 2 or self._price == NEVER:
             return
         self._parts.passed(len(batch), now - begin)
@@ -317,13 +321,17 @@ class Cohorts(Turns):
         overdue = oldest.arrived + self._longest * self.iteration
         if idle and now >= overdue:
             return self._overdue(oldest, now), now
-        looks = {
-            cohort: self._look(cohort, now) if idle else NEVER if cohort.missing else now
-            for cohort in self._cohorts.values()
-            if cohort.waiting
-        }
-        if due := [cohort for cohort, at in looks.items() if at <= now]:
-            cohort = min(due, key=lambda cohort: cohort.ran)
+        looks = dict[tuple[int, _Cohort], float]()
+        for (_, part), cohort in self._cohorts.items():
+            if cohort.waiting:
+                at = self._look(cohort, now) if idle else NEVER if cohort.missing else now
+                # Two lanes of a worker do not run one after the other, if need be after a wait no
+                # longer than a pass. Otherwise they drift together: the worker gets both answers at
+                # once, attends to one after the other, and the pool waits for it at each layer.
+                apart = self._parts.count > 1 and part == self._last
+                looks[part, cohort] = max(at, self._apart if idle else NEVER) if apart else at
+        if due := [each for each, at in looks.items() if at <= now]:
+            self._last, cohort = min(due, key=lambda each: each[1].ran)
             return self._run(cohort, cohort.position, now), now
         return [], max(now, min(overdue, *looks.values()))
 

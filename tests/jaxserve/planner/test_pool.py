@@ -35,14 +35,14 @@ def test_cohorts_form_and_nobody_is_left_behind_where_lockstep_waits_for_calm_wo
 
 
 def test_cohorts_run_in_parts_where_passes_are_bound_by_rows_and_links_are_slow():
-    """A tenth of a pass is fixed: whole cohorts leave a third of the pool's time unused."""
+    """Where a tenth of a pass is fixed. If a worker's lanes ran in a row, it would be 0.993."""
     pool = ExpertPool(workers=15, layers=8, head=1e-4, fixed=27e-6, row=243e-6 / 1920, link=3e-4)
     lockstep, turns, own = (
         simulate_pool(pool, Cohorts(15, *price), domains=domains, iterations=20, warm_up=warm_up)
         for price, domains, warm_up in ((LOCKSTEP, 1, 5), (LOCKSTEP, 3, 5), ((), 1, 30))
     )
     assert turns.tokens > 1.05 * lockstep.tokens
-    assert own.tokens > 0.98 * turns.tokens
+    assert own.tokens > 1.005 * turns.tokens
 
 
 def test_a_worker_takes_its_answers_in_the_order_of_its_lanes():
