@@ -35,7 +35,8 @@ class Note(msgspec.Struct, frozen=True, tag="note", array_like=True):
     """Announces a message.
 
     `rows` are the rows of a piece. With `kind` and the number of pieces they fix the shapes of
-    message and answer.
+    message and answer. No cohort and no deadline are named: a cohort is the lanes of one number,
+    and the pool learns from arrivals when a message is due (`cohorts.py`).
     """
 
     number: int

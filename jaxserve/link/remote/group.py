@@ -11,6 +11,7 @@ next (`server.py`). Plain state and decisions: no threads, no sockets, no arrays
 """
 
 import dataclasses
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ class Domain[Sender: Hashable]:
         self.name = name
         self.connections: dict[tuple[int, ...], Sender] = {}
         """Connections by the pieces that their processes send."""
+        self.left = time.monotonic()
+        """When the last of them ended, or the domain was first heard of."""
         self._process = process
         self._messages: dict[int, Arriving[Sender]] = {}
         self._last: dict[int, int] = {}

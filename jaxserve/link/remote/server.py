@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Protocol
@@ -45,7 +46,7 @@ from jaxserve.link.transports import opens
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 1024
-"""Most processes of domains at a time, and most domains that have left and are remembered."""
+"""Most processes of domains at a time."""
 HELPERS = 16
 """Threads that send answers, of which a peer that reads nothing holds one up for 2 s at most, and
 that answer questions."""
@@ -163,34 +164,30 @@ class MessageServer:
             domain = self._domains.setdefault(name, Domain(name, self.process))
             lost = domain.connections.get(connection.own)
             domain.connections[connection.own] = connection
-            absent = [one for one in self._domains.values() if not one.connections]
-            for gone in absent[:-MOST_CONNECTIONS]:
-                self._forget(gone)
+            self._forget_absent()
         if lost is not None:
             lost.fail("the process has connected again")
         return domain
 
-    def _forget(self, domain: "Domain[_DomainConnection]") -> None:
-        """Needs the lock."""
-        if self._domains.get(domain.name) is domain:
-            del self._domains[domain.name]
-        domain.clear()
-        self.passes.forget(domain)
+    def _forget_absent(self) -> None:
+        """Forgets domains without connections. A worker of several processes remembers one for as
+        long as it may come back: another process may have run a message of which this one is asked
+        again. Needs the lock."""
+        patience = 0.0 if self._group is None else self.deadlines.absent
+        for one in list(self._domains.values()):
+            if not one.connections and time.monotonic() - one.left >= patience:
+                self._domains.pop(one.name).clear()
 
     def left(self, connection: "_DomainConnection") -> None:
-        """Forgets a domain with its last connection. A worker of several processes remembers those
-        that left last: another process may have run a message of which this one is asked again."""
+        """Notes that a connection has ended; with its last one a domain has left."""
         domain = connection.domain
         with self._changing:
             if domain.connections.get(connection.own) is connection:
                 del domain.connections[connection.own]
-            if domain.connections:
-                return
-            if self._group is None:
-                self._forget(domain)
-            elif self._domains.get(domain.name) is domain:
-                self._domains[domain.name] = self._domains.pop(domain.name)
+            if not domain.connections and self._domains.get(domain.name) is domain:
+                domain.left = time.monotonic()
                 self.passes.forget(domain)
+                self._forget_absent()
 
     # ------------------------------------------------------------------------ its messages
     def arrived(

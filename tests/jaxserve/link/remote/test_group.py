@@ -6,13 +6,12 @@ from collections import deque
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.frames import Join, NamedMessage
-from jaxserve.link.remote.group import Domain
 from jaxserve.link.remote.server import MessageServer, _DomainConnection
 from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
@@ -137,6 +136,8 @@ class Fleet:
     st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from("dddddddlr"), st.integers(0, 11)), max_size=80),
 )
+@example(1, 1, 1, [("d", 0), ("l", 0), ("d", 0)])  # a message waits once more before it has run
+@example(1, 1, 1, [("d", 0)] * 5 + [("l", 0), ("d", 1)])  # an old one comes after the next has run
 def test_every_process_gets_every_answer(domains, pieces, processes, events):
     """A frame is delivered, a pass run, a connection lost, or the ffn worker begun anew."""
     fleet = Fleet(domains, pieces, processes)
@@ -151,6 +152,8 @@ def test_every_process_gets_every_answer(domains, pieces, processes, events):
         pass
     assert [one.at for one in fleet.attention] == [[LAYERS] * LANES] * len(fleet.attention)
     assert len({tuple(one.runs) for one in fleet.ffn}) == 1, "another order"
+    kept = [each._messages for one in fleet.ffn for each in one.server._domains.values()]
+    assert all(len(messages) == LANES for messages in kept)
 
 
 def test_an_order_without_its_rows_is_an_error():
@@ -159,21 +162,13 @@ def test_an_order_without_its_rows_is_an_error():
         Process(1, [0, 1]).server.ordered(encode([order]))
 
 
-def test_a_lane_forgets_what_came_before_its_last_message():
-    domain = Domain("d0")
-    first, later = (NamedMessage("d0", 1, number, 0, "dense", 0, 8) for number in (3, 5))
-    domain.ran(domain.message(first, [0]), ["answer"])
-    domain.ran(domain.message(later, [0]), ["another"])
-    assert domain.message(first, [0]) is None
-
-
-def test_the_domain_that_left_longest_ago_is_forgotten(monkeypatch):
-    monkeypatch.setattr("jaxserve.link.remote.server.MOST_CONNECTIONS", 1)
+def test_a_domain_that_left_long_ago_is_forgotten():
     server = Process(1, [1]).server
     for name in "abac":
         connection = Mock(own=(0,))
         connection.domain = server.admit(connection, name)
         server.left(connection)
+        connection.domain.left -= server.deadlines.absent * (name == "b")
     assert list(server._domains) == ["a", "c"]
 
 
