@@ -143,6 +143,15 @@ def gaps(
     ]
 
 
+def between(event: Event, records: Sequence[Record]) -> float:
+    """Returns the longest time between two tokens of a request, in seconds, of those that were
+    awaited at some moment from the fault until it was noticed."""
+    end = event.at + (event.noticed or 0.0)
+    pairs = [pair for record in records for pair in itertools.pairwise(record.arrivals)]
+    own = (later - earlier for earlier, later in pairs if earlier < end and later > event.at)
+    return max(own, default=0.0)
+
+
 def undisturbed(found: Found) -> list[float]:
     """Returns the seconds between tokens at the calm beginning and in the pauses before faults."""
     pauses = [(event.until, later.at) for event, later in itertools.pairwise(found.events)]
@@ -178,19 +187,19 @@ def parts(found: Found) -> list[Part]:
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for number, event in enumerate(found.events):
         groups.setdefault((event.kind, event.roles), []).append(number)
-    calm = _p99(undisturbed(found))
+    calm = undisturbed(found)
     result = [
         _part(found, kind, roles, numbers, calm)
         for (kind, roles), numbers in sorted(groups.items())
     ]
-    result.append(_everything(found))
+    result.append(_everything(found, calm))
     if found.before:
         result.append(held(found.before, found.after, found.lives))
     return result
 
 
 def _part(
-    found: Found, kind: str, roles: Sequence[str], numbers: Sequence[int], calm: float | None
+    found: Found, kind: str, roles: Sequence[str], numbers: Sequence[int], calm: Sequence[float]
 ) -> Part:
     events, together = found.events, len(roles) > 1
     ends = [*(event.at for event in events[1:]), float("inf")]
@@ -229,11 +238,17 @@ def _part(
         if event.to_be_noticed or kind not in NOTICED
         for gap in gaps(found.records, event.at, event.until, set(event.touched))
     ]
-    during = _p99(others)
-    if during is not None and calm:
+    during, usual = _p99(others), _p99(calm)
+    if usual:
+        iteration = statistics.median(calm)
+        steps = [between(event, found.records) / iteration for event, _ in own]
+        title = "iterations from token to token at the fault"
+        measures.append(Measure(f"{title}, median", statistics.median(steps), "x"))
+        measures.append(Measure(f"{title}, most", max(steps), "x"))
+    if during is not None and usual:
         limit = P99_RATIO if has_others(kind, roles) else None
         title = "p99 between tokens of other requests ÷ undisturbed"
-        measures.append(Measure(title, during / calm, "x", limit))
+        measures.append(Measure(title, during / usual, "x", limit))
     for name, bad in _bad(found).items():
         here = sum(any(event.at <= trouble(one) < end for event, end in own) for one in bad)
         measures.append(Measure(name, here, "", 0))
@@ -262,7 +277,7 @@ def _bad(found: Found) -> dict[str, list[Record]]:
     return bad
 
 
-def _everything(found: Found) -> Part:
+def _everything(found: Found, calm: Sequence[float]) -> Part:
     ends = [record.end for record in found.records]
     bad = _bad(found)
     measures = [
@@ -277,6 +292,11 @@ def _everything(found: Found) -> Part:
         Measure("processes that did not come back", len(found.late), "", 0),
         Measure("kinds of state left at the end", len(found.left.split()), "", 0),
     ]
+    if usual := _p99(calm):
+        iteration, title = statistics.median(calm), "from token to token, undisturbed"
+        measures.append(Measure(f"{title}: median (an iteration)", iteration, "s"))
+        measures.append(Measure(f"{title}: p99, in iterations", usual / iteration, "x"))
+        measures.append(Measure(f"{title}: longest, in iterations", max(calm) / iteration, "x"))
     if found.handed is not None:
         measures.append(Measure("resets of the prefix caches", found.resets))
         measures.append(Measure("tokens handed over by prefill workers", found.handed))

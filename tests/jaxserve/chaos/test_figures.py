@@ -77,6 +77,7 @@ def test_p99_of_other_requests():
             calm=(0.0, 5.0),
         )
         measures = {measure.name: measure for measure in parts(found)[0].measures}
+        assert round(measures["iterations from token to token at the fault, most"].value) == 400
         return measures["p99 between tokens of other requests ÷ undisturbed"]
 
     assert round(ratio("kill", "domain").value, 2) == 3.0
