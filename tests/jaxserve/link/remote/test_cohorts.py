@@ -59,12 +59,12 @@ def test_a_lane_that_is_late_at_every_layer_is_left_behind_before_long(late, lef
     assert policy.left_behind == left_behind
 
 
-def test_lateness_at_a_first_layer_is_usual_there_alone():
+def test_lateness_at_the_first_layer_is_usual_after_a_step_alone():
     lane = _Lane([])
     for number in range(800):
         lane.leaves(number % 16, number)
-        lane.arrives((number + 1) % 16, number + 1 + (number % 32 == 0) / 4)
-    usual = [lane.leaves(layer, 800.0) or lane.usual for layer in (0, 5)]
+        lane.arrives((number + 1) % 16, number + 1 + (number % 32 == 31) / 4)
+    usual = [lane.leaves(layer, 800.0) or lane.usual for layer in (15, 5)]
     assert usual[0] > 5 * usual[1]
 
 
@@ -110,7 +110,7 @@ def test_a_lane_waits_1_3_iterations_where_its_cohort_never_comes_by():
         batch = policy.take(now, idle=True).batch
 
 
-def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():
+def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts_and_nobody_for_idle_ones():
     policy = Cohorts(most=8)
     now = in_step(policy, layers=4)
     assert taken(policy, now) == "abcd"
@@ -120,6 +120,9 @@ def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts():
     for name in "cd":
         policy.put(message(name, 0), now)
     assert taken(policy, now) == "abcd"
+    # By the price alone, four would be worth a wait of two iterations.
+    policy.put(message("n"), now := now + 1.4 * policy.iteration)
+    assert (taken(policy, now), policy.left_behind) == ("n", 2)
 
 
 def test_parts_stay_in_step_and_the_one_behind_goes_on_when_they_become_one():
