@@ -19,6 +19,7 @@ from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.deploy_fleet import (
+    HELD_SLOTS,
     Asked,
     Chunks,
     DecodeUnit,
@@ -269,13 +270,13 @@ class Sizer:
                 continue
             hardware = hosts[layout.attention]
             for chunk in CHUNKS:
-                pages = memory.pages(layout, chunk, asked.longest)
-                if pages < 1:
+                tokens = memory.tokens(layout, HELD_SLOTS, chunk, asked.longest)
+                if not tokens:
                     continue
                 chunks = self._chunks(layout, (hardware,) * 2, chunk)
                 capacity = layout.dp / chunks.busy(requests)
                 alone = chunks.alone(*requests.quantile(asked.ttft.percent / 100))
-                yield PrefillWorker(layout, chunk, hardware, pages, capacity, alone)
+                yield PrefillWorker(layout, chunk, hardware, tokens, capacity, alone)
 
     def _least_workers(self, worker: PrefillWorker) -> int:
         return _ceil(self.demand.rate / (MOST_BUSY * worker.capacity))

@@ -35,7 +35,7 @@ class PrefillWorker(NamedTuple):
 
     Attributes:
       chunk: tokens of a DP group and step.
-      pages: pages of a DP group, in the memory that the weights leave.
+      tokens: cached tokens of a DP group, in the memory that the weights leave.
       capacity: requests a second, if every DP group were always busy.
       alone: seconds of the prompt at the percentile of the TTFT, with nothing else in the worker.
     """
@@ -43,7 +43,7 @@ class PrefillWorker(NamedTuple):
     layout: Layout
     chunk: int
     hardware: Hardware
-    pages: int
+    tokens: int
     capacity: float
     alone: float
 
@@ -223,7 +223,7 @@ class Fleet(NamedTuple):
             "prefill.lanes": 1,
             "prefill.attention.dp": worker.layout.dp,
             "prefill.attention.tp": worker.layout.tp,
-            "prefill.cache.pages": max(pages + 1, worker.pages),
+            "prefill.cache.pages": max(pages + 1, worker.tokens // page),
             "prefill.scheduler.slots": HELD_SLOTS,
             "prefill.scheduler.token_budget": worker.chunk,
             "prefill.scheduler.token_buckets": [worker.chunk // 4, worker.chunk],

@@ -35,8 +35,6 @@ PORT = 9100
 """Where workers listen."""
 PRECISION = 0.02
 """Share of a fleet's slots within which the most that `serve` takes is found."""
-USED = 0.95
-"""Share of a prefill worker's free memory that becomes pages."""
 
 
 class PlanFile(NamedTuple):
@@ -78,17 +76,6 @@ class PlanFile(NamedTuple):
         except ConfigError:
             self.path.unlink()
             raise
-
-    def pages_beside(self) -> int:
-        """Pages of a DP group of the file's prefill workers, with most of the memory that their
-        least number leaves, as `serve` counts."""
-        from jaxserve.roles.role_bytes import role_bytes  # imports JAX
-
-        whole = load_deployment(self.path)
-        worker = deployment_of(whole, "prefill")
-        held = role_bytes(self._loaded(whole), worker)[0]
-        free = worker.attention.memory_gb * 1e9 - held.total
-        return worker.cache.pages + max(0, int(USED * free * worker.cache.pages / held.cache))
 
     def _loaded(self, deployment: Deployment) -> ModelConfig:
         """The model as the deployment's ffn hardware runs it."""
@@ -166,11 +153,7 @@ def write_fleet(file: PlanFile, asked: Asked, made: FleetPlan, requests: Request
     comments = _comments("fleet_file", file, layout=fleet.unit.layout, **told)
 
     def write(slots: int) -> None:
-        keys = _fleet_keys(file, asked, made, requests, slots)
-        file.write(_yaml(keys, comments))
-        if fleet.workers:
-            keys["prefill.cache.pages"] = file.pages_beside()
-            file.write(_yaml(keys, comments))
+        file.write(_yaml(_fleet_keys(file, asked, made, requests, slots), comments))
 
     def taken(slots: int) -> bool:
         with contextlib.suppress(ConfigError):
@@ -227,6 +210,4 @@ def _fleet_keys(
         "prefill.attention.hardware": worker.layout.attention,
         "prefill.ffn.redundant_slots": worker.layout.redundant_slots if replicas else None,
         "prefill.ffn.shared": "split" if unit.shared_ranks else None,
-        # Their number follows from the memory that one prompt leaves (`pages_beside`).
-        "prefill.cache.pages": -(-asked.longest // asked.page) + 1,
     }

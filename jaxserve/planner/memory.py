@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jaxserve.config.auto import page_tokens
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.errors import ConfigError
@@ -31,12 +30,10 @@ if TYPE_CHECKING:
 
 KEPT = 0.25
 """Least part of a prefill worker's memory that is left for pages."""
-USED = 0.9
-"""Part of that which becomes pages."""
+USED = 0.95
+"""Part of what one prompt leaves free that becomes further pages."""
 MOST = 2**17
 """Sequences of a DP group and lane that are asked about at most."""
-
-
 STRAIGHT = 2
 """Interpolated guesses in a row. The next guess is the middle, where a value grows in jumps."""
 
@@ -131,25 +128,24 @@ class Memory:
             return most
         return largest(filled, 1, most, 1.0) if filled(1) <= 1 else 0
 
-    def pages(self, layout: Layout, budget: int, length: int) -> int:
-        """Pages of a DP group of a colocated layout that computes prompts; 0: it cannot, or has
-        too little memory beside weights and activations.
+    def tokens(self, layout: Layout, slots: int, budget: int, length: int) -> int:
+        """Cached tokens of a DP group of a colocated layout that computes prompts; 0: it cannot, or
+        has too little memory beside its weights.
 
         Args:
+          slots: concurrent prompts of a DP group.
           budget, length: as in `held`.
         """
         hardware, reserve = self.on(layout)[0], self._reserve
         try:
-            (held,) = self.held(layout, 1, budget, length)
+            held, more = (self.held(layout, slots, budget, n * length)[0] for n in (1, 2))
         except ConfigError:
             return 0
-        free = hardware.memory * (1 - reserve) - held.weights
-        if free < hardware.memory * KEPT or self._filled_by(held, hardware) > 1:
+        beside = hardware.memory * (1 - reserve)
+        free = min(beside - _kept(held), usable(hardware, reserve) - held.total)
+        if free < 0 or beside - held.weights < KEPT * hardware.memory:
             return 0
-        calculator = self._calculator
-        unit = calculator.model.config.page_unit
-        page = page_tokens(hardware.platform, calculator.formats.cache, unit)
-        return int(USED * free * -(-length // page) / (held.cache + held.rings))
+        return length + int(USED * free * length / max(1, more.cache - held.cache))
 
     def shortage(self, layout: Layout) -> tuple[str, float, float] | None:
         """(role, bytes that one sequence takes there, available bytes) for the role that has too
