@@ -24,7 +24,7 @@ from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTra
 from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Spares
-from jaxserve.planner.deploy import Hosts, Sizer
+from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, DeployedPart, Fleet, FleetPlan, Planned, Scaled
 from jaxserve.planner.deploy_view import deploy_report
 from jaxserve.planner.deployment_file import plan_file, write_fleet
@@ -39,7 +39,8 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
-from jaxserve.planner.simulate import Constant, FleetResult, Progress
+from jaxserve.planner.results import FleetResult
+from jaxserve.planner.simulate import Constant, Progress
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
 
@@ -125,7 +126,7 @@ def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]
         tell(lambda: f"simulates {fleet.text} ({part})")
         return simulated(sizer, part, fleet)
 
-    return Sizer(searcher, Hosts(prefill, attention, ffn), asked, simulate), hardware
+    return Sizer(searcher, prefill, asked, simulate), hardware
 
 
 def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:

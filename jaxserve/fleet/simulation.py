@@ -33,11 +33,10 @@ from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.noise import Jitter
+from jaxserve.planner.results import FleetResult, Times
 from jaxserve.planner.simulate import (
-    FleetResult,
     Progress,
     SimulatedEngine,
-    Times,
     disturbance,
     no_garbage_collection,
 )

@@ -34,8 +34,9 @@ from jaxserve.planner.models import model_config
 from jaxserve.planner.noise import ExpertLoads, read_skew
 from jaxserve.planner.options import assumptions, jitter, read_deployment, read_scenario
 from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
+from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
-from jaxserve.planner.simulate import Conditions, FleetResult, Result, Simulation, Times
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import expert_loads
 from jaxserve.planner.view import PagePart, Report, show, times_row
 

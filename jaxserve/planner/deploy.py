@@ -11,7 +11,6 @@ for less, that is the plan. No queue is approximated.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -35,8 +34,8 @@ from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout, Layouts
 from jaxserve.planner.memory import Memory
 from jaxserve.planner.noise import ExpertLoads
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Pace, Plan, Searcher, why_not
-from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, expert_loads
 
 TRIED = 3
@@ -59,25 +58,23 @@ GROWN, PART = 12, 33
 them that it gets: 3 %, or one."""
 
 
-class Hosts(NamedTuple):
-    """Hardware by name that each part may use."""
-
-    prefill: Mapping[str, Hardware]
-    attention: Mapping[str, Hardware]
-    ffn: Mapping[str, Hardware]
-
-
 class Sizer:
     """One model on some hardware.
 
     Args:
       searcher: finds decode units, at the demand's mean context.
-      hosts: what may be rented.
+      prefill: hardware by name that prefill workers may use.
       simulate: runs a fleet in simulated time.
     """
 
-    def __init__(self, searcher: Searcher, hosts: Hosts, asked: Asked, simulate: "Simulate"):
-        self._calculator, self.searcher, self._hosts = searcher.calculator, searcher, hosts
+    def __init__(
+        self,
+        searcher: Searcher,
+        prefill: Mapping[str, Hardware],
+        asked: Asked,
+        simulate: "Simulate",
+    ):
+        self._calculator, self.searcher, self._prefill = searcher.calculator, searcher, prefill
         self.asked, self._simulate = asked, simulate
         self.model, self.context = searcher.calculator.model, searcher.calculator.context
         self.demand = asked.demand
@@ -106,7 +103,7 @@ class Sizer:
             most = asked.prefill_devices or f"up to {asked.target.max_devices}"
             raise ConfigError(
                 f"no prefill worker: the weights do not fit on {most} devices of "
-                f"{', '.join(self._hosts.prefill)}"
+                f"{', '.join(self._prefill)}"
             )
         fast = [worker for worker in workers if worker.alone <= asked.ttft.seconds]
         if not fast:
@@ -259,7 +256,7 @@ class Sizer:
 
     def _workers(self) -> Iterator[PrefillWorker]:
         """Prefill workers whose memory holds weights and pages, and that could meet the TTFT."""
-        asked, calculator, hosts = self.asked, self._calculator, self._hosts.prefill
+        asked, calculator, hosts = self.asked, self._calculator, self._prefill
         requests = self.requests
         modes: tuple[PlannedMode, ...] = ("ep", "tp")
         target = msgspec.structs.replace(asked.target, modes=modes, most_drafts=0)
@@ -378,7 +375,7 @@ class Sizer:
         return found.ttft_asked <= asked.ttft.seconds and found.tpot_asked <= asked.tpot.seconds
 
     def asking(self, asked: Asked) -> "Sizer":
-        return Sizer(self.searcher, self._hosts, asked, self._simulate)
+        return Sizer(self.searcher, self._prefill, asked, self._simulate)
 
 
 Simulate = Callable[[Sizer, DeployedPart, Fleet], FleetResult]

@@ -16,8 +16,8 @@ from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
 from jaxserve.planner.layout_keys import Tree, mesh_keys, sequence_keys
 from jaxserve.planner.layouts import Layout, Target
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Found, Pace, Plan
-from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
 
 QUANTILES, POINTS = 5, 3

@@ -12,8 +12,8 @@ from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, FleetPlan, Planned
 from jaxserve.planner.layouts import MODES
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search_view import balance_text, front_svg, plan_tree
-from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.view import Report, declared
 
 
@@ -80,13 +80,13 @@ def deploy_report(
 
 
 def _roles(made: FleetPlan) -> list[dict[str, Any]]:
-    """The roles' devices and prices, and their sums."""
-    numbers = ("devices", "spare_hosts", "chips", "dollars")
-    rows = [
-        {"name": role.name, "hardware": role.hardware.name}
-        | {name: getattr(role, name) for name in numbers}
+    """The roles' devices and prices, and their sums at the end."""
+    rows: list[dict[str, Any]] = [
+        role._asdict()
+        | {"hardware": role.hardware.name, "chips": role.chips, "dollars_an_hour": role.dollars}
         for role in made.roles
     ]
+    numbers = ("devices", "spare_hosts", "chips", "dollars_an_hour")
     return [*rows, {"name": "together"} | {n: sum(row[n] for row in rows) for n in numbers}]
 
 
@@ -151,15 +151,7 @@ def _tree(sizer: Sizer, planned: Planned) -> dict[str, Any]:
     return {
         "demand": asked.demand,
         "targets": {"ttft": asked.ttft.text, "tpot": asked.tpot.text},
-        "roles": [
-            {
-                **role._asdict(),
-                "hardware": role.hardware.name,
-                "chips": role.chips,
-                "dollars_an_hour": role.dollars,
-            }
-            for role in made.roles
-        ],
+        "roles": _roles(made)[:-1],
         "prefill": {
             "workers": fleet.workers,
             "chunk": fleet.worker.chunk,

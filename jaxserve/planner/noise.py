@@ -22,7 +22,6 @@ from jaxserve.model.ffn.placement import (
     SlotSizes,
     balance_of,
     home_slots,
-    rank_loads,
     replica_counts,
 )
 from jaxserve.observe.spans import AFDStage
@@ -84,8 +83,8 @@ class ExpertLoads:
     @property
     def balance(self) -> float:
         """Mean ÷ max tokens of a device in the limit of many tokens, averaged over the layers."""
-        loads = [row @ share for row, share in zip(self._popularity, self._shares, strict=True)]
-        return float(np.mean([each.mean() / each.max() for each in loads]))
+        each = zip(self._popularity, self._shares, strict=True)
+        return float(np.mean([balance_of(row @ shares) for row, shares in each]))
 
 
 class Skew(msgspec.Struct, frozen=True):
@@ -178,10 +177,9 @@ def rank_shares(placement: Placement, sizes: SlotSizes) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=512)
-def mean_busiest(skew: Skew, sizes: SlotSizes, *, placed: bool = True) -> float:
-    """Tokens of the busiest rank over the mean, in the limit of many tokens; averaged over a few
-    layers."""
+def mean_busiest(skew: Skew, sizes: SlotSizes) -> float:
+    """Returns the tokens of the busiest rank over the mean in the limit of many tokens, averaged
+    over a few layers whose experts are placed by a rebalance."""
     popularity = skew.popularity(np.random.default_rng(0), SAMPLED, sizes.experts)
-    placements = [placement_of(row, sizes, placed=placed) for row in popularity]
-    loads = [rank_loads(*each, sizes.ranks) for each in zip(placements, popularity, strict=True)]
+    loads = [row @ rank_shares(placement_of(row, sizes, placed=True), sizes) for row in popularity]
     return float(np.mean([1 / balance_of(each) for each in loads]))

@@ -125,7 +125,7 @@ def declared(report: str, /, **values: Any) -> list[PagePart]:
 
 
 def times_row(name: str, found: msgspec.Struct | None, digits: int = 2) -> list[str]:
-    """Returns a row of a mean and percentiles in milliseconds (`simulate.Times`), each "-" if they
+    """Returns a row of a mean and percentiles in milliseconds (`results.Times`), each "-" if they
     are unknown."""
     if found is None:
         return [name, *["-"] * 5]

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.planner.estimate import ESTIMATES, Counts, measured_lines
+from jaxserve.planner.counts import Counts
+from jaxserve.planner.estimate import ESTIMATES, measured_lines
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import run_module

@@ -4,10 +4,10 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.planner.demand import Demand, Level, Spares
-from jaxserve.planner.deploy import Hosts, Sizer, _fewest
+from jaxserve.planner.deploy import Sizer, _fewest
 from jaxserve.planner.deploy_fleet import Asked, Chunks
 from jaxserve.planner.layouts import Target
-from jaxserve.planner.simulate import FleetResult, Times
+from jaxserve.planner.results import FleetResult, Times
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H100, calculator, layout, searcher
 
@@ -50,8 +50,7 @@ def sizer(simulate, demand: Demand = DEMAND, ttft: float = 0.2, devices: int = 1
         target=Target(tpot=0.02, max_devices=devices, modes=("tp",)),
         spares=Spares(),
     )
-    hosts = {"h100": H100}
-    return Sizer(search, Hosts(hosts, hosts, hosts), asked, simulate)
+    return Sizer(search, {"h100": H100}, asked, simulate)
 
 
 def test_as_many_as_the_simulation_asks_for():

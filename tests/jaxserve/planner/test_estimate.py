@@ -9,6 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner import estimate
 from jaxserve.planner.assumptions import measured_speed
+from jaxserve.planner.counts import Counts, _shared_seconds
 from jaxserve.planner.hardware import read_json
 from jaxserve.planner.measurements import (
     Measurement,
@@ -21,7 +22,7 @@ from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.layout import Bucket
 from tests import golden
 
-COUNTS = read_json(golden.FOLDER / "planner" / "counts.json", estimate.Counts)
+COUNTS = read_json(golden.FOLDER / "planner" / "counts.json", Counts)
 
 
 def test_stages():
@@ -98,7 +99,7 @@ def shared_seconds(tokens, overrides=()):
     """Seconds beyond their bytes, of a deployment like the shipped one."""
     deployment = load_deployment(CONFIGS / "step3-alltoall.yaml", overrides)
     config = model_config(model_folder(deployment.model, CONFIGS))
-    return estimate._shared_seconds(config, deployment, Bucket(tokens, 64))
+    return _shared_seconds(config, deployment, Bucket(tokens, 64))
 
 
 def test_kernels_of_the_shared_expert():

@@ -11,13 +11,13 @@ import pytest
 
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
-from jaxserve.planner.deploy import CHUNKS, Hosts, Sizer
+from jaxserve.planner.deploy import CHUNKS, Sizer
 from jaxserve.planner.deploy_fleet import Asked, Chunks, DecodeUnit
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.models import load_model
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Pace, Searcher
-from jaxserve.planner.simulate import FleetResult
 from jaxserve.planner.stage_times import Rooflines
 from jaxserve.planner.stages import Calculator
 from tests.jaxserve.planner.making import Compared, layout
@@ -146,7 +146,7 @@ def _sizer(
     calculator = Calculator(load_model("deepseek-v3"), round(requests.context), formats, assumed)
     hosts = {"h800": hardware, "910c": hardware}
     searcher = Searcher(calculator, hosts, hosts)
-    return Sizer(searcher, Hosts(hosts, hosts, hosts), asked, _nothing)
+    return Sizer(searcher, hosts, asked, _nothing)
 
 
 def _nothing(*_: object) -> FleetResult:

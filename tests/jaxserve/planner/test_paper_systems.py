@@ -20,8 +20,9 @@ from jaxserve.planner.demand import Lengths
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.options import assumptions
+from jaxserve.planner.results import Result
 from jaxserve.planner.scenario import Roles, scenario
-from jaxserve.planner.simulate import Conditions, Result, Simulation
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import json_text
 from tests import golden

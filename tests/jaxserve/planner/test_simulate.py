@@ -9,8 +9,9 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.noise import Jitter
+from jaxserve.planner.results import Result
 from jaxserve.planner.search import Pace
-from jaxserve.planner.simulate import Conditions, Result, Simulation
+from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import Rooflines
 from tests.jaxserve.planner.making import H800, Given, layout, searcher
 

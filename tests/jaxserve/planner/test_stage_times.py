@@ -71,7 +71,7 @@ class TestLatentPrompts:
     """DeepSeek-V3's 128 heads: 192 + 128 numbers a pair expanded, 576 + 512 absorbed."""
 
     MAPS = 128 * 512 * (128 + 128)
-    LINEAR = MAPS + 1536 * (7168 + 128 * 192) + 7168 * (576 + 128 * 128)
+    LINEAR = 2 * 4096 * (MAPS + 1536 * (7168 + 128 * 192) + 7168 * (576 + 128 * 128)) / 989e12
 
     def attend(self, tokens: int, length: int, *, whole: bool) -> float:
         ideal = Assumptions(compute=1, memory=1, network=1, stage_seconds=0, expanded=whole)
@@ -81,22 +81,19 @@ class TestLatentPrompts:
         rows = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([length]), tokens)
         return float(times.step(rows).attend[0][0])
 
-    def linear(self, tokens: int) -> float:
-        return 2 * tokens * self.LINEAR / 989e12
-
     @pytest.mark.parametrize("before", [0, 8192])
     def test_the_engine_expands_within_a_chunk_alone_and_others_all(self, before):
         pairs = 4096 * 4097 / 2
         flops = 2 * 128 * (320 * pairs + 1088 * 4096 * before) + 2 * 4096 * self.MAPS
         found = self.attend(4096, before + 4096, whole=False)
-        assert found == pytest.approx(flops / 989e12 + self.linear(4096))
+        assert found == pytest.approx(flops / 989e12 + self.LINEAR)
         attending = 2 * 128 * 320 * (pairs + 4096 * before) / 989e12
         # A chunk's own tokens pass the maps as linear ones; what is expanded is written.
         written = (before + 4096) * 128 * 320 * 2 / 3.35e12
         expanding = max(2 * before * self.MAPS / 989e12, written)
         expanding += before * (576 + 4) / 3.35e12  # of latents
         found = self.attend(4096, before + 4096, whole=True)
-        assert found == pytest.approx(attending + expanding + self.linear(4096))
+        assert found == pytest.approx(attending + expanding + self.LINEAR)
 
 
 def test_a_collective_waits_for_the_fullest_group():
