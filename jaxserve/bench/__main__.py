@@ -51,14 +51,8 @@ BENCHES = {
             "startup": startup.measure,
         },
     ),
-    "fleet": Bench(
-        "hand-off of KV pages",
-        {"hand-off": hand_off.measure},
-    ),
-    "domains": Bench(
-        "independent attention workers on one ffn worker",
-        {"domains": domains.measure},
-    ),
+    "fleet": Bench("hand-off of KV pages", {"hand-off": hand_off.measure}),
+    "domains": Bench("attention workers on one ffn worker", {"domains": domains.measure}),
     "engine": Bench(
         "shared prefixes, sampling options, conversations beyond the pool, long contexts",
         {
@@ -68,10 +62,7 @@ BENCHES = {
             "long": long.measure,
         },
     ),
-    "front": Bench(
-        "the network faces, over an engine stub",
-        {"front": front.measure},
-    ),
+    "front": Bench("the network faces, over an engine stub", {"front": front.measure}),
     "quality": Bench(
         "held-out bits a byte of every number format",
         {

@@ -41,8 +41,9 @@ _SECONDS = 1500.0
 def measure(quick: bool) -> Iterator[Part]:
     """Measures in a process with one device."""
     users, turns = (QUICK_USERS, QUICK_TURNS) if quick else (USERS, TURNS)
-    arguments = {"users": users, "turns": turns}
-    found = run_worker(Task(measure_pools, arguments, devices=1), _SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"users": users, "turns": turns, "folder": folder}
+        found = run_worker(Task(measure_pools, arguments, devices=1), _SECONDS)
     measures, base = [], found["endless"]["seconds"]
     for name, samples in found.items():
         seconds = samples["seconds"]
@@ -68,14 +69,9 @@ def measure(quick: bool) -> Iterator[Part]:
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 
 
-def measure_pools(users: int, turns: int) -> dict[str, Any]:
+def measure_pools(users: int, turns: int, folder: str) -> dict[str, Any]:
     """Returns the seconds to the first token of every request after the first turn, by pool, and of
     every user's request after a restart."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _measured(users, turns, folder)
-
-
-def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
     pages = users * -(-(turns + 1) * (TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
 
     def opened(name: str) -> Engine:
@@ -96,10 +92,8 @@ def _measured(users: int, turns: int, folder: str) -> dict[str, Any]:
         order = draw.sample(range(users), users)
         for first in range(0, users, users // SHARE):
             some = order[first : first + users // SHARE]
-            for user, words in zip(
-                some, random_prompts(draw, len(some), TOKENS, VOCAB), strict=True
-            ):
-                texts[user] += words
+            for user in some:
+                texts[user] += random_prompts(draw, 1, TOKENS, VOCAB)[0]
             prompts, answers = [texts[user] for user in some], []
             for name, engine in draw.sample([*engines.items()], len(engines)):
                 ran = run_requests(engine, prompts, greedy(OUTPUT_TOKENS))

@@ -65,7 +65,9 @@ class StubEngine:
         assert request_id is not None
         script = (self._script * (params.max_tokens // len(self._script) + 1))[: params.max_tokens]
         for number, token_id in enumerate(script, 1):
-            on_output(_output(request_id, token_id, number == len(script)))
+            reason: FinishReason | None = "length" if number == len(script) else None
+            news = TokenOutput(request_id=request_id, token_ids=[token_id], finish_reason=reason)
+            on_output(news)
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -82,11 +84,6 @@ class StubEngine:
 
     def model_info(self) -> dict[str, Any]:
         return self._info
-
-
-def _output(request_id: str, token_id: int, last: bool) -> TokenOutput:
-    reason: FinishReason | None = "length" if last else None
-    return TokenOutput(request_id=request_id, token_ids=[token_id], finish_reason=reason)
 
 
 STREAMS = 64

@@ -89,8 +89,7 @@ def report(stages: dict[str, Any], found: dict[str, list[Any]]) -> Part:
             Measure("  core time of it, attention", attention_side["3"]["core_ms"], "ms"),
         ]
         if "3" in ffn_side:
-            core = ffn_side["3"]["core_ms"]
-            measures.append(Measure("  core time of it, ffn", core, "ms"))
+            measures.append(Measure("  core time of it, ffn", ffn_side["3"]["core_ms"], "ms"))
     measures += [Measure("attend alone", attend, "ms"), Measure("ffn alone", ffn, "ms")]
     notes = [
         f"{ROWS} decode tokens a lane, {CONTEXT} tokens of context, {LAYERS} MoE layers, FP32.",

@@ -291,7 +291,7 @@ def deployment(
     texts: Sequence[Text],
     format: Format,
     folder: Path | None = None,
-    more: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] = {},
 ) -> Deployment:
     """Describes a colocated deployment of the demo, BF16 but for the format, with one bucket; it
     quantises where the link would.
@@ -311,7 +311,7 @@ def deployment(
             "dtype": "bfloat16",
             "lanes": 1,
             "cache.pages": pages,
-            **(more or {}),
+            **more,
         },
     )
 

@@ -171,12 +171,7 @@ def measure(
 
 
 def run_steps(driver: Any, plans: Sequence[StepPlan]) -> None:
-    """Runs steps of all lanes in turn, one of each lane at a time, to their end.
-
-    Args:
-      driver: a `Cell`.
-      rings: see `plan_of_rows`.
-    """
+    """Runs steps of all lanes of a `Cell` in turn, one of each lane at a time, to their end."""
     waiting = list(plans)
     unread: dict[int, Finished | Passed] = {}
     while waiting or driver.active:
