@@ -231,11 +231,11 @@ class SchedulerLimits(Section, frozen=True):
     """Most prefill tokens per DP group in a step that also decodes, which keeps the pace of tokens
     even. 0: what decoding leaves of the budget."""
     compile_first: Literal["few", "all"] = "all"
-    """Programs that are compiled before the start. `few`: those of the largest step and of a token
-    of every sequence, which all steps use until their own are compiled, too. Meanwhile requests
-    with penalties, biases, grammars or log-probabilities wait for theirs, and others overtake them.
-    Only for `mode: colocated` in one process, elsewhere all. `auto`: `few` there on CPUs, with
-    `token_buckets: auto`."""
+    """Programs that are compiled before the start. `few`: those of the smallest step that has room
+    for the tokens of every sequence, drafts included. Until their own are compiled, all steps use
+    these, so prompts are computed in smaller chunks, and requests with penalties, biases, grammars
+    or log-probabilities wait for theirs while others overtake them. Only for `mode: colocated` in
+    one process, elsewhere all. `auto`: `few` there on CPUs, with `token_buckets: auto`."""
     max_waiting: Annotated[int, Meta(ge=1, le=2**20)] = 1024
     """Requests that may wait for a slot before new ones are refused."""
 

@@ -100,6 +100,7 @@ class Engine:
         if (compiler := self._compiler) is not None:
             for scheduler in schedulers:
                 scheduler.queue.takes_options = lambda: compiler.takes_options
+                scheduler.composer.token_budget = lambda: compiler.token_budget
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._open: dict[str, tuple[OnOutput, Grammar | None]] = {}

@@ -75,7 +75,8 @@ class Scheduler:
         )
         """Policy for drafts; None without drafts."""
         self.drafts = DraftCounts()
-        self._composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
+        self.composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
+        """Composes the steps."""
         self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
         self._recurrent = sizes.recurrent
@@ -168,7 +169,7 @@ class Scheduler:
         decoding = slots.decoding()
         if waiting == "grammars":
             decoding &= ~slots.grammar
-        self._composer.give_pages(slots, decoding)
+        self.composer.give_pages(slots, decoding)
 
         # Step 2: admit from the queue, into what decoding left.
         self.queue.admit()
@@ -177,8 +178,8 @@ class Scheduler:
         prefilling = slots.prefilling(decoding)
         if waiting == "grammars":
             prefilling &= ~slots.grammar
-        drafts = self._composer.drafts(slots, decoding, prefilling)
-        chunks = self._composer.chunks(slots, decoding, prefilling, drafts)
+        drafts = self.composer.drafts(slots, decoding, prefilling)
+        chunks = self.composer.chunks(slots, decoding, prefilling, drafts)
 
         decode = np.flatnonzero(decoding)
         if not len(decode) and not chunks:

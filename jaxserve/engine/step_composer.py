@@ -196,6 +196,8 @@ class StepComposer:
     ):
         self._groups, self._sizes, self._policy = groups, sizes, policy
         self._prefill_tokens = sizes.prefill_tokens or sizes.token_budget
+        self.token_budget: Callable[[], int] = lambda: sizes.token_budget
+        """Tells how many tokens a DP group and step may have now, at least those that decode."""
         self._preempt = preempt
 
     def give_pages(self, slots: LaneSlots, decoding: np.ndarray) -> None:
@@ -261,7 +263,7 @@ class StepComposer:
         self, slots: LaneSlots, decoding: np.ndarray, prefilling: np.ndarray, drafts: np.ndarray
     ) -> np.ndarray:
         """Reduces the drafts to the room that prompts leave. The first rows keep theirs."""
-        of_groups, budget = (-1, self._sizes.slots), self._sizes.token_budget
+        of_groups, budget = (-1, self._sizes.slots), self.token_budget()
         unfed = np.where(prefilling, slots.length - slots.cached, 0)
         wanted = np.minimum(unfed.reshape(of_groups).sum(axis=1), self._prefill_tokens)
         left = budget - decoding.reshape(of_groups).sum(axis=1) - wanted
@@ -284,7 +286,7 @@ class StepComposer:
             return {}
         decoded = decoding if drafts is None else decoding + drafts
         used = decoded.reshape(-1, self._sizes.slots).sum(axis=1).tolist()
-        budget = [self._sizes.token_budget - tokens for tokens in used]
+        budget = [self.token_budget() - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]
         chunks: dict[int, int] = {}

@@ -95,7 +95,8 @@ OnFailed = Callable[[EngineFailedError], object]
 
 class StepCompiler:
     """Compiles the programs of steps by bucket, as `scheduler.compile_first` says: all at once, or
-    first a few that suffice, and the others on a thread while the process serves.
+    first those of the smallest steps that suffice, and the others on a thread while the process
+    serves.
 
     Args:
       steps: returns executables by bucket, as `compile_steps` calls it.
@@ -103,7 +104,9 @@ class StepCompiler:
       options: names of the programs that only steps with options need.
 
     Attributes:
-      executables: by bucket. If only a few are ready, others are added later, in whole buckets.
+      executables: by bucket. If only a few are ready, the others are added later, one size at a
+        time.
+      token_budget: most tokens a DP group of a step that `fitted` finds a bucket for.
       takes_options: whether steps may have options; until then None stands for their programs.
     """
 
@@ -112,9 +115,10 @@ class StepCompiler:
         self._buckets = first = deployment_buckets(deployment)
         few = deployment.scheduler.compile_first == "few" and jax.process_count() == 1
         if few:
-            first = [one for one in first if one.pages == first[-1].pages]
-            middle = next(one.tokens for one in first if one.tokens >= programs.slots)
-            first = [one for one in first if one.tokens in (middle, first[-1].tokens)]
+            least, pages = programs.slots * (1 + deployment.drafts), first[-1].pages
+            size = next(one.tokens for one in first if one.tokens >= least)
+            first = [one for one in first if (one.tokens, one.pages) == (size, pages)]
+        self.token_budget = first[-1].tokens
         self._steps, self._programs, self._made = steps, programs, dict[ProgramKey, Any]()
         self._made |= compile_all(self._missing(first, options if few else ()))
         self.executables, self.takes_options = self._bound(first), not few
@@ -144,14 +148,16 @@ class StepCompiler:
             self._thread.join(PROGRAM_SECONDS)
 
     def _run(self, made: Callable[[], object], failed: OnFailed) -> None:
-        rest = [[one] for one in self._buckets if one not in self.executables]
+        sizes = sorted({one.tokens for one in self._buckets})
         try:
-            for some in ([*self.executables], *rest):
+            for size in dict.fromkeys((self.token_budget, sizes[-1], *sizes)):
+                some = [one for one in self._buckets if one.tokens == size]
                 for key, program in self._missing(some).items():
                     if self._closed:
                         return
                     self._made[key] = program.compile()
                 self.executables |= self._bound(some)
+                self.token_budget = max(self.token_budget, size)
                 self.takes_options = True
                 made()
         except Exception as error:

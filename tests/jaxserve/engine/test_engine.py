@@ -345,8 +345,8 @@ class TestFailure:
 
     def test_programs_that_are_compiled_late(self, make, monkeypatch):
         """Their requests wait for them, and hear at once that they will not come."""
-        late, told = SimpleNamespace(takes_options=False, close=lambda: None), []
-        late.start = lambda *both: told.extend(both)
+        late, told = SimpleNamespace(takes_options=False, token_budget=128), []
+        late.start, late.close = lambda *both: told.extend(both), lambda: None
         monkeypatch.setattr(FakeDriver, "compiler", late, raising=False)
         engine, _ = make()
         collector = submitted(engine, SamplingParams(max_tokens=2, logprobs=1))

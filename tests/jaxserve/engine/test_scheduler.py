@@ -171,6 +171,16 @@ def test_requests_with_options_wait_for_their_programs_and_others_overtake_them(
     assert scheduler.waiting_ids() == []
 
 
+def test_prompts_are_cut_to_the_steps_that_are_compiled():
+    scheduler, most = make_scheduler(), [2]
+    scheduler.composer.token_budget = lambda: most[0]
+    scheduler.add(make_request("a", [1, 2, 3]))
+    scheduler.add(make_request("b", [4, 5]))
+    assert scheduler.plan(0).groups == [[row(0, [1, 2], 2, [0], sample=False)]]
+    most[0] = 4
+    assert scheduler.plan(0).groups == [[row(0, [3], 3, [0, 1]), row(1, [4, 5], 2, [2])]]
+
+
 def test_admission_leaves_a_page_for_everybody_inside():
     scheduler = make_scheduler(pages=5, max_length=10)
     scheduler.add(make_request("a", [1, 2, 3]))  # 2 pages, for 3 tokens and the next

@@ -19,7 +19,6 @@ from jaxserve.roles.compilation import (
     StepCompiler,
     WholeEntries,
     compile_all,
-    compile_steps,
     use_compilation_cache,
     wanted,
 )
@@ -69,19 +68,6 @@ def test_one_a_bucket_and_kind(compiled, tmp_path):
     )
 
 
-def test_buckets_of_equal_tokens_share_what_sees_no_pages(compiled, tmp_path):
-    made = compile_steps(attention_executables, attention_of(tmp_path), BUCKETS)
-    assert list(made) == BUCKETS
-    small, same, large = (made[bucket] for bucket in BUCKETS[:3])
-    assert small.leave is same.leave
-    assert small.enter is not same.enter
-    assert small.attend.keys() == same.attend.keys()
-    assert small.leave is not large.leave
-    assert small.sampling == same.sampling
-    assert small.sampling.logprobs is large.sampling.logprobs
-    assert small.sampling.choose is not large.sampling.choose
-
-
 @pytest.fixture
 def few(compiled, tmp_path):
     """Compiles a part of three buckets of tokens and two of pages."""
@@ -92,13 +78,14 @@ def few(compiled, tmp_path):
 
 
 def test_programs_that_suffice_come_first_and_the_others_while_it_serves(compiled, few):
-    assert [*few.executables] == [Bucket(8, 18), Bucket(24, 18)]
-    assert (compiled, few.takes_options) == (["step"] * 2, False)
-    plan, buckets = StepPlan(0, 0, Bucket(16, 4), b"", b""), []
-    assert few.fitted(plan).bucket == Bucket(24, 18)
-    few.start(lambda: buckets.append(len(few.executables)), buckets.append)
+    """The largest steps come next: until then prompts are cut to the first."""
+    assert [*few.executables] == [Bucket(8, 18)]
+    assert (compiled, few.takes_options, few.token_budget) == (["step"], False, 8)
+    plan, made = StepPlan(0, 0, Bucket(8, 4), b"", b""), []
+    assert few.fitted(plan).bucket == Bucket(8, 18)
+    few.start(lambda: made.append((few.token_budget, len(few.executables))), made.append)
     few._thread.join(60)
-    assert buckets == [2, 3, 4, 5, 6]
+    assert made == [(8, 2), (24, 4), (24, 6)]
     assert few.takes_options
     assert sorted(compiled) == sorted(["step"] * 6 + ["choose", "score"] * 3 + ["logprobs"])
     assert None not in {one for bound in few.executables.values() for one in bound.sampling}
