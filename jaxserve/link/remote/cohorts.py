@@ -264,7 +264,7 @@ class Cohorts(Turns):
             if lane := self._lanes.get(message.key):
                 lane.leaves(message.layer, now)
         domains, begin, self._ended = len(self._domains), max(batch[0].taken, self._ended), now
-        self._apart = now + (now - begin)
+        self._apart = now + (now - begin) / 2
         if domains < 2 or self._price == NEVER:
             return
         self._parts.passed(len(batch), now - begin)
@@ -325,9 +325,10 @@ class Cohorts(Turns):
         for (_, part), cohort in self._cohorts.items():
             if cohort.waiting:
                 at = self._look(cohort, now) if idle else NEVER if cohort.missing else now
-                # Two lanes of a worker do not run one after the other, if need be after a wait no
-                # longer than a pass. Otherwise they drift together: the worker gets both answers at
-                # once, attends to one after the other, and the pool waits for it at each layer.
+                # Half of a pass lies between two lanes of a worker, if no other part runs then.
+                # Otherwise they drift together: the worker gets both answers at once, attends to
+                # one after the other, and the pool waits for it at each layer. A longer time would
+                # hold up parts of one worker, whose lanes leave it one after the other.
                 apart = self._parts.count > 1 and part == self._last
                 looks[part, cohort] = max(at, self._apart if idle else NEVER) if apart else at
         if due := [each for each, at in looks.items() if at <= now]:
