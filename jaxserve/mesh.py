@@ -44,16 +44,20 @@ ATTENTION_RULES: Rules = {
 """Rules of the attention mesh. Low-rank queries and latents are replicated over tp. So are the
 weights of K and V heads if the model has fewer heads than devices (`kv_heads_everywhere`)."""
 
-FFN_RULES: Rules = {"slots": "ep", "expert_d_ff": "tp", "d_ff": ("ep", "tp"), "shared_d_ff": "tp"}
+FFN_RULES: dict[str, Axes] = {
+    "expert_slots": "ep",
+    "expert_d_ff": "tp",
+    "d_ff": ("ep", "tp"),
+    "shared_d_ff": "tp",
+}
 """Rules of the ffn mesh. Slots of routed experts are divided over ep, every expert's d_ff over tp,
 and dense FFNs over all devices. The shared expert is divided over all devices, too (`d_ff`),
 unless every ep rank runs it for its own rows (`shared_d_ff`, with `ffn.exchange` = alltoall), every
 device has the whole expert (`own_d_ff`, with `ffn.shared: whole`), or ranks of its own hold it in
 slots (`ffn.shared: ranks:n`)."""
 
-INSTANCE_RULES: Rules = {
-    "slots": (INSTANCE, "ep"),
-    "expert_d_ff": "tp",
+INSTANCE_RULES = FFN_RULES | {
+    "expert_slots": (INSTANCE, "ep"),
     "d_ff": (INSTANCE, "ep", "tp"),
     "shared_d_ff": (INSTANCE, "tp"),
     "own_d_ff": INSTANCE,
@@ -61,13 +65,7 @@ INSTANCE_RULES: Rules = {
 """Rules of an ffn mesh with several instances, each of which gets all rows. Instances divide the
 part of the shared expert that every rank or device would otherwise run for its own rows."""
 
-COLOCATED_FFN_RULES: Rules = {
-    "slots": "dp",
-    "expert_d_ff": "tp",
-    "d_ff": ("dp", "tp"),
-    "shared_d_ff": "tp",
-    "own_d_ff": "tp",
-}
+COLOCATED_FFN_RULES = FFN_RULES | {"expert_slots": "dp", "d_ff": ("dp", "tp"), "own_d_ff": "tp"}
 """The ffn role's rules on the one mesh of colocated mode: `dp` is the expert-parallel axis too."""
 
 
@@ -230,7 +228,8 @@ class AbstractSubmeshes:
     def __init__(self, deployment: Deployment):
         a = deployment.attention
         self.attention = AbstractMesh((a.dp, a.tp), ATTENTION_AXES)
-        self.ffn, self.ffn_rules = self.attention, COLOCATED_FFN_RULES
+        self.ffn = self.attention
+        self.ffn_rules: Rules = COLOCATED_FFN_RULES
         if deployment.topology.has("ffn"):
             f = deployment.ffn
             outer = {INSTANCE: f.instances} if f.instances > 1 else {}

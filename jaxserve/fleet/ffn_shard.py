@@ -97,6 +97,6 @@ class ShardTemplates(FFNTemplates):
 
     def _number(self, template: Template) -> Template:
         """Numbers the entries of slots as in the checkpoint; negative: none."""
-        first, own = self.first_expert, template.entries["slots"]
-        template.entries = {"slots": tuple(one + first if one >= 0 else one for one in own)}
+        first, own = self.first_expert, template.entries["expert_slots"]
+        template.entries = {"expert_slots": tuple(one + first if one >= 0 else one for one in own)}
         return template

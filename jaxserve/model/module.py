@@ -287,7 +287,7 @@ class TemplateLeaf(jax.ShapeDtypeStruct):
     @property
     def of_slots(self) -> bool:
         """Returns whether every slot of experts has an entry of the array."""
-        return self.dimensions[:1] == ("slots",)
+        return self.dimensions[:1] == ("expert_slots",)
 
 
 class Template:

@@ -106,7 +106,7 @@ def test_too_few_devices_with_the_arithmetic():
     ("dimensions", "rules", "axes"),
     [
         (("d_model", "q_heads"), ATTENTION_RULES, (None, "tp")),
-        (("slots", "d_model", "expert_d_ff"), FFN_RULES, ("ep", None, "tp")),
+        (("expert_slots", "d_model", "expert_d_ff"), FFN_RULES, ("ep", None, "tp")),
         (("d_model", "d_ff"), FFN_RULES, (None, ("ep", "tp"))),
         (("d_ff", None), COLOCATED_FFN_RULES, (("dp", "tp"), None)),
     ],
@@ -116,9 +116,9 @@ def test_rules(dimensions, rules, axes):
 
 
 def test_an_axis_cannot_be_used_twice():
-    message = "dimensions ('slots', 'd_ff') use a mesh axis twice: ['ep', 'ep', 'tp']"
+    message = "dimensions ('expert_slots', 'd_ff') use a mesh axis twice: ['ep', 'ep', 'tp']"
     with pytest.raises(ValueError, match=re.escape(message)):
-        partition_spec(("slots", "d_ff"), FFN_RULES)
+        partition_spec(("expert_slots", "d_ff"), FFN_RULES)
 
 
 def test_axis_product():

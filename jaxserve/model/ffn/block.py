@@ -134,7 +134,7 @@ class FFNTemplates:
                     whole_shared=deployment.ffn.shared == "whole",
                     instances=deployment.ffn.instances,
                 ),
-                entries={"slots": first_entries(self.slots)},
+                entries={"expert_slots": first_entries(self.slots)},
                 parts=shared_parts(self.slots),
             )
             for kind in config.kinds()
@@ -154,7 +154,7 @@ class FFNTemplates:
         build = functools.partial(
             FFNBlock, self.config, alone, self.ranks, self.exchange, self._formats
         )
-        return Template(build, entries={"slots": experts})
+        return Template(build, entries={"expert_slots": experts})
 
 
 def deployment_slots(config: ModelConfig, deployment: Deployment) -> SlotSizes:

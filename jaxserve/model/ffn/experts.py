@@ -35,12 +35,12 @@ class RoutedExperts(nnx.Module):
     """Stacked expert weights.
 
     Attributes:
-      gate, up: [slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the axis that
-        splits it, and of the groups of a format whose groups cannot be smaller.
-      down: [slots, d_model, expert_d_ff].
-      bias: [slots, 2·expert_d_ff], of gate and up in turns, as files have them; None: the model's
-        experts have no biases.
-      down_bias: [slots, d_model], or None.
+      gate, up: [expert_slots, expert_d_ff, d_model], d_ff padded with zeros to a multiple of the
+        axis that splits it, and of the groups of a format whose groups cannot be smaller.
+      down: [expert_slots, d_model, expert_d_ff].
+      bias: [expert_slots, 2·expert_d_ff], of gate and up in turns, as files have them; None: the
+        model's experts have no biases.
+      down_bias: [expert_slots, d_model], or None.
       sizes: numbers of slots.
       local: slots of one layer on one device.
       tensor: mesh axis that divides every expert's d_ff.
@@ -66,12 +66,12 @@ class RoutedExperts(nnx.Module):
         self.row_format, self.activation = formats.expert_rows, spec.expert_activation
         unit = tensor_ranks * max(1, group_of(formats.weights))
         d_model, d_ff = config.d_model, -(-spec.expert_d_ff // unit) * unit
-        self.gate = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
-        self.up = matrix(rngs, formats, slots=slots, expert_d_ff=d_ff, d_model=d_model)
-        self.down = matrix(rngs, formats, slots=slots, d_model=d_model, expert_d_ff=d_ff)
+        self.gate = matrix(rngs, formats, expert_slots=slots, expert_d_ff=d_ff, d_model=d_model)
+        self.up = matrix(rngs, formats, expert_slots=slots, expert_d_ff=d_ff, d_model=d_model)
+        self.down = matrix(rngs, formats, expert_slots=slots, d_model=d_model, expert_d_ff=d_ff)
         biased, dtype = spec.expert_bias, formats.dtype
-        self.bias = zeros(rngs, dtype, slots=slots, expert_d_ff=2 * d_ff) if biased else None
-        self.down_bias = zeros(rngs, dtype, slots=slots, d_model=d_model) if biased else None
+        self.bias = zeros(rngs, dtype, expert_slots=slots, expert_d_ff=2 * d_ff) if biased else None
+        self.down_bias = zeros(rngs, dtype, expert_slots=slots, d_model=d_model) if biased else None
 
     def choices(
         self,

@@ -74,7 +74,7 @@ def check(template, leaves, expected):
         leaf = row_by_row(leaf) if known.input_major else leaf
         padded = np.zeros(leaf.shape, np.float32)
         if known.of_slots:
-            for slot, expert in enumerate(template.entries["slots"]):
+            for slot, expert in enumerate(template.entries["expert_slots"]):
                 if expert >= 0:
                     one = expected[name][expert]
                     padded[(slot, *(slice(size) for size in one.shape))] = one

@@ -121,7 +121,7 @@ def layer(
         FFNBlock, config, config.moe, (ranks, tensor), kind, formats, **more, whole_shared=whole
     )
     sizes = slot_sizes(config.moe, ranks, **more)
-    template = Template(build, {"slots": first_entries(sizes)}, shared_parts(sizes))
+    template = Template(build, {"expert_slots": first_entries(sizes)}, shared_parts(sizes))
     axes = Axes(*names, rows=names if split else names[:1])
     exchange = make_exchanges(kind, axes, FLOAT, combine=combine)["moe"]
     leaves = random_leaves(template, 1)
