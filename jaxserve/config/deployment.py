@@ -59,11 +59,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roles, so that the host does not drive layers. A step that is lost takes the steps of all lanes
     along. Device i of one role is paired with device i of the other. Where every process plays one
     role, each role has its program: on CPUs, and compiled for GPUs (never run on one so far). Where
-    every process has equally many devices of both roles, one program has both: on CPUs, where each
-    device holds the weights and pages of both roles and `attention.tp` must be 1 or `ffn.tp`; and
-    compiled for TPUs (never run on one so far), where pages and experts share memory, for GQA,
-    MFA and MLA without windows and indexers, `attention.tp: 1`, experts in 8 or 16 bits, and
-    neither `cache.host_gb` nor hand-offs of pages. `auto`: `layer`."""
+    every process has equally many devices of both roles, one program has both, if one of
+    `attention.tp` and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights
+    and pages of both roles; and compiled for TPUs (never run on one so far), where pages and
+    experts share memory, for GQA, MFA and MLA without windows and indexers, experts in 8 or 16
+    bits, and neither `cache.host_gb` nor hand-offs of pages. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

@@ -44,21 +44,20 @@ from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
 from jaxserve.roles.token_programs import StepContext
 
-_DIVIDED = ("ep",)
-
 
 def refusal(deployment: Deployment) -> str:
     """Returns why one process cannot run the steps of both roles; empty if it can."""
     attention, ffn = deployment.attention.tp, deployment.ffn.tp
-    reason = f"attention.tp = {attention} must be 1 or ffn.tp = {ffn}"
-    return "" if attention in (1, ffn) else reason
+    reason = f"attention.tp = {attention} and ffn.tp = {ffn}: one must be 1, or both equal"
+    return "" if ffn in (1, attention) or attention == 1 else reason
 
 
-def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, str]:
-    """Returns the devices of both roles as one mesh, and its axis that divides an expert's d_ff.
+def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, tuple[str, ...]]:
+    """Returns the devices of both roles as one mesh, and its axes that make up the ffn mesh, major
+    first: the last one divides an expert's d_ff, the others divide the experts.
 
-    The axes after `role` are the ffn mesh's two and attention's `tp`. Attention's `dp` is the
-    product of all but the last one.
+    The axes after `role` are `ep`, `ffn_tp` and attention's `tp`. Attention's `dp` is the product
+    of the first two.
 
     Raises:
       ConfigError: the devices are not CPUs or TPUs, or the roles' meshes have no common axes.
@@ -69,9 +68,11 @@ def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, st
     if reason := refusal(deployment) or ("" if platform in ("cpu", "tpu") else whole):
         advice = "start a process for each role (--processes 2), or take pipeline = layer"
         raise ConfigError(f"pipeline = step: {reason}; {advice}")
-    sizes = 2, ffn.ep, ffn.tp // attention.tp, attention.tp
+    sizes = 2, -1, max(1, ffn.tp // attention.tp), attention.tp
     mesh = Mesh(devices.reshape(sizes), (ROLE, "ep", "ffn_tp", "tp"))
-    return mesh, "ffn_tp" if attention.tp == 1 else "tp"
+    if attention.tp == 1:
+        return mesh, ("ep", "ffn_tp")
+    return mesh, ("ep", "tp", "ffn_tp") if ffn.tp == 1 else ("ep", "tp")
 
 
 class BothRolesPrograms(AttentionPrograms):
@@ -80,7 +81,7 @@ class BothRolesPrograms(AttentionPrograms):
 
     Attributes:
       union: the mesh of both roles.
-      tensor: its axis that divides every expert's d_ff.
+      ranks, tensor: its axes that divide the experts, and the one that divides every expert's d_ff.
       rules: sharding rules of ffn blocks on it.
       pages: shapes of the pages of all layers on it, or of the pools that hold keys and values.
         The ffn role's half holds nothing but experts.
@@ -93,12 +94,13 @@ class BothRolesPrograms(AttentionPrograms):
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
         super().__init__(templates, deployment, meshes.attention)
-        self.union, self.tensor = both_roles_mesh(deployment, meshes)
-        everywhere = *_DIVIDED, self.tensor
-        own: dict[Any, str | tuple[str, str]]
-        own = {"ep": "ep", "tp": self.tensor, FFN_AXES: everywhere}
+        self.union, everywhere = both_roles_mesh(deployment, meshes)
+        *ranks, self.tensor = everywhere
+        self.ranks = tuple(ranks)
+        own: dict[Any, str | tuple[str, ...]]
+        own = {"ep": self.ranks, "tp": self.tensor, FFN_AXES: everywhere}
         self.rules = {name: own[axes] for name, axes in FFN_RULES.items()}
-        axes, combine = Axes(*everywhere, rows=everywhere), self.contract.combine
+        axes, combine = Axes(self.ranks, self.tensor, rows=everywhere), self.contract.combine
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
         self.shared: SharedPools | None = None
         self.pages = [self._on_both(array) for array in self.all_pages]
@@ -111,7 +113,7 @@ class BothRolesPrograms(AttentionPrograms):
         self.banks = stacked_banks(self.runs, templates.slots)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
-            given = templates, deployment.experts, self.union, self.rules, _DIVIDED
+            given = templates, deployment.experts, self.union, self.rules, self.ranks
             self.experts = ExpertPrograms(*given, stacked=True, pools=self.shared)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -169,7 +171,7 @@ class BothRolesPrograms(AttentionPrograms):
             return *made, *turn.pages, *map(add_load, counts, loads)
 
         of_lane = self.stream_shapes(bucket)[0], *self.step_shapes(bucket)[1:]
-        counts, tables = bank_arrays(self.union, self.banks, _DIVIDED)
+        counts, tables = bank_arrays(self.union, self.banks, self.ranks)
         leaves = [
             (
                 templates.attention[kind].arrays(self.union, ATTENTION_RULES, stop - start),

@@ -110,10 +110,9 @@ def _of(sharding: NamedSharding, array: Any, layers: int = 1) -> jax.ShapeDtypeS
 
 def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Iterator[str]:
     """Yields the reasons why pages and experts cannot share memory."""
-    attention, cache = deployment.attention, deployment.cache
-    if attention.tp > 1 or cache.page_size % ROWS:
-        yield f"{attention.tp=} must be 1, and {cache.page_size=} a multiple of {ROWS}"
-    prefill = deployment.prefill
+    cache, prefill = deployment.cache, deployment.prefill
+    if cache.page_size % ROWS:
+        yield f"{cache.page_size=} must be a multiple of {ROWS}"
     if cache.host_gb or cache.rope != "auto" or deployment.weights.address or prefill.workers:
         yield f"no {cache.host_gb=}, {cache.rope=}, {prefill.workers=} and weights.address"
     for kind in config.kinds():

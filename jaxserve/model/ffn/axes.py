@@ -14,8 +14,8 @@ from jaxtyping import Array, Int, Int32
 class Axes(NamedTuple):
     """The mesh axes of an exchange."""
 
-    experts: str
-    """Axis that divides routed experts, after `instance`."""
+    experts: str | tuple[str, ...]
+    """Axis that divides routed experts, after `instance`; or several, major first."""
     tensor: str
     """Axis that divides every expert's d_ff."""
     rows: tuple[str, ...]

@@ -34,8 +34,8 @@ CASES = [
     (2, {}, FEW),
     (2, {}, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
     (3, {}, TWO_RANKS | {"ffn.exchange": "alltoall"}),
-    (1, PAGES, {"attention.dp": 2, "ffn.tp": 2, "speculative.method": "ngram"}),
-    (2, PAGES, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
+    (1, PAGES, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
+    (2, PAGES, {"attention.tp": 2, "ffn.ep": 2, "speculative.method": "ngram"} | MOVED),
     (3, PAGES | EIGHT_BITS, {}),
     (3, PAGES | EIGHT_BITS, TWO_RANKS),
     pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
@@ -114,6 +114,6 @@ def tokens_of_ranks(engine):
 
 
 def test_meshes_without_common_axes_are_refused(tiny_model):
-    sizes = {"pipeline": "step", "attention.tp": 2, "ffn.ep": 2}
-    with pytest.raises(ConfigError, match=r"attention.tp = 2 must be 1 or ffn.tp = 1; start a pr"):
+    sizes = {"pipeline": "step", "attention.tp": 4, "ffn.ep": 2, "ffn.tp": 2}
+    with pytest.raises(ConfigError, match=r"attention.tp = 4 and ffn.tp = 2: one must be 1, or bo"):
         build_runtime(layouts.deployment(tiny_model, sizes))
