@@ -7,10 +7,10 @@ default device. Imports no kernel.
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -75,6 +75,20 @@ def current_target() -> Target:
         return target
     alone = jax.device_count() == 1 and jax.devices()[0].device_kind == target.device_kind
     return target._replace(left=0) if alone else target
+
+
+def by_platform(*operands: Any, default: Callable[..., Any], **branches: Callable[..., Any]) -> Any:
+    """Runs the branch of the platform that the op is traced for, as `jax.lax.platform_dependent`
+    does, which traces all branches. Outside a mesh, where no device is known yet, it still does.
+
+    Args:
+      branches: by platform: "cpu", "gpu" or "tpu".
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.lax.platform_dependent(*operands, default=default, **branches)
+    platform = "gpu" if device.platform == "cuda" else device.platform
+    return branches.get(platform, default)(*operands)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.target import by_platform
+
 
 def all_columns(own: Float[Array, "rows own"], count: int) -> Float[Array, "rows count"]:
     """Gathers the columns of all `tp` devices, and drops the padding behind them. Returns the input
@@ -20,5 +22,5 @@ def all_columns(own: Float[Array, "rows own"], count: int) -> Float[Array, "rows
         return jnp.swapaxes(jax.lax.all_gather(own, "tp"), 0, 1).reshape(own.shape[0], -1)
 
     along = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
-    every: Array = jax.lax.platform_dependent(own, cpu=by_rows, default=along)
+    every: Array = by_platform(own, cpu=by_rows, default=along)
     return every[:, :count]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from jaxserve.model.columns import all_columns
+from pallas_kernels.target import by_platform
 
 
 class SamplerState(NamedTuple):
@@ -95,7 +96,7 @@ def over_rows[Carry](
         count = jnp.sum(chosen, dtype=jnp.int32)
         return jax.lax.fori_loop(0, count, lambda i, carry: work(first[i], mine, carry), carry)
 
-    return jax.lax.platform_dependent(carry, cpu=one_by_one, default=in_windows)
+    return by_platform(carry, cpu=one_by_one, default=in_windows)
 
 
 def replace_rows(array: Array, start: Array, mine: Bool[Array, " window"], rows: Array) -> Array:
@@ -211,7 +212,7 @@ def top_of_blocks(
         best, ids = jax.lax.top_k(blocks.reshape(len(blocks), -1), count)
         return best, ids
 
-    return jax.lax.platform_dependent(blocks, cpu=of_few, default=of_all)
+    return by_platform(blocks, cpu=of_few, default=of_all)
 
 
 def sample_and_largest(
@@ -271,7 +272,7 @@ def _greedy(
     """Returns the first token with the largest logit (vocab - 1 if one is NaN), and that logit."""
     at_once = functools.partial(_greedy_at_once, vocab=vocab)
     by_blocks = functools.partial(_greedy_by_blocks, vocab=vocab)
-    return jax.lax.platform_dependent(blocks, cpu=by_blocks, default=at_once)
+    return by_platform(blocks, cpu=by_blocks, default=at_once)
 
 
 def _greedy_of_all(
@@ -366,7 +367,7 @@ def _threshold(
     limits = scaled, top_k, state.top_p
 
     def cut() -> Array:
-        return jax.lax.platform_dependent(*limits, cpu=_cut_by_candidates, default=_cut_by_search)
+        return by_platform(*limits, cpu=_cut_by_candidates, default=_cut_by_search)
 
     limited = jnp.any((top_k < off) | (state.top_p < 1.0))
     return jnp.maximum(

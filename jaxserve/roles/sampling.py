@@ -29,6 +29,7 @@ from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.step_arrays import UNWANTED
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import TokenPrograms, sampled_rows
+from pallas_kernels.target import by_platform
 
 FLOATS = ("repetition", "presence", "frequency", "biases")
 
@@ -203,7 +204,7 @@ def _packed_rows(
         return replace_rows(packed, start, mine, own)
 
     width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
-    return jax.lax.platform_dependent(
+    return by_platform(
         cpu=lambda: over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32)),
         default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),
     )

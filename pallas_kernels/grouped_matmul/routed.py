@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
@@ -25,7 +24,7 @@ from pallas_kernels.grouped_matmul.api import Biases, grouped_swiglu
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, Words
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.target import Target, by_platform, current_target
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -77,9 +76,7 @@ def sort_choices(
     by_counting = functools.partial(_by_counting, groups=groups + 1, top_k=top_k)
     # Counting divides the choices into blocks, of which 0 choices have none.
     default = by_counting if choices.size else by_sorting
-    source, place, sizes = jax.lax.platform_dependent(
-        group, cpu=by_sorting, tpu=by_sorting, default=default
-    )
+    source, place, sizes = by_platform(group, cpu=by_sorting, tpu=by_sorting, default=default)
     place = jnp.where(here, place.reshape(choices.shape), -1)
     return Order(source, place, here, sizes[:groups])
 

@@ -55,6 +55,7 @@ from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.input_major import TILE, InputMajor
 from pallas_kernels.rotate_and_write import kept, norm_and_write, rotate
 from pallas_kernels.sparse_attention import attend_chosen, choose_positions
+from pallas_kernels.target import by_platform
 
 
 def without_index[A](pages: Sequence[A]) -> tuple[tuple[A, ...], tuple[A, ...]]:
@@ -340,4 +341,4 @@ def _einsum(products: str, x: Array, w: Array) -> Array:
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
 
-    return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere).astype(x.dtype)
+    return by_platform(x, w, cpu=on_cpu, default=elsewhere).astype(x.dtype)
