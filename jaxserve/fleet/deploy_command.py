@@ -266,8 +266,6 @@ def _part(fleet: Fleet, part: DeployedPart) -> tuple[int, int]:
 def _check(options: argparse.Namespace) -> None:
     if not options.simulate:
         return
-    if not options.write:
-        raise ConfigError("--simulate: without --write there is no deployment to simulate")
     for name in ("compute", "core"):
         if (value := getattr(options, name)) != "auto":
             raise ConfigError(f"--simulate: a deployment has no --{name} {value}; auto")

@@ -104,13 +104,7 @@ def _rows(result: Result | FleetResult, more: dict[str, str]) -> list[list[str]]
 
 def _read_loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | None:
     """Returns how tokens fall on a deployment's ffn devices, with experts at home or, with
-    --placed, where a rebalance puts them; None: evenly.
-
-    Raises:
-      ConfigError: --placed without --skew.
-    """
-    if options.skew is None and options.placed:
-        raise ConfigError("--placed needs --skew: without, all experts are alike")
+    --placed, where a rebalance puts them; None: evenly."""
     skew = None if options.skew is None else read_skew(options.skew)
     asked = {"seed": options.seed, "placed": options.placed}
     return expert_loads(made.layout, made.ffn.model, skew, **asked)

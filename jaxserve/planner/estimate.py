@@ -269,6 +269,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--set {' '.join(options.set)}: with --count alone, as {path} is counted"
         )
+    elif not path.is_file():
+        known = sorted(each.stem.removesuffix("-h200") for each in ESTIMATES.glob("*.json"))
+        raise ConfigError(f"--config {file}: not counted, as --count does it: {', '.join(known)}")
     counts = read_json(path, Counts)
     own = measurements(counts)
     parts = [PagePart(lines=lines(counts))]

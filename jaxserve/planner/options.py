@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,6 +135,11 @@ READERS: dict[str, Callable[[str], Any]] = {
         "WORKER@AT+FOR, as in domain 0@20s+5s",
         lambda worker, at, away: (worker, seconds(at), seconds(away)),
     ),
+    "mix": reader(
+        r"([^+\s]+)(?:\+([^+\s]+))?",
+        "the name of hardware, or two, of attention and of the FFN, as in h20+h800",
+        lambda *names: "+".join(filter(None, names)).lower(),
+    ),
     "setting": reader(
         r"(\w+)=(.+)", "NAME=VALUE in JSON", lambda name, text: {name: json.loads(text)}
     ),
@@ -153,6 +158,7 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the options of a command to its parser; `run` of the parsed options runs it."""
     command = TABLE["commands"][name]
     shared = {each: TABLE["shared"][each] for each in (*command.get("shared", ()), "json", "html")}
+    needs: dict[str, str] = {}
     for option, told in {**shared, **command.get("options", {})}.items():
         keywords = {**told, "help": told["help"].replace("%", "%%")}
         if "read" in keywords:
@@ -162,13 +168,24 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
             keywords["type"] = number(low, high, type(low))
         if "among" in keywords:
             keywords["choices"] = NAMES[keywords.pop("among")]
+        if "needs" in keywords:
+            needs[option] = keywords.pop("needs")
         parser.add_argument(f"--{option.removeprefix('role-')}", **keywords)
     folder = "folder with models/ and hardware/"
     parser.add_argument("--configs", type=Path, default=CONFIGS, help=folder)
     module, _, function = command["run"].partition(":")
 
     def run(options: argparse.Namespace) -> Any:
-        """Imports the command's module when the command runs."""
+        """Imports the command's module when the command runs.
+
+        Raises:
+          ConfigError: an option is given without the one that it needs.
+        """
+        given = vars(options)
+        for option, other in needs.items():
+            name = option.replace("-", "_")
+            if given[name] != parser.get_default(name) and not given[other]:
+                raise ConfigError(f"--{option} needs --{other}")
         return getattr(importlib.import_module(module), function)(options)
 
     parser.set_defaults(run=run)
@@ -235,18 +252,21 @@ def read_hardware(
     Raises:
       ConfigError: a role has none, a name is unknown, or a price is of none of them.
     """
-    own = dict(options.price)
     found = []
     for given in roles:
         names = given or options.hardware
         if not names:
             raise ConfigError("--hardware is missing, or one of the roles has none")
         each = [name for text in names for name in text.lower().split(",") if name]
-        found.append({name: load_hardware(name, own, options.configs) for name in each})
-    used = {name for role in found for name in role}
-    if idle := sorted(set(own) - used):
-        raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
+        found.append({n: load_hardware(n, dict(options.price), options.configs) for n in each})
+    check_prices(options, {name for role in found for name in role})
     return found
+
+
+def check_prices(options: argparse.Namespace, used: Collection[str]) -> None:
+    """Raises ConfigError if `--price` names hardware that is not used."""
+    if idle := sorted({name for name, _ in options.price} - set(used)):
+        raise ConfigError(f"--price {idle[0]}: not among the hardware: {', '.join(sorted(used))}")
 
 
 def price_lines(

@@ -24,6 +24,7 @@ from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
     TABLE,
     check_positions,
+    check_prices,
     price_lines,
     read_formats,
     read_hardware,
@@ -264,7 +265,8 @@ def run_map(options: argparse.Namespace) -> None:
     for model in options.models:
         check_positions(model, options.configs, contexts=max(options.contexts))
     sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
-    names = itertools.product(options.models, map(str.lower, options.hardware))
+    check_prices(options, {name for mix in options.hardware for name in mix.split("+")})
+    names = itertools.product(options.models, options.hardware)
     parts = [MapPart(sent, model, mix) for model, mix in names]
     found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
     tree = {"scope": DECODE_ONLY, "cases": [_case_tree(case) for case in found]}

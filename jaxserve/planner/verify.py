@@ -103,13 +103,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       ConfigError: an option is wrong.
     """
-    if options.timeline is None and not options.url:
+    if bool(options.timeline) == bool(options.url):
         raise ConfigError(
-            "--timeline is missing: a folder that serve --timeline wrote, or --url of a server"
+            "expected either --timeline, a folder that serve --timeline wrote, or --url of a server"
         )
-    for name, needs in (("every", "url"), ("listen", "every"), ("act", "every")):
-        if getattr(options, name) and not getattr(options, needs):
-            raise ConfigError(f"--{name} needs --{needs}")
     made = deployed(options)
     known = read_measurements(options.calibration) if options.calibration else []
     if options.every:
