@@ -12,6 +12,7 @@ from jaxserve.model.module import Template
 from jaxserve.roles.token_programs import TokenPrograms
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import StackEntry, sliceable
+from pallas_kernels.quantize.words import LANES
 from pallas_kernels.target import current_target
 
 
@@ -20,7 +21,9 @@ class StackedLeaves(NamedTuple):
 
     A scan would copy a layer's experts, matrices that lie input by input, and on TPUs quantised
     matrices before every use. Products with these take the whole stack and find their layer;
-    experts of all layers are in one row.
+    experts of all layers are in one row. TPUs keep a matrix whose width is no multiple of 128
+    with its axes swapped. A branch of a program would take it in order, and copy the stack, so its
+    axes are swapped by name, which moves nothing.
     """
 
     whole: dict[int, Any]
@@ -41,7 +44,9 @@ class StackedLeaves(NamedTuple):
             elif template.leaves[place].input_major:
                 whole[place] = InputMajor(stack)
             elif template.leaves[place].quantised and multiplied_in_stacks:
-                whole[place] = StackEntry(stack, None)
+                swapped = stack.shape[-1] > LANES and stack.shape[-1] % LANES > 0
+                kept = stack.swapaxes(-1, -2) if swapped else stack
+                whole[place] = StackEntry(kept, None, swapped)
             else:
                 sliced[place] = stack
         return cls(whole, sliced)
@@ -85,5 +90,5 @@ def _of_layer(
     leaf: Array | InputMajor | StackEntry, layer: Array
 ) -> Array | InputMajor | StackEntry:
     if isinstance(leaf, StackEntry):
-        return StackEntry(leaf.stack, layer)
+        return StackEntry(leaf.stack, layer, leaf.swapped)
     return InputMajor(leaf.values, layer) if isinstance(leaf, InputMajor) else leaf

@@ -320,14 +320,15 @@ def _stack(weights: Any) -> tuple[Any, Array | None]:
     stack gives a stack of one, and None."""
     if not _in_stack(weights):
         return jax.tree.map(lambda array: array[None], weights), None
-    return _of_entries(weights, lambda part: part.stack), weights.values.entry
+    whole = _of_entries(weights, lambda part: part.of_shape(part.stack))
+    return whole, weights.values.entry
 
 
 def _alone(weights: QuantArray) -> QuantArray:
     """Returns a weight that is in a stack as arrays of its own, which XLA slices."""
     if not _in_stack(weights):
         return weights
-    return _of_entries(weights, lambda part: part.stack[part.entry])
+    return _of_entries(weights, lambda part: part.of_shape(part.stack[part.entry]))
 
 
 def _in_stack(weights: Any) -> bool:

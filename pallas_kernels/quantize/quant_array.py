@@ -37,17 +37,24 @@ class StackEntry:
     before a kernel gets it.
 
     Attributes:
-      stack: [entries, *shape].
+      stack: [entries, *shape], or with the last two axes of shape in each other's place.
       entry: int32, the array's index in the stack.
+      swapped: whether they are.
     """
 
     stack: Any
     entry: Any
+    swapped: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return tuple(self.stack.shape[1:])
+        *outer, rows, width = self.stack.shape[1:]
+        return (*outer, width, rows) if self.swapped else (*outer, rows, width)
+
+    def of_shape(self, array: Any) -> Any:
+        """Returns the stack, or its entry, with its last two axes as `shape` has them."""
+        return array.swapaxes(-1, -2) if self.swapped else array
 
     @property
     def ndim(self) -> int:

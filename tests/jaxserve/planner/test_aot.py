@@ -130,17 +130,12 @@ def test_a_decode_step(tmp_path, capsys, model, hardware, weights, cache, bucket
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("file", "bucket", "alone", "copied"),
-    [
-        ("step3-v6e", "32x32", 3, 0.01),
-        ("step3-v7x", "128x32", 4, 0.514),
-        ("deepseek-v3-v7x", "96x16", 3, 0),
-    ],
+    ("file", "bucket"),
+    [("step3-v6e", "32x32"), ("step3-v7x", "128x32"), ("deepseek-v3-v7x", "96x16")],
 )
-def test_a_step_of_both_roles_as_one_program(file, bucket, alone, copied, tmp_path, capsys):
-    """61 layers and three lanes. Pools, 12 to 65 GB, are not copied, but on v7x 0.5 GB of Step-3's
-    weights are, once a step. Exchanges begin before a role's computation and end after it, but for
-    those of the last turns."""
+def test_a_step_of_both_roles_as_one_program(file, bucket, tmp_path, capsys):
+    """61 layers and three lanes. Neither pools, 12 to 65 GB, nor weights are copied. Exchanges
+    begin before a role's computation and end after it, but for those of the last turns."""
     path, text = tmp_path / "step.yaml", (CONFIGS / f"{file}.yaml").read_text()
     path.write_text(text.replace("models/", f"{CONFIGS}/models/") + "pipeline: step\n")
     there = slice_of(path, file.rpartition("-")[2])
@@ -148,9 +143,9 @@ def test_a_step_of_both_roles_as_one_program(file, bucket, alone, copied, tmp_pa
     code, found, errors = compile_for(*where, timeout=3500, as_on_the_pod=True)
     assert code == 0, errors
     (step,) = [program for program in found["programs"] if program["name"] == "step_3"]
-    assert step["waited_for"] == alone
-    assert step["copied"] <= copied * 1e9
-    assert step["temporaries"] - step["copied"] < 0.03 * found["memory"][0]["cache"]
+    assert step["waited_for"] == 3
+    assert step["copied"] == 0
+    assert step["temporaries"] < 0.03 * found["memory"][0]["cache"]
     check_memory(path, found["memory"], capsys)
 
 

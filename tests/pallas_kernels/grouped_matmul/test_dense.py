@@ -38,12 +38,13 @@ def dense_weight(rng, d_out, d_in, format):
     return weight, jax.tree.map(lambda array: array[0], weight.jax)
 
 
-def in_stack(weight):
+def in_stack(weight, swapped=True):
     """The weight as the middle one of a stack; others' scales are poison."""
 
     def entry(array):
         other = jnp.full_like(array, jnp.nan) if array.dtype == jnp.float32 else array
-        return StackEntry(jnp.stack([other, array, other]), jnp.int32(1))
+        stack = jnp.stack([other, array, other])
+        return StackEntry(stack.mT if swapped else stack, jnp.int32(1), swapped)
 
     return jax.tree.map(entry, weight)
 
@@ -79,7 +80,7 @@ def test_as_numpy(target, format):
 
     arguments = jnp.asarray(rows), gate_array, up_array, down_array
     if target == "tpu":
-        arguments = arguments[0], *map(in_stack, arguments[1:])
+        arguments = arguments[0], *map(in_stack, arguments[1:], (False, False, True))
     with use_target(TARGETS[target]):
         product, network = (
             replay(both, *arguments) if target == "gpu" else jax.jit(both)(*arguments)
