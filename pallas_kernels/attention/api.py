@@ -137,6 +137,7 @@ def paged_attention(
     rope_pages: Float[Array, "pages kv_heads page_size rope_dim"] | None = None,
     int8_products: bool = False,
     with_lse: bool = False,
+    runs: int = 0,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
     tiles: Fields | None = None,
@@ -167,6 +168,9 @@ def paged_attention(
         on TPU v7x, which has no INT8 products; Hopper's kernels do not.
       with_lse: whether to return log(sum(exp(scores))) of every token and query head, -inf for
         padding tokens; `merge` needs it.
+      runs: the most runs of the batch that padding or a new run ends: neighbours of one sequence at
+        positions one apart, or all at the same. GPUs lay queries out for this number, and leave out
+        tokens of further runs; 0: any batch, which takes up to 128 times the memory of the queries.
       out_dtype: of the output; None: that of `queries`.
       implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
@@ -229,7 +233,7 @@ def paged_attention(
         if target is None or target.interpret:
             arrays = in_arrays(arrays)
         cache = _cache(arrays, width, int8_products)
-        call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted)
+        call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted, runs)
         out: Array
         sums: Array | None
         if target is None:
@@ -256,12 +260,14 @@ def attention_places(
     window: int = 0,
     v_width: int = 0,
     rope_pages: _Shaped | None = None,
+    runs: int = 0,
 ) -> Places:
     """Computes what `paged_attention` derives from the places of the batch's tokens alone. All
     layers with the same window share the result: compute it once and pass it as `places`.
 
     Args:
       queries, k_pages, v_pages, rope_pages: shapes and dtypes of the arguments of the calls.
+      runs: see `paged_attention`.
 
     Returns:
       a pytree of arrays for the kernels of the surrounding mesh's devices; () where plain XLA runs.
@@ -275,7 +281,8 @@ def attention_places(
         return ()
     position = _inside(position, page_table, k_pages)
     where = reference.Where(page_table, sequence_of_token, position)
-    return _kernels(target).places_of(reference.PagedCall(queries, cache, where, window), target)
+    call = reference.PagedCall(queries, cache, where, window, runs=runs)
+    return _kernels(target).places_of(call, target)
 
 
 def chunk_attention(
@@ -294,7 +301,8 @@ def chunk_attention(
     No cache is read: this is for layers that do not cache expanded keys and values (latent
     attention). The contribution of earlier tokens comes from `paged_attention` and is added by
     `merge`. Scores are `scale * query . key`; scores and softmax are FP32. Padding tokens give
-    zeros and have no effect on others, even if they are NaN. Only TPUs have a kernel.
+    zeros and have no effect on others, even if they are NaN. Only TPUs have a kernel; elsewhere
+    prompts of latent attention take `paged_attention`, over pages of expanded keys and values.
 
     Args:
       implementation: see `coverage.Implementation`.

@@ -22,6 +22,7 @@ from pallas_kernels.attention.ranges import (
     Cut,
     Places,
     cut_batch,
+    most_items,
     piece_of,
     range_of,
     results_of_units,
@@ -209,7 +210,8 @@ def _of_batch(call: PagedCall, target: Target, tiles: Fields | None = None) -> t
         plan = _cut_by(plan, call.cache, target, tiles)
     rows = plan.row_groups * ROWS
     largest = 1 if decode else max(1, rows // plan.heads)
-    return plan, Cut(plan.heads, largest, plan.lanes, rows, plan.ranges, BLOCK, call.window)
+    items = most_items(call, largest)
+    return plan, Cut(plan.heads, largest, items, plan.lanes, rows, plan.ranges, BLOCK, call.window)
 
 
 def _plan(

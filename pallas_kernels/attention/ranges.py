@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.attention.reference import Where
+from pallas_kernels.attention.reference import PagedCall, Where
 from pallas_kernels.attention.work_items import WorkItems, work_items
 
 
@@ -26,6 +26,7 @@ class Cut(NamedTuple):
     Attributes:
       heads: query heads of a key/value head.
       item_tokens: the most tokens of an item.
+      items: the most items that the batch may be cut into.
       lanes: parts of a unit's rows.
       lane_rows: rows of a lane; the last ones of a unit may be padding.
       ranges: number of ranges.
@@ -35,6 +36,7 @@ class Cut(NamedTuple):
 
     heads: int
     item_tokens: int
+    items: int
     lanes: int
     lane_rows: int
     ranges: int
@@ -93,6 +95,13 @@ class Places(NamedTuple):
         )
 
 
+def most_items(call: PagedCall, item_tokens: int) -> int:
+    """Returns how many items the batch of a call is cut into at most: as many as tokens, unless the
+    number of its runs is known. Queries and results are laid out for that many whole items."""
+    tokens = call.queries.shape[0]
+    return min(tokens, tokens // item_tokens + call.runs) if call.runs else tokens
+
+
 def cut_batch(
     cut: Cut,
     kv_heads: int,
@@ -107,6 +116,7 @@ def cut_batch(
     else:
         sequences, largest = page_table.shape[0], cut.item_tokens
         items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
+        items = WorkItems(*(field[: cut.items] for field in items))
         last, stride, sequence = items.kv_length - 1, items.stride, items.sequence
         place = last - (items.count - 1) * stride
 
@@ -171,7 +181,7 @@ def results_of_units(
     if items is None:
         return output, lse
     largest = cut.item_tokens
-    slot = jnp.arange(tokens * largest, dtype=jnp.int32).reshape(tokens, largest)
+    slot = jnp.arange(items.first.size * largest, dtype=jnp.int32).reshape(-1, largest)
     offset = jnp.arange(largest, dtype=jnp.int32)
     token = _tokens_of_items(items, tokens, cut)
     place_of_slot = jnp.where(offset < items.count[:, None], token, tokens)

@@ -127,6 +127,7 @@ class PagedCall(NamedTuple):
     scale: float = 1.0
     with_lse: bool = False
     out_dtype: Any = None
+    runs: int = 0
 
 
 def pages_gap(cache: Cache) -> str:

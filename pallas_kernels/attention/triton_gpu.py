@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.attention.ranges import Cut, Places, cut_batch, results_of_units, rows_of_units
+from pallas_kernels.attention.ranges import (
+    Cut,
+    Places,
+    cut_batch,
+    most_items,
+    results_of_units,
+    rows_of_units,
+)
 from pallas_kernels.attention.reference import Cache, PagedCall, pages_gap
 from pallas_kernels.attention.tiles import gpu_blocks
 from pallas_kernels.attention.triton_gpu_kernel import Sizes, attend, columns_of, combine
@@ -104,4 +111,4 @@ def cut_of(call: PagedCall, target: Target) -> Cut:
     block = max(16, min(64, 1 << ((STEP_BYTES // (2 * width)).bit_length() - 1)))
     largest = 1 if decode else max(1, rows // heads)
     ranges = max(1, 2 * gpu_blocks(target, interpreted=1) // lanes)
-    return Cut(heads, largest, lanes, rows, ranges, block, call.window)
+    return Cut(heads, largest, most_items(call, largest), lanes, rows, ranges, block, call.window)

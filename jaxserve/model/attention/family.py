@@ -80,7 +80,8 @@ def _shared(
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
     where = table, *batch.where[1:]
-    find = functools.partial(attention_places, queries, keys, values, *where, v_width=latent)
+    options = {"v_width": latent, "runs": len(table)}
+    find = functools.partial(attention_places, queries, keys, values, *where, **options)
     return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))
 
 
