@@ -86,7 +86,8 @@ def gpu_cases() -> list[Case]:
     drafts = [(name, SEQUENCES, tokens) for name in WHOLE_MODELS for tokens in (2, 4, 8)]
     prefill = [(name, *BATCHES[" chunk"]) for name in WHOLE_MODELS]
     batches = (*decode, *drafts, *prefill)
-    return [few_rows(256), *(_gpu(form, *batch) for batch in batches for form in GPU_FORMATS)]
+    others = few_rows(256), _expanded("deepseek-v3")
+    return [*others, *(_gpu(form, *batch) for batch in batches for form in GPU_FORMATS)]
 
 
 def before_hopper() -> list[Case]:
@@ -212,6 +213,18 @@ def _inside(name: str) -> Case:
     where = (jax.ShapeDtypeStruct((CHUNK_TOKENS,), jnp.int32),) * 2
     function = functools.partial(chunk_attention, scale=width**-0.5)
     return Case(f"{name} bf16 inside", function, (*arrays, *where))
+
+
+def _expanded(name: str) -> Case:
+    """Returns a prefill's attention to keys and values of every head, in pages, on a GPU."""
+    heads, width, v_width = NAIVE[name]
+    pages = CHUNK_TOKENS // PAGE_SIZE
+    sizes = (CHUNK_TOKENS, heads, width), *((pages, heads, PAGE_SIZE, w) for w in (width, v_width))
+    arrays = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
+    places = (1, pages), (CHUNK_TOKENS,), (CHUNK_TOKENS,)
+    where = (jax.ShapeDtypeStruct(place, jnp.int32) for place in places)
+    attend = functools.partial(paged_attention, scale=width**-0.5, with_lse=True, runs=2)
+    return Case(f"{name} bf16 expanded", attend, (*arrays, *where))
 
 
 def _write(name: str, kv_format: str, page_size: int = PAGE_SIZE) -> Case:

@@ -24,7 +24,8 @@ from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.llm import LLM
-from jaxserve.model.attention import kv_cache
+from jaxserve.model.attention import kv_cache, mla
+from pallas_kernels.attention import expanded
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.stepping import Sequences
@@ -184,8 +185,12 @@ def test_greedy_on_two_meshes(name, tmp_path):
         *(("step3p5", "afd"), ("gpt_oss", "afd")),
     ],
 )
-def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp_path):
-    """Pages on two meshes go to host memory, with two pages of a window where there is one."""
+def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp_path, monkeypatch):
+    """Pages on two meshes go to host memory, with two pages of a window where there is one. Latents
+    are expanded for chunks of three tokens and more, eight positions at a time."""
+    for constant, value in {"EXPANDED_PAGE": 4, "EXPANDED_POSITIONS": 8}.items():
+        monkeypatch.setattr(expanded, constant, value)
+    monkeypatch.setattr(mla, "least_expanded", lambda sizes: 3)
     few = CHUNKED | {"mode": mode, "cache.pages": 24, "cache.host_gb": 0.1 * (mode == "afd")}
     few |= {"cache.page_size": 4, "scheduler.page_buckets": [16]}
     expected = Expected.golden(name).tokens

@@ -5,12 +5,17 @@ One of the attention families; `model.py` composes it with norms, router and res
 everywhere.
 
 Two formulations give the same result. *Absorbed*: queries are projected to the latent space and
-attend to the cached latents directly. It reads little, which suits decode. *Naive*: keys and values
-of every head are expanded from the latents. It takes a third of the FLOPs for each pair of tokens,
-which suits prefill. A step with more tokens than sequences has prefill chunks: it attends naively
-within the chunks, absorbed to what was cached before, and merges both by their log-sum-exps. With
-`attention.int8_products` the absorbed one multiplies in INT8; the naive one, whose keys and values
-are not the cache's, stays in floats.
+attend to the cached latents directly. It reads little, which suits decode. *Expanded*: keys and
+values of every head are made of the latents first. It takes a third of the FLOPs for each pair of
+tokens, which suits prefill.
+
+A step with more tokens than sequences has prefill chunks. Off TPUs, a chunk that is long enough
+(`least_expanded`) attends to expanded keys and values alone, a block of cached positions at a time:
+what was cached before costs a third as well, and the kernels of paged attention run on the blocks.
+All other tokens attend absorbed. TPUs attend expanded within the chunks, absorbed to what was
+cached before, and merge both by their log-sum-exps. With `attention.int8_products` the absorbed
+form multiplies in INT8; the expanded one, whose keys and values are not the cache's, stays in
+floats.
 
 Pages of latents are (latent,) or (latent, rotated part), then their scales; an indexer's keys come
 behind the latent, and so do their scales.
@@ -37,6 +42,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.config.model import MLA, LayerKind, ModelConfig
 from jaxserve.config.model import MLA as Sizes
 from jaxserve.model.attention.batch import RaggedBatch
+from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
@@ -51,11 +57,11 @@ from jaxserve.model.module import (
     zeros,
 )
 from pallas_kernels.attention.api import chunk_attention, merge, paged_attention, write_rows
+from pallas_kernels.attention.expanded import attend_expanded, of_heads
 from pallas_kernels.grouped_matmul.dense import matmul
-from pallas_kernels.input_major import TILE, InputMajor
+from pallas_kernels.input_major import TILE
 from pallas_kernels.rotate_and_write import kept, norm_and_write, rotate
 from pallas_kernels.sparse_attention import attend_chosen, choose_positions
-from pallas_kernels.target import by_platform
 
 
 def without_index[A](pages: Sequence[A]) -> tuple[tuple[A, ...], tuple[A, ...]]:
@@ -191,9 +197,9 @@ class LatentAttention(nnx.Module):
         # Not quantised: they are small for each head, and absorption needs full precision.
         key_up = weight(rngs, dtype, q_heads=heads, nope=sizes.nope_dim, latent=latent)
         value_up = weight(rngs, dtype, q_heads=heads, v=sizes.v_dim, latent=latent)
-        on_tpu = config.platform == "tpu"
-        self.key_up = _in_columns(key_up) if on_tpu else key_up
-        self.value_up = _in_columns(value_up) if on_tpu else value_up
+        self.on_tpu = config.platform == "tpu"
+        self.key_up = _in_columns(key_up) if self.on_tpu else key_up
+        self.value_up = _in_columns(value_up) if self.on_tpu else value_up
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
         self.out_bias = zeros(rngs, dtype, d_model=d_model) if biased else None
         own = sizes.indexer and not sizes.indexer.shared
@@ -234,37 +240,30 @@ class LatentAttention(nnx.Module):
                 query_norm=query_norm,
                 epsilon=self.sizes.latent_epsilon,
                 interleaved=self.sizes.rope.interleaved,
-                stored=chunks,
+                stored=chunks and self.on_tpu,
             )
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
-        absorbed = self._absorb(nope, rope)
-        spare = sum(array.shape[-1] for array in pages if array.ndim == 4) - absorbed.shape[-1]
-        absorbed = jnp.pad(absorbed, ((0, 0), (0, 0), (0, spare)))
-        scaled: Any = {"scale": self.sizes.scale, "v_width": self.sizes.kv_latent}
         with jax.named_scope("paged_attention"):
+            attend = functools.partial(self._absorbed, nope, rope, pages, batch)
             if self.indexer and sparse:
                 chosen = self.indexer.choose(x, query, index, turn, batch)
             if sparse:
                 where = from_columns(batch.choice) if chosen is None else chosen, *batch.where[:2]
+                absorbed, scaled = self._absorb(nope, rope, pages), self._scaled
                 heads = self._values(attend_chosen(absorbed, pages, *where, **scaled)[0])
-            else:
-                position, places = batch.position, batch.own.places
-                if row is not None:  # only to what was cached before
-                    position, places = jnp.where(position < 0, -1, batch.chunk_start - 1), ()
-                mixed, history = paged_attention(
-                    *(absorbed, pages[0], None, *batch.where[:2], position),
-                    int8_products=self.kind.int8_products,
-                    with_lse=True,
-                    k_scales=pages[-1] if len(pages) > 1 else None,
-                    rope_pages=pages[1] if len(pages) == 3 else None,
-                    places=places,
-                    **scaled,
+            elif row is not None:
+                before, history = attend(jnp.where(batch.position < 0, -1, batch.chunk_start - 1))
+                inside, chunk = self._naive(nope, rope, row, batch)
+                heads = merge((before, inside), (history, chunk))
+            elif chunks and tokens >= least_expanded(self.sizes):
+                query = jnp.concatenate([nope, rope], axis=-1)
+                up = self.key_up[...], self.value_up[...]
+                least = least_expanded(self.sizes)
+                heads = attend_expanded(
+                    query, pages, up, batch.where, attend, self.sizes.scale, least
                 )
-                assert history is not None
-                heads = self._values(mixed)
-                if row is not None:
-                    inside, chunk = self._naive(nope, rope, row, batch)
-                    heads = merge((heads, inside), (history, chunk))
+            else:
+                heads, _ = attend(batch.position, batch.own.places)
         if self.indexer:
             pages = with_index(pages, index)
         share = linear(heads.reshape(tokens, -1), self.out)
@@ -281,26 +280,60 @@ class LatentAttention(nnx.Module):
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
         return nope, rotate(rope, *turn, interleaved=self.sizes.rope.interleaved)
 
-    def _absorb(self, nope: Array, rope: Array) -> Float[Array, "tokens q_heads width"]:
-        """Absorbs W^UK into the queries instead of applying it to the keys."""
-        query = _of_heads("thn,hnc->thc", nope, self.key_up[...])
-        return jnp.concatenate([query, rope], axis=-1)
+    def _absorb(
+        self, nope: Array, rope: Array, pages: Pages
+    ) -> Float[Array, "tokens q_heads width"]:
+        """Absorbs W^UK into the queries instead of applying it to the keys. Adds zeros for columns
+        that pages have behind a latent."""
+        query = of_heads("thn,hnc->thc", nope, self.key_up[...])
+        absorbed = jnp.concatenate([query, rope], axis=-1)
+        spare = sum(array.shape[-1] for array in pages if array.ndim == 4) - absorbed.shape[-1]
+        return jnp.pad(absorbed, ((0, 0), (0, 0), (0, spare)))
+
+    @property
+    def _scaled(self) -> dict[str, Any]:
+        """Options of attention to latents."""
+        return {"scale": self.sizes.scale, "v_width": self.sizes.kv_latent}
+
+    def _absorbed(
+        self,
+        nope: Array,
+        rope: Array,
+        pages: Pages,
+        batch: RaggedBatch,
+        position: Int32[Array, " tokens"],
+        places: Any = (),
+    ) -> tuple[Float[Array, "tokens q_heads v_dim"], Array]:
+        """Attends, absorbed, to the cached tokens up to these positions; also returns the
+        log-sum-exp of every head."""
+        mixed, lse = paged_attention(
+            *(self._absorb(nope, rope, pages), pages[0], None, *batch.where[:2], position),
+            int8_products=self.kind.int8_products,
+            with_lse=True,
+            runs=len(batch.page_table),
+            k_scales=pages[-1] if len(pages) > 1 else None,
+            rope_pages=pages[1] if len(pages) == 3 else None,
+            places=places,
+            **self._scaled,
+        )
+        assert lse is not None
+        return self._values(mixed), lse
 
     def _values(self, mixed: Array) -> Float[Array, "tokens q_heads v_dim"]:
         """Turns weighted sums of latents into those of values: W^UV after the softmax."""
-        return _of_heads("thc,hnc->thn", mixed, self.value_up[...])
+        return of_heads("thc,hnc->thn", mixed, self.value_up[...])
 
     def _naive(
         self, nope: Array, rope: Array, row: Array, batch: RaggedBatch
     ) -> tuple[Array, Array]:
         """Attends among the batch's own tokens; also returns the log-sum-exp of every head."""
         latent, key = row[:, : self.sizes.kv_latent], row[:, None, self.sizes.kv_latent :]
-        keys = _of_heads("tc,hnc->thn", latent, self.key_up[...])
+        keys = of_heads("tc,hnc->thn", latent, self.key_up[...])
         shared = jnp.broadcast_to(key, (*keys.shape[:2], key.shape[2]))
         return chunk_attention(
             jnp.concatenate([nope, rope], axis=-1),
             jnp.concatenate([keys, shared], axis=-1),
-            _of_heads("tc,hnc->thn", latent, self.value_up[...]),
+            of_heads("tc,hnc->thn", latent, self.value_up[...]),
             batch.sequence_of_token,
             batch.position,
             scale=self.sizes.scale,
@@ -313,32 +346,3 @@ def _in_columns(of_heads: Weight) -> Weight:
     that a loop reads, and copies the stack. One column of tiles, 128 numbers, is the same in
     both."""
     return of_heads.by_inputs({}) if of_heads.shape[1] % TILE == 0 else of_heads
-
-
-def _of_heads(products: str, x: Array, w: Array | InputMajor) -> Array:
-    """`_einsum` of an array with the matrices [h, n, c] of all heads."""
-    if not isinstance(w, InputMajor):
-        return _einsum(products, x, w)
-    tiles = w.values  # [h, i, c, w]: row i · 128 + w of a head
-    if w.entry is not None:
-        tiles = jax.lax.dynamic_index_in_dim(tiles, w.entry, keepdims=False)
-    left, _, result = products.replace("n", "iw").replace(",", "->").split("->")
-    if left == "thiw":
-        x = x.reshape(*x.shape[:2], tiles.shape[1], -1)
-    found = _einsum(f"{left},hicw->{result}", x, tiles)
-    return found.reshape(*found.shape[:2], -1)
-
-
-def _einsum(products: str, x: Array, w: Array) -> Array:
-    """A product of heads with FP32 accumulation, in x's dtype."""
-
-    def on_cpu(x: Array, w: Array) -> Array:
-        # XLA's CPU backend has no batched BF16 product; FP32 operands give the same numbers.
-        highest = jax.lax.Precision.HIGHEST
-        return jnp.einsum(products, x.astype(jnp.float32), w.astype(jnp.float32), precision=highest)
-
-    def elsewhere(x: Array, w: Array) -> Array:
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return jnp.einsum(products, x, w, precision=precision, preferred_element_type=jnp.float32)
-
-    return by_platform(x, w, cpu=on_cpu, default=elsewhere).astype(x.dtype)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.attention import chunk_attention
 from pallas_kernels.target import Target, use_target
@@ -100,3 +101,14 @@ class ChunkSuite:
         output = np.asarray(output, np.float32)
         np.testing.assert_allclose(output, expected, rtol=self.rounding, atol=self.rounding)
         np.testing.assert_allclose(np.asarray(lse), sums, atol=1e-4)
+
+    @pytest.mark.parametrize("wrong", [np.nan, np.inf])
+    def test_what_is_not_finite_stays_in_its_sequence(self, wrong):
+        """Also where it shares tiles with another one; who comes before it does not see it."""
+        arrays = batch(np.random.default_rng(3), [5, 12], [0, 0], 21)
+        output, _ = self.run(arrays)
+        arrays[2][9, 0, 1] = wrong  # a value of the second sequence's position 4
+        spoiled, _ = self.run(arrays)
+        np.testing.assert_array_equal(spoiled[:9], output[:9])
+        assert not np.isfinite(np.asarray(spoiled)[9:17, 0]).any()
+        np.testing.assert_array_equal(spoiled[17:], 0)

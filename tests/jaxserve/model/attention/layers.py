@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.checkpoint.families import architecture, family_of
 from jaxserve.checkpoint.source import Source
 from jaxserve.config.load import load_deployment
+from jaxserve.config.model import Platform
 from jaxserve.mesh import ATTENTION_RULES, Submeshes, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
@@ -69,6 +71,7 @@ class Options(NamedTuple):
     weights: str = "plain"
     """Or fp8, int8; "fp8 multiplied out" are the same values in `dtype`."""
     int8_products: bool = False
+    platform: Platform = "tpu"
 
 
 class Layer:
@@ -81,7 +84,7 @@ class Layer:
     def __init__(self, model: Model, options: Options = Options()):  # noqa: B008
         tree = model.config()
         family = family_of(tree["model_type"])
-        config = architecture(tree)
+        config = msgspec.structs.replace(architecture(tree), platform=options.platform)
         deployment = load_deployment(
             Path(__file__).parent,
             {
@@ -241,6 +244,7 @@ class FamilySuite:
     variants: ClassVar[dict[str, Model]]
     cut: ClassVar[tuple[str, ...]] = ("plain",)
     in_bfloat16: ClassVar[float] = 0.03
+    platform: ClassVar[Platform] = "tpu"
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for argument, names in (("variant", self.variants), ("cut_variant", self.cut)):
@@ -248,7 +252,7 @@ class FamilySuite:
                 metafunc.parametrize(argument, names)
 
     def layer(self, name: str = "plain", **options: Any) -> Layer:
-        return Layer(self.variants[name], Options(**options))
+        return Layer(self.variants[name], Options(**options, platform=self.platform))
 
     @property
     def x(self) -> list[np.ndarray]:

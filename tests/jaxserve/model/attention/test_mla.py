@@ -1,7 +1,8 @@
 """MLA alone, against NumPy: several ragged sequences at once, whole and in pieces.
 
-A step of three tokens or fewer attends absorbed, a longer one naively inside itself and absorbed to
-what came before; NumPy does neither, it makes keys and values of every head for all tokens.
+A step of three tokens or fewer attends absorbed. In a longer one TPUs expand keys and values inside
+chunks and absorb before them; other platforms expand for long chunks alone, and absorb for all
+other tokens. NumPy expands always.
 """
 
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import expanded
 from tests import golden
 from tests.jaxserve.model.attention import layers
 from tests.reference.tiny_models import TinyModel
@@ -63,3 +65,27 @@ class TestMLA(layers.BiasesSuite):
         """Tokens attend to latents as they are; beside a chunk, whose own rows are in floats."""
         layer = self.layer(cache="int8", rope="bfloat16", int8_products=True)
         layers.check(layers.in_pieces(layer, self.x, layers.MIXED_STEPS), self.expected(), 0.05)
+
+
+class TestOffTPUs(TestMLA):
+    """Chunks of seven tokens and more attend to expanded keys and values, eight positions at a
+    time."""
+
+    variants = {  # noqa: RUF012
+        name: TinyModel(name, replace(sizes, qk_nope_head_dim=4, v_head_dim=2), seed=5)
+        for name, sizes in VARIANTS.items()
+    }
+    cut, platform = ("plain", "biases"), "cpu"
+
+    @pytest.fixture(autouse=True)
+    def small_blocks(self, monkeypatch):
+        monkeypatch.setattr(expanded, "EXPANDED_PAGE", 4)
+        monkeypatch.setattr(expanded, "EXPANDED_POSITIONS", 8)
+
+    def test_which_tokens_attend_to_what_is_expanded(self, monkeypatch):
+        """In steps with other chunks and decode tokens: the eight tokens of one chunk."""
+        own = expanded._expand
+        monkeypatch.setattr(expanded, "_expand", lambda *x: [np.nan * a for a in own(*x)])
+        found = layers.in_pieces(self.layer(), self.x, layers.MIXED_STEPS)
+        nothing = [np.flatnonzero(np.isnan(rows).any(axis=1)).tolist() for rows in found]
+        assert nothing == [[], [], [*range(3, 11)]]
