@@ -215,7 +215,7 @@ def test_command(capsys):
     assert main([*asked, "--rate", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["finished"] == 18
     assert main(asked) == 2
-    assert "a fleet needs a rate" in capsys.readouterr().err
+    assert "--shared needs --rate" in capsys.readouterr().err
 
 
 class SimulatedWorld(World):
