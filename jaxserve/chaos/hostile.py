@@ -9,6 +9,7 @@ child process more than before.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -163,11 +164,12 @@ class Held(msgspec.Struct, frozen=True):
         try:
             files = len(list((folder / "fd").iterdir()))
             tasks = list((folder / "task").iterdir())
-            children = [
-                child for task in tasks for child in (task / "children").read_text().split()
-            ]
         except OSError:
             return cls()
+        children = []
+        for task in tasks:
+            with contextlib.suppress(OSError):  # the thread has ended since
+                children += (task / "children").read_text().split()
         below = [cls.of(int(child)) for child in children]
         return cls(
             files + sum(one.files for one in below),
