@@ -136,7 +136,7 @@ class Fleet:
     st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from("dddddddlr"), st.integers(0, 11)), max_size=80),
 )
-@example(1, 1, 1, [("d", 0), ("l", 0), ("d", 0)])  # a message waits once more before it has run
+@example(1, 1, 1, [("d", 0), ("l", 0), ("d", 0), ("d", 1), ("d", 1)])  # again in the queue
 @example(1, 1, 1, [("d", 0)] * 5 + [("l", 0), ("d", 1)])  # an old one comes after the next has run
 def test_every_process_gets_every_answer(domains, pieces, processes, events):
     """A frame is delivered, a pass run, a connection lost, or the ffn worker begun anew."""
