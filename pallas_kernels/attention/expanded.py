@@ -37,8 +37,7 @@ def attend_expanded(
     """Attends from every token to positions 0..position of its own sequence.
 
     Sequences with at least `least` tokens in the batch, which stand together, attend to expanded
-    keys and values, a block of cached positions at a time. All other tokens attend absorbed, if
-    there are any.
+    keys and values, a block of cached positions at a time. All other tokens attend absorbed.
 
     Args:
       query: its last columns are rotated.
