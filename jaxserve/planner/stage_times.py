@@ -261,7 +261,7 @@ def _unhidden(attend: np.ndarray, stages: Sequence[float]) -> list[float]:
 def expert_loads(
     layout: Layout, model: CostModel, skew: Skew | None, *, seed: int = 0, placed: bool = False
 ) -> ExpertLoads | None:
-    """How tokens fall on the ffn devices of a layout; None: evenly, or there is no more than one.
+    """How tokens fall on the ffn devices of a layout; None: evenly, or on a single one.
 
     Args:
       placed: as in `ExpertLoads`.
