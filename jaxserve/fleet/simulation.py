@@ -25,6 +25,7 @@ from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
+from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import placed
 from jaxserve.fleet.routed import Job, Routed
 from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
@@ -229,19 +230,13 @@ class FleetSimulation:
     def run(self) -> FleetResult:
         """Simulates until every request has ended; with `running`, has had its first token."""
         workers, tell = self._workers.items(), Progress()
-        # Without prefill workers, sequences go to domains at once.
-        found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
-        prefill = [worker for worker in self._workers.values() if worker.role == "prefill"]
-        every = [] if self._conditions.prefilled else [*self._workers.values()]
-        for worker in (prefill or every) if found else ():
-            for prefix in range(self._traffic.prefixes):
-                worker.engine.warm([SHARED + prefix] * found)
+        # Sequences that run at the start meet no prefill workers, and so go to domains at once.
         for name, worker in ((n, w) for n, w in workers if w.role == "domain"):
-            self._join(name, worker)
+            self._start(name, worker)
         for number, (length, left) in enumerate(self._traffic.running):
             self._submit(f"{RUNNING}{number}", [OWN + number] * length, left, whole=True)
         for name, worker in ((n, w) for n, w in workers if w.role == "prefill"):
-            self._join(name, worker)
+            self._start(name, worker)
         for number, at in enumerate(self._arrivals()):
             self._at(at, functools.partial(self._arrive, number))
         with no_garbage_collection():
@@ -287,6 +282,21 @@ class FleetSimulation:
         self._workers[loss.worker] = back = worker._replace(engine=worker.again())
         self._act(self._coordinator.left(loss.worker))
         self._at(self._now + loss.seconds, functools.partial(self._join, loss.worker, back))
+
+    def _start(self, name: str, worker: _Worker) -> None:
+        """Joins a worker, which has the common beginnings of prompts if it computes prompts.
+
+        The router learns so: otherwise it would prefer workers to which it has sent some before.
+        """
+        found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
+        computes = worker.role == "prefill" or not self._elsewhere
+        prefixes = range(self._traffic.prefixes if found and computes else 0)
+        prompts = [[SHARED + prefix] * found for prefix in prefixes]
+        for prompt in prompts:
+            worker.engine.warm(prompt)
+        self._join(name, worker)
+        for prompt in prompts:
+            self._coordinator.placement.index.add(name, blocks_of(prompt, ""))
 
     def _join(self, name: str, worker: _Worker) -> None:
         made, limits = worker.engine.deployment, worker.engine.deployment.scheduler

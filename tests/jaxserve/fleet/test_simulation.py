@@ -46,6 +46,7 @@ def simulate(
     losses=(),
     running=(),
     hits=0.0,
+    prefixes=1,
     **overrides,
 ):
     """Requests of 100 + `output` tokens, evenly spaced; the first after one space."""
@@ -60,6 +61,7 @@ def simulate(
         shared=shared,
         running=running,
         hits=hits,
+        prefixes=prefixes,
     )
     pages = Handoff(token_bytes=1.0, bytes_per_second=1e4, latency=0.01)
     conditions = FleetConditions(pages=pages, losses=losses)
@@ -100,8 +102,7 @@ def test_sequences_that_run_at_the_start(tmp_path):
     assert (result.finished, result.refused) == (1, 0)
     came = 0.001 + 2 * STEP + PULL
     assert came + STEP < result.ttft.mean + 0.001 <= came + 3 * STEP
-    _, paces = simulation.samples()
-    assert paces == []  # nine tokens would be a pace
+    assert simulation.samples()[1] == []  # nine tokens would be a pace
     assert simulate(tmp_path, running=((50, 20),), rate=0.5).run().tpot.mean == pytest.approx(STEP)
 
 
@@ -113,14 +114,8 @@ def test_without_prefill_workers_the_domain_prefills(tmp_path):
 
 def test_a_second_request_waits_for_the_worker_and_for_the_slot(tmp_path):
     """One at a time: the second's prompt after the first's, and its pages after the first's end."""
-    result = simulate(
-        tmp_path,
-        requests=2,
-        output=6,
-        scheduler__slots=1,
-        scheduler__token_budget=64,
-        fleet__domain_waiting=0,
-    ).run()
+    asked = {"scheduler__slots": 1, "fleet__domain_waiting": 0}
+    result = simulate(tmp_path, requests=2, output=6, **asked).run()
     # Arrivals at 1 and 2 ms. Computed at 201 and 401 ms; the first has its six tokens at 201 + PULL
     # + 600 ms, and then the second's pages come.
     prefill_wait = (0.0 + 0.199) / 2
@@ -161,10 +156,11 @@ def test_prompts_that_begin_alike(tmp_path):
 
 
 def test_hits_are_there_from_the_start(tmp_path):
-    """64 of 100 tokens: one chunk instead of two, already for the first request."""
-    result = simulate(tmp_path, hits=0.64).run()
-    assert result.ttft.mean == pytest.approx(STEP + PULL + STEP)
-    assert result.found == pytest.approx(0.64)
+    """64 of 100 tokens: one chunk instead of two, already for the first request. The router sends
+    prompts to idle workers that have not had any of their beginning yet."""
+    assert simulate(tmp_path, hits=0.64).run().ttft.mean == pytest.approx(STEP + PULL + STEP)
+    result = simulate(tmp_path, 16, 15.0, hits=0.64, prefixes=4, prefill__workers=2).run()
+    assert [result.found, result.waits["prefill"].mean] == pytest.approx([0.64, 0])
 
 
 def test_a_domain_that_is_lost(tmp_path):
