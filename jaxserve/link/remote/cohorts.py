@@ -296,10 +296,9 @@ class Cohorts(Turns):
             for lane in cohort.in_step:
                 sources[lane.home][cohort] += 1
                 lane.home.in_step.add(lane)
-            for lane in cohort.missing:
-                lane.home.missing.add(lane)
         layers = 1 + max((max(one.layer, one.last) for one in self._lanes.values()), default=0)
         for home, counts in sources.items():
+            home.missing = home.in_step.difference(self._messages)
             waits = {
                 at: sum(n * ((one.layer - at.layer) % layers) for one, n in counts.items())
                 for at in counts
@@ -365,21 +364,20 @@ class Cohorts(Turns):
 
     def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
         """Takes the message that waited longest, with those of its cohort that wait beside it. They
-        go on as the cohort if they are more than the lanes in step: else a cohort that fell apart
-        would never be whole again, since passes of few messages keep the pool busy."""
+        go on as the cohort if lanes in step are among them, or if they are more than these: else a
+        cohort that fell apart would never be whole again, since passes of few messages keep the
+        pool busy."""
         cohort, layer = self._lanes[oldest.key].home, oldest.layer
         beside = cohort.waiting[layer]
-        if layer == cohort.position or len(beside) > len(cohort.in_step):
+        joined = layer == cohort.position and not cohort.in_step.isdisjoint(beside)
+        if joined or len(beside) > len(cohort.in_step):
             return self._run(cohort, layer, now)
         cohort.in_step.difference_update(beside)
         return self._at(cohort, layer)
 
     def _at(self, cohort: _Cohort, layer: int) -> list[Waiting]:
         """Takes the cohort's messages of a layer."""
-        waiting = cohort.waiting.pop(layer)
-        for lane in waiting:
-            del self._messages[lane]
-        return list(waiting.values())
+        return [self._messages.pop(lane) for lane in cohort.waiting.pop(layer)]
 
     def _since(self, lane: _Lane, now: float) -> float:
         """Returns since when the lane's domain waits; `now` if it does not."""
@@ -394,7 +392,10 @@ class Cohorts(Turns):
         cohort.missing.difference_update(gone)
         cohort.in_step.difference_update(gone)
         # A domain takes its answers in order, so it sends nothing before its older message has run.
-        if all(self._since(lane, now) < lane.came for lane in cohort.missing):
+        # If all lanes in step wait so, those left behind do not take the cohort from them, but wait
+        # for as long as the price says: with an infinite one nobody would ever go on.
+        away = 0 < len(cohort.in_step) == len(cohort.missing) and self._price < NEVER
+        if not away and all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
         price = self._price * self.iteration
         late = max(cohort.late, 0.0) / max(len(cohort.in_step) - len(cohort.missing), 1)

@@ -32,8 +32,7 @@ def in_step(policy, domains="abcd", layers=12, beat=0.001):
 def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_worth(together):
     policy = Cohorts(most=8, price=1.0)
     now = in_step(policy)
-    whole = policy.take(now, idle=True)
-    policy.served(whole.batch, now)
+    policy.served(policy.take(now, idle=True).batch, now)
     for name in "abc":
         policy.put(message(name, 13), now + 0.001 + together)
     # Three wait for one: they go on once they had to wait another third of an iteration.
@@ -69,15 +68,18 @@ def test_lateness_at_the_first_layer_is_usual_after_a_step_alone():
 
 
 def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
-    """Domain b takes the answer to its older message, of lane 1, before it sends lane 0's next."""
-    policy = Cohorts(most=8)
-    steps = ("a01 b01", 0.0), ("a00 b00", 0.0), ("b11", 0.001), ("a10 b10", 0.002), ("a20", 0.003)
-    for texts, now in steps:
+    """Domain b takes the answer to its older message, of lane 1, before it sends lane 0's next.
+    When a has to wait so, b's, which was left behind, does not take the cohort from it."""
+    policy, now = Cohorts(most=8), 0.0
+    steps = {"a01 b01": "ab", "a00 b00": "ab", "b11": "", "a10 b10": "ab", "a20": "a"}
+    steps |= {"a11": "ba", "a30 b20": "a", "a21": "", "a40": "a", "": "", "b21": "ab"}
+    for texts, served in steps.items():
         for name, layer, lane in texts.split():
             policy.put(message(name, int(layer), int(lane)), now)
         if batch := policy.take(now, idle=True).batch:
             policy.served(batch, now)
-    assert [one.domain for one in batch] == ["a"]
+        assert "".join(one.domain for one in batch) == served
+        now += 0.001
 
 
 def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0():
@@ -94,6 +96,10 @@ def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0
     assert taken(policy, now) == ""
     policy.forget("c")
     assert (taken(policy, now), policy.left_behind) == ("nab", 0)
+    # One that is overdue does not take the cohort from lanes that are on their way.
+    policy.put(message("d", 9), now)
+    assert taken(policy, now + 1.3 * policy.iteration) == "d"
+    assert policy.left_behind == 0
 
 
 def test_a_lane_waits_1_3_iterations_where_its_cohort_never_comes_by():
@@ -149,9 +155,8 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
     """Lanes of 5 layers, some slow, lost, idle, of another shape or in parts from a moment on."""
     policy, layers, now, end = make(8), 5, 0.0, 0.0
     arrivals, running, order, waiting = [], [], itertools.count(), {}
-    lost = set()
     happens = {at * 1e-3: (kind, domain) for kind, domain, at in events}
-    slow, idle, shape = {}, set(), {}
+    slow, idle, lost, shape = {}, set(), set(), {}
 
     def send(domain, lane, layer, at):
         heapq.heappush(arrivals, (at, next(order), domain, lane, layer))
