@@ -189,9 +189,10 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
     SGLang and of vLLM do. The engine's step is one program of one batch."""
     expanded: bool = False
-    """Whether prompts of latent attention run on expanded keys and values alone, those of what was
-    cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
-    expands within a chunk and absorbs before it (`model/attention/mla.py`)."""
+    """Whether all prompts of latent attention run on expanded keys and values alone, those of what
+    was cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
+    does so in long chunks and absorbs in others; on TPUs it expands within a chunk and absorbs
+    before it (`model/attention/mla.py`)."""
     reserve: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
     """Share of the memory that weights and cache leave: half of it for the compiler, and the other
     half for activations, which take more of the cache's where they need it."""

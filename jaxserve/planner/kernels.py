@@ -59,7 +59,7 @@ class Attending(NamedTuple):
 
 
 def prompt_chunks(
-    tokens: np.ndarray, length: np.ndarray, pairs: np.ndarray, *, whole: bool
+    tokens: np.ndarray, length: np.ndarray, pairs: np.ndarray, *, least: float
 ) -> tuple[Any, Any, Expanded]:
     """Latent attention of prompts' chunks: (tokens read from the cache, pairs in absorbed form, the
     expanded part). A sequence with one token decodes, in absorbed form.
@@ -68,12 +68,13 @@ def prompt_chunks(
       tokens: tokens of each sequence in the step.
       length: cached tokens of each sequence after the step.
       pairs: attended pairs of each sequence.
-      whole: whether the cache before a chunk is expanded, too (`Assumptions.expanded`). The engine
-        expands within the chunk and absorbs before it, which passes the maps twice.
+      least: tokens of a chunk from which on it runs on expanded keys and values alone, those cached
+        before it included; others run absorbed. 0: every chunk expands within itself and absorbs
+        before it, which passes the maps twice.
     """
-    chunk = tokens > 1
+    chunk = tokens >= (least or 2)
     read = np.where(chunk, length - tokens, length)
-    if whole:
+    if least:
         own, before = np.where(chunk, length, 0.0), np.where(chunk, read, 0.0)
         return read, np.where(chunk, 0.0, pairs), Expanded(pairs * chunk, own, before)
     inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)

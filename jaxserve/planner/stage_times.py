@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.config.model import Compressed
 from jaxserve.errors import ConfigError
+from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.kernels import (
@@ -72,13 +73,13 @@ def even_rows(
     return made._replace(**bucket)  # type: ignore[arg-type]
 
 
-def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, whole: bool) -> Attending:
+def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, least: float) -> Attending:
     """Returns the work of a layer's attention.
 
     Args:
       tile: as in `tile_padding`.
       rows: with a `reach`, hardware has no kernels, and attends to whole blocks.
-      whole: as in `prompt_chunks`.
+      least: as in `prompt_chunks`.
     """
     window = group.spec.window
     if rows.reach and not group.has_state:
@@ -107,7 +108,7 @@ def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, whole: 
         pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
         read = pairs if sparse else read  # every token's rows are copied by themselves
     if group.latent and (rows.tokens > 1).any() and not sparse:
-        read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, whole=whole)
+        read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, least=least)
         more = more._replace(pairs=more.pairs * row_padding(tile, rows.tokens))
         expanded = Expanded(*(rows.sums(each) for each in more))
     pairs = pairs * tile_padding(group, tile, tp, rows.tokens)
@@ -129,17 +130,26 @@ def attend(
       tokens: of a sequence in the step, drafts included; its cache is read once.
       stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
     """
-    one = _of_one(group, on.tile_rows, tp, tokens, made.context, made.assumed.expanded)
+    least = least_chunk(made, group, on)
+    one = _of_one(group, on.tile_rows, tp, tokens, made.context, least)
     return StageTime(*made.attended(group, on, tp, one.of(batch), stage))
 
 
 @functools.lru_cache(1024)
 def _of_one(
-    group: AttentionLayers, tile: int, tp: int, tokens: int, context: int, whole: bool
+    group: AttentionLayers, tile: int, tp: int, tokens: int, context: int, least: float
 ) -> Attending:
     """A layer's attention of one sequence."""
     one = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([context]), tokens)
-    return attending(group, tile, tp, one, whole=whole)
+    return attending(group, tile, tp, one, least=least)
+
+
+def least_chunk(made: Calculator, group: AttentionLayers, on: Hardware) -> float:
+    """Returns the tokens of the shortest chunk that attends to expanded keys and values alone, as
+    assumed, or as the engine does; 0: none does."""
+    if made.assumed.expanded:
+        return 2
+    return 0 if group.latent is None or on.platform == "tpu" else least_expanded(group.latent)
 
 
 class StepTimes(NamedTuple):
@@ -203,8 +213,11 @@ class Rooflines:
     def step(self, rows: Rows) -> StepTimes:
         made, on, tp = self._attention, self._on_attention, self._layout.tp
         first, groups = self._kinds[0][0], made.model.attention
-        seen, asked = rows if on.pads else rows._replace(reach=0), (on.tile_rows, tp)
-        loads = [attending(group, *asked, seen, whole=made.assumed.expanded) for group in groups]
+        seen = rows if on.pads else rows._replace(reach=0)
+        loads = [
+            attending(group, on.tile_rows, tp, seen, least=least_chunk(made, group, on))
+            for group in groups
+        ]
         attend = [
             np.asarray(made.attended(group, on, tp, load)[0])
             for group, load in zip(groups, loads, strict=True)

@@ -78,7 +78,7 @@ def cached_numbers(group: AttentionLayers, context: int) -> float:
 def attended(group: AttentionLayers, context: int) -> Any:
     """What a token that decodes attends to, and scores."""
     rows = Rows(1, np.zeros(1, int), np.ones(1, int), np.array([context]), 1)
-    return attending(group, 1, 1, rows, whole=False).of(1)
+    return attending(group, 1, 1, rows, least=0).of(1)
 
 
 def attention_flops(group: AttentionLayers, context: int) -> float:

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.model.ffn.placement import SlotSizes
+from jaxserve.planner import stage_times
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import Calibration, Fit, FitKey
 from jaxserve.planner.hardware import load_hardware
@@ -73,27 +74,38 @@ class TestLatentPrompts:
     MAPS = 128 * 512 * (128 + 128)
     LINEAR = 2 * 4096 * (MAPS + 1536 * (7168 + 128 * 192) + 7168 * (576 + 128 * 128)) / 989e12
 
-    def attend(self, tokens: int, length: int, *, whole: bool) -> float:
-        ideal = Assumptions(compute=1, memory=1, network=1, stage_seconds=0, expanded=whole)
-        times = rooflines(
-            msgspec.structs.replace(LAYOUT, dp=1), calculator("deepseek-v3", assumed=ideal)
-        )
+    def attend(self, tokens: int, length: int) -> float:
+        ideal = Assumptions(compute=1, memory=1, network=1, stage_seconds=0)
+        made = calculator("deepseek-v3", assumed=ideal)
+        times = rooflines(msgspec.structs.replace(LAYOUT, dp=1), made)
         rows = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([length]), tokens)
         return float(times.step(rows).attend[0][0])
 
     @pytest.mark.parametrize("before", [0, 8192])
-    def test_the_engine_expands_within_a_chunk_alone_and_others_all(self, before):
+    def test_tpus_expand_within_chunks_and_others_all_of_long_ones(self, before, monkeypatch):
         pairs = 4096 * 4097 / 2
         flops = 2 * 128 * (320 * pairs + 1088 * 4096 * before) + 2 * 4096 * self.MAPS
-        found = self.attend(4096, before + 4096, whole=False)
+        monkeypatch.setattr(stage_times, "least_chunk", lambda *_: 0)
+        found = self.attend(4096, before + 4096)
+        monkeypatch.undo()
         assert found == pytest.approx(flops / 989e12 + self.LINEAR)
         attending = 2 * 128 * 320 * (pairs + 4096 * before) / 989e12
         # A chunk's own tokens pass the maps as linear ones; what is expanded is written.
         written = (before + 4096) * 128 * 320 * 2 / 3.35e12
         expanding = max(2 * before * self.MAPS / 989e12, written)
         expanding += before * (576 + 4) / 3.35e12  # of latents
-        found = self.attend(4096, before + 4096, whole=True)
+        found = self.attend(4096, before + 4096)
         assert found == pytest.approx(attending + expanding + self.LINEAR)
+        flops = 2 * 128 * 1088 * (320 * 321 / 2 + 320 * before)  # fewer than 342 tokens: absorbed
+        short = pytest.approx(flops / 989e12 + self.LINEAR * 320 / 4096)
+        assert self.attend(320, before + 320) == short
+
+
+def test_from_which_chunks_on_prompts_are_expanded_alone():
+    engine, (group, *_) = calculator("deepseek-v3"), load_model("deepseek-v3").attention
+    every = calculator("deepseek-v3", assumed=Assumptions(expanded=True))
+    cases = ((engine, H800), (engine, load_hardware("v6e")), (every, load_hardware("v6e")))
+    assert [stage_times.least_chunk(made, group, on) for made, on in cases] == [342, 0, 2]
 
 
 def test_a_collective_waits_for_the_fullest_group():
