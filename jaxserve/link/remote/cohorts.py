@@ -394,7 +394,7 @@ class Cohorts(Turns):
         # A domain takes its answers in order, so it sends nothing before its older message has run.
         # If all lanes in step wait so, those left behind do not take the cohort from them, but wait
         # for as long as the price says: with an infinite one nobody would ever go on.
-        away = 0 < len(cohort.in_step) == len(cohort.missing) and self._price < NEVER
+        away = len(cohort.in_step) == len(cohort.missing) and self._price < NEVER
         if not away and all(self._since(lane, now) < lane.came for lane in cohort.missing):
             return now
         price = self._price * self.iteration
