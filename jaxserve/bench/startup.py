@@ -66,8 +66,8 @@ def start(cache: str) -> dict[str, float]:
     lines: list[str] = []
     seconds: dict[str, float] = {}
     compiled = 0.0
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             now = time.monotonic() - begin
@@ -83,6 +83,7 @@ def start(cache: str) -> dict[str, float]:
     finally:
         late.cancel()
         end(process)
+        process.stdout.close()
     if "ready" not in seconds:
         raise BenchError("serve never got ready:\n" + "".join(lines[-20:]))
     return seconds
