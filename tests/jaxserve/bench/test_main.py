@@ -68,7 +68,6 @@ EVERY = [
 ]
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize(
     "words",
     [pytest.param(words, marks=() if words == DAILY else pytest.mark.nightly) for words in EVERY],
