@@ -284,10 +284,8 @@ class FleetSimulation:
         self._at(self._now + loss.seconds, functools.partial(self._join, loss.worker, back))
 
     def _start(self, name: str, worker: _Worker) -> None:
-        """Joins a worker, which has the common beginnings of prompts if it computes prompts.
-
-        The router learns so: otherwise it would prefer workers to which it has sent some before.
-        """
+        """Joins a worker. If it computes prompts, it holds their common beginnings, and the router
+        is told: otherwise the router would prefer workers to which it has sent some before."""
         found = int(self._traffic.hits * max(prompt for prompt, _ in self._lengths))
         computes = worker.role == "prefill" or not self._elsewhere
         prefixes = range(self._traffic.prefixes if found and computes else 0)

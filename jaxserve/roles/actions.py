@@ -54,7 +54,8 @@ class ReadPages(msgspec.Struct, frozen=True, tag=True):
     """Reads a piece of pages. All processes of the mesh take part."""
 
     access: int
-    """Number of the access to pages: the domain, for hand-offs; counted on for host memory."""
+    """Number of the access to pages: that of the domain for hand-offs, and for host memory the
+    number of domains more."""
     group: int
     page_ids: list[int]
     offset: int

@@ -66,13 +66,7 @@ class LedPages(PageAccess):
       tell: sends the followers an order.
     """
 
-    def __init__(
-        self,
-        transfer: PageTransfer,
-        arrays: KVArrays,
-        number: int,
-        tell: Tell,
-    ):
+    def __init__(self, transfer: PageTransfer, arrays: KVArrays, number: int, tell: Tell):
         self.number, self._tell = number, tell
         super().__init__(transfer, arrays)
 

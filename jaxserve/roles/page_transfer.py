@@ -244,5 +244,6 @@ class PageAccess:
 
 def page_access(arrays: KVArrays, number: int, **options: Any) -> PageAccess:
     """Makes the pages of a worker with one process readable and writable. Compiles the programs and
-    warms them up; for `number` and several processes see `page_spread.page_access`."""
+    warms them up. `number` has no use here; `page_spread.page_access` is the form for several
+    processes."""
     return PageAccess(PageTransfer(arrays.programs, **options), arrays)

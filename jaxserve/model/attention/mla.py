@@ -255,10 +255,9 @@ class LatentAttention(nnx.Module):
                 before, history = attend(jnp.where(batch.position < 0, -1, batch.chunk_start - 1))
                 inside, chunk = self._naive(nope, rope, row, batch)
                 heads = merge((before, inside), (history, chunk))
-            elif chunks and tokens >= least_expanded(self.sizes):
+            elif chunks and tokens >= (least := least_expanded(self.sizes)):
                 query = jnp.concatenate([nope, rope], axis=-1)
                 up = self.key_up[...], self.value_up[...]
-                least = least_expanded(self.sizes)
                 heads = attend_expanded(
                     query, pages, up, batch.where, attend, self.sizes.scale, least
                 )
