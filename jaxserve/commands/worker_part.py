@@ -12,6 +12,7 @@ from jaxserve.checkpoint.fingerprint import Revision, revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
+from jaxserve.config.model import platform_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
@@ -162,11 +163,15 @@ def worker_facts(
       weights: weights that it has loaded.
       ends: end tokens of its model.
     """
-    from jaxserve.roles.parameters import attention_cost  # imports JAX
+    import jax
 
-    role = part.role
+    from jaxserve.roles.parameters import attention_cost  # imports JAX, too
+
+    role, limits, cost = part.role, deployment.scheduler, 0.0
     info = dict(engine.model_info())
-    limits = deployment.scheduler
+    if role == "prefill":
+        on = read_model(deployment)[0], platform_of(jax.default_backend())
+        cost = attention_cost(*on, limits.token_budget)
     groups = deployment.runtime_domains * deployment.attention.dp
     return WorkerFacts(
         role=role,
@@ -182,5 +187,5 @@ def worker_facts(
         version=jaxserve.__version__,
         can_stand_in=can_become,
         stands_in=part.stands_in,
-        attention_cost=attention_cost(read_model(deployment)[0]) if role == "prefill" else 0.0,
+        attention_cost=cost,
     )

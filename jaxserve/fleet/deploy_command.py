@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
+from jaxserve.config.model import platform_of
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
@@ -186,7 +187,8 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
             host_seconds=HOST_SECONDS,
             request_seconds=sizer.searcher.calculator.assumed.request_seconds,
             prefilled=part == "decode",
-            attention_cost=attention_cost(sizer.model.config) * coarse,
+            attention_cost=coarse
+            * attention_cost(sizer.model.config, platform_of(on.platform), fleet.worker.chunk),
             tokens_a_step=1 if part == "prefill" else coarse,
             step_seconds=coarse * fleet.pace,
         ),

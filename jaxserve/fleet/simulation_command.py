@@ -16,6 +16,7 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
+from jaxserve.config.model import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import (
     FleetConditions,
@@ -289,7 +290,11 @@ def read_simulation(
             latency=options.pages_latency,
         ),
         host_seconds=options.host,
-        attention_cost=attention_cost(domain.attention.model.config),
+        attention_cost=attention_cost(
+            domain.attention.model.config,
+            platform_of(workers[-1].roles.attention.platform),
+            workers[-1].deployment.scheduler.token_budget,
+        ),
         jitter=jitter(options),
         seed=options.seed,
         losses=tuple(Loss(worker=name, at=at, seconds=away) for name, at, away in options.lose),

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.config.deployment import Deployment, SchedulerLimits
-from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig
+from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig, Platform
 from jaxserve.mesh import AbstractSubmeshes
+from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
 
@@ -44,18 +45,25 @@ def count_parameters(config: ModelConfig) -> Parameters:
     return Parameters(total, activated, sum(map(_size, predicting)))
 
 
-def attention_cost(config: ModelConfig) -> float:
+def attention_cost(config: ModelConfig, platform: Platform, chunk: int) -> float:
     """Returns what attention adds to the cost of a prompt of n tokens, over n², where the n tokens'
     linear maps cost n, by FLOPs.
 
     A token meets half of the prompt on the mean, and takes two FLOPs for each number of a key, and
     of a value. Windows, states and chosen rows are as long in every prompt; the scores by which an
-    indexer chooses are not, and are without values.
+    indexer chooses are not, and are without values. Long chunks of latent attention, except on
+    TPUs, attend to expanded keys and values: each chunk expands all tokens before it again.
+
+    Args:
+      chunk: tokens of a DP group's step.
     """
     numbers = 0.0
     for kind in config.decoder:
         spec, indexer = kind.attention, getattr(kind.attention, "indexer", None)
-        width = spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim
+        width = float(spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim)
+        if isinstance(spec, MLA) and platform != "tpu" and chunk >= least_expanded(spec):
+            expanded = spec.nope_dim + spec.v_dim
+            width = (expanded + spec.rope_dim) / 2 + spec.kv_latent * expanded / (2 * chunk)
         met = indexer.heads * indexer.head_dim / 2 if indexer else spec.q_heads * width
         every = spec.every if isinstance(spec, Compressed) else 1 - min(1, spec.window)
         if every and not isinstance(spec, DeltaNet) and not getattr(indexer, "shared", False):

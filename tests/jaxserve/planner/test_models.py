@@ -10,10 +10,11 @@ from tests import golden
 
 
 @golden.table("planner/parameters.yaml")
-def test_parameters(name, activated, as_long):
+def test_parameters(name, activated, as_long, expanded):
     config = model_config(CONFIGS / "models" / name)
     assert count_parameters(config).activated / 1e9 == pytest.approx(activated, rel=0.025)
-    assert 1 / attention_cost(config) == pytest.approx(as_long, rel=0.01)
+    lengths = [1 / attention_cost(config, platform, 8192) for platform in ("tpu", "gpu")]
+    assert lengths == pytest.approx([as_long, expanded], rel=0.01)
 
 
 def test_parameters_by_tensor_parallelism():
