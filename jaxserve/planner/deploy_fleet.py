@@ -118,8 +118,8 @@ class Chunks:
         """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
         sizes = np.full(groups, tokens), np.full(groups, length)
         step = self._times.step(Rows(self._layout.dp, np.arange(groups), *sizes, tokens))
-        attend = sum(float(layer.max()) for layer in step.attend)
-        return attend + sum(step.dispatch) + sum(step.ffn) + sum(step.combine) + step.leave
+        moving = step.dispatch + step.combine
+        return float((step.attend.max(axis=1) + moving + step.ffn).sum() + step.leave)
 
     def _mean(self, groups: int, found: int, prompt: int) -> float:
         """Mean seconds of a full chunk of a prompt; attention grows with the tokens before it."""
@@ -353,6 +353,5 @@ class Scaled:
             length=rows.length * self._tokens,
             reach=rows.reach * self._tokens,
         )
-        step, factor = self._times.step(fine), self._factor
-        stages: Tree = {name: [factor * one for one in getattr(step, name)] for name in STAGES}
-        return step._replace(**stages, leave=factor * step.leave)
+        step, names = self._times.step(fine), (*STAGES, "leave")
+        return step._replace(**{name: self._factor * getattr(step, name) for name in names})

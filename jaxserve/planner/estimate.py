@@ -151,11 +151,11 @@ def figure(
         for stage, size in counts.message.items()
     }
     times = StepTimes(
-        attend=[np.array([each]) for each in attend],
-        ffn=ffn,
+        attend=np.array(attend)[:, None],
+        ffn=np.array(ffn),
         leave=leave,
-        dispatch=[crossing["dispatch"]] * layers,
-        combine=[crossing["combine"]] * layers,
+        dispatch=np.full(layers, crossing["dispatch"]),
+        combine=np.full(layers, crossing["combine"]),
         waits=WAITS["gpu"],
     )
     bounds = {"attention": (sum(attend) + leave) / layers, "ffn": sum(ffn) / layers}

@@ -268,15 +268,15 @@ class Colocated(_Pipeline):
         """Runs the step that waited longest: (lane, time when its last device had sampled)."""
         step = self._inside.pop(next(iter(self._inside)))
         first, times = np.maximum(self._free, now), step.times
-        attend, there, ffn, back = self._disturbed(times)
+        attend, there, ffn, _ = seconds = self._disturbed(times)
         # A collective ends for all devices at once, so each layer's two follow those before.
-        lasting = np.stack([(attend + there).max(axis=1), (ffn + back).max(axis=1)], axis=1)
+        lasting = (seconds[::2] + seconds[1::2]).max(axis=2).T
         lasting[0, 0] = (first + attend[0] + there[0]).max()
         dispatched, combined = np.cumsum(lasting).reshape(-1, 2, 1).swapaxes(0, 1)
         begun = np.concatenate([first[None], np.broadcast_to(combined[:-1], attend[1:].shape)])
         attended, done = begun + attend, dispatched + ffn
         working = (each.mean(axis=1).sum() for each in (attend, ffn))
-        self._busy += (*working, sum(times.dispatch), sum(times.combine))
+        self._busy += (*working, times.dispatch.sum(), times.combine.sum())
         for layer in range(self._layers if self._note else 0):
             at = begun[layer], attended[layer], dispatched[layer], done[layer], combined[layer]
             for stage, begin, end in zip(STAGES, at[:-1], at[1:], strict=True):
@@ -285,9 +285,9 @@ class Colocated(_Pipeline):
 
     def _disturbed(self, times: StepTimes) -> np.ndarray:
         """Seconds with noise [stages, layers, groups], drawn in the order in which stages run."""
-        attend = np.stack(times.attend)
-        others = np.array([times.dispatch, times.ffn, times.combine])
-        seconds = np.stack([attend, *np.broadcast_to(others[..., None], (3, *attend.shape))])
+        seconds = np.empty((len(STAGES), *times.attend.shape))
+        seconds[0] = times.attend
+        seconds[1:] = np.stack([times.dispatch, times.ffn, times.combine])[..., None]
         for layer in range(self._layers if self._disturb is not undisturbed else 0):
             for place, stage in enumerate(STAGES):
                 seconds[place, layer] = self._disturb(stage, seconds[place, layer])

@@ -163,7 +163,7 @@ def expert_pool(
 
     first, one, all_workers = step(1.0), step(context), step(context, workers)
     rows, layers = groups * slots, times.layers
-    attend = [float(np.mean([layer.max() for layer in each.attend])) for each in (first, one)]
+    attend = [float(each.attend.max(axis=1).mean()) for each in (first, one)]
     passes = [float(np.mean(each.ffn)) for each in (one, all_workers)]
     row = (passes[1] - passes[0]) / (rows * (workers - 1)) if workers > 1 else 0.0
     return ExpertPool(
@@ -173,7 +173,7 @@ def expert_pool(
         lanes=deployment.lanes,
         layers=layers,
         rows=rows,
-        link=float(np.mean(one.dispatch + one.combine)),
+        link=float(np.mean([one.dispatch, one.combine])),
         attend=(attend[0], 0.0, 1000 * (attend[1] - attend[0]) / (context * rows)),
         head=one.leave + made.attention.step_host(made.roles.attention),
         context=context,

@@ -52,8 +52,8 @@ class Constant:
     """Stage times of steps that take equally long, whatever the batch."""
 
     def __init__(self, layers: int, groups: int, seconds: float = 0.0):
-        self.layers, zeros = layers, [0.0] * layers
-        attend = [np.full(groups, seconds / layers)] * layers
+        self.layers, zeros = layers, np.zeros(layers)
+        attend = np.full((layers, groups), seconds / layers)
         self._step = StepTimes(attend, zeros, zeros, zeros, 0.0)
 
     def step(self, rows: Rows) -> StepTimes:

@@ -7,7 +7,6 @@ which `noise.py` adds.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -153,14 +152,13 @@ def least_chunk(made: Calculator, group: AttentionLayers, on: Hardware) -> float
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one lane's step. Arrays have one entry per DP group."""
+    """Seconds of one lane's step. The first layer's attention includes the embedding."""
 
-    attend: list[np.ndarray]
-    """One entry per layer, as in the next three fields; the first includes the embedding."""
-    dispatch: list[float]
-    ffn: list[float]
+    attend: np.ndarray  # [layers, DP groups]
+    dispatch: np.ndarray  # [layers]
+    ffn: np.ndarray  # [layers]
     """In a colocated deployment only the work, without exchanges."""
-    combine: list[float]
+    combine: np.ndarray  # [layers]
     leave: float
     """Head and sampling."""
     host: float = 0.0
@@ -218,28 +216,25 @@ class Rooflines:
             attending(group, on.tile_rows, tp, seen, least=least_chunk(made, group, on))
             for group in groups
         ]
-        attend = [
-            np.asarray(made.attended(group, on, tp, load)[0])
-            for group, load in zip(groups, loads, strict=True)
-        ]
-        enter = attend[first]
+        of_kinds = zip(groups, loads, strict=True)
+        attend = np.stack([made.attended(group, on, tp, load)[0] for group, load in of_kinds])
+        attend = attend[[a for a, _ in self._kinds]]
         if made.measured is not NOTHING:
-            enter = np.asarray(made.attended(groups[first], on, tp, loads[first], "enter")[0])
+            attend[0] = made.attended(groups[first], on, tp, loads[first], "enter")[0]
         tokens = rows.sums(rows.tokens)
         total, fullest = round(tokens.sum()), round(tokens.max())
         # Layers of a kind take as long as each other, but for their busiest rank.
         known: dict[tuple[int, float | None], list[float]] = {}
-        stages = []
+        exchanged = []
         for layer, (_, f) in enumerate(self._kinds):
             busiest = None if self._experts is None else self._experts.busiest(layer, total)
             key = f, busiest if self._ffn.model.ffn[f].experts else None
             if key not in known:
                 known[key] = self._exchanged(*key, total, fullest, rows)
-            stages.append(known[key])
-        layers = [enter, *(attend[a] for a, _ in self._kinds[1:])]
+            exchanged.append(known[key])
+        dispatch, ffn, combine = np.array(exchanged).T
         if self._layout.overlapped(self._attention.assumed):
-            stages = [_unhidden(*each) for each in zip(layers, stages, strict=True)]
-        dispatch, ffn, combine = (list(each) for each in zip(*stages, strict=True))
+            dispatch, ffn, combine = _unhidden(attend, dispatch, ffn, combine)
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
         if self._on_attention.pads:
             sampled = rows.sampled or sampled
@@ -247,7 +242,7 @@ class Rooflines:
         host = made.step_host(on)
         host = host or self.layers * made.host(self._layout, on, self._on_ffn)
         waits = WAITS.get(on.platform, (1.0, 1.0))
-        return StepTimes(layers, dispatch, ffn, combine, leave, host, waits)
+        return StepTimes(attend, dispatch, ffn, combine, leave, host, waits)
 
     def _exchanged(
         self, f: int, busiest: float | None, tokens: int, fullest: int, rows: Rows
@@ -262,13 +257,14 @@ class Rooflines:
         return [each.seconds for each in made]
 
 
-def _unhidden(attend: np.ndarray, stages: Sequence[float]) -> list[float]:
-    """A layer's dispatch, ffn and combine where another batch attends while this one's rows travel,
-    as in DeepSeek's decoding: only what takes longer than attention is left of messages."""
-    dispatch, ffn, combine = stages
-    moving = dispatch + combine
-    left = max(0.0, 1 - float(attend.max()) / moving) if moving else 0.0
-    return [left * dispatch, ffn, left * combine]
+def _unhidden(
+    attend: np.ndarray, dispatch: np.ndarray, ffn: np.ndarray, combine: np.ndarray
+) -> np.ndarray:
+    """Dispatch, ffn and combine of all layers where another batch attends while this one's rows
+    travel, as in DeepSeek's decoding: only what takes longer than attention is left of messages."""
+    moving = np.maximum(dispatch + combine, 1e-30)
+    left = np.maximum(0.0, 1 - attend.max(axis=1) / moving)
+    return np.stack([left * dispatch, ffn, left * combine])
 
 
 def expert_loads(

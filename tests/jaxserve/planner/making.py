@@ -62,8 +62,8 @@ class Given:
 
     def __init__(self, *, layers: int, groups: int, leave: float = 0.0, **s: float):
         self.layers = layers
-        there, work, back = ([s[name]] * layers for name in ("dispatch", "ffn", "combine"))
-        attend = [np.full(groups, s["attend"])] * layers
+        there, work, back = (np.full(layers, s[one]) for one in ("dispatch", "ffn", "combine"))
+        attend = np.full((layers, groups), s["attend"])
         self._times = StepTimes(attend, there, work, back, leave, s.get("host", 0.0), (0, 0.25))
 
     def step(self, rows: Rows | None = None) -> StepTimes:

@@ -156,8 +156,8 @@ def test_a_calibration_changes_a_search(capsys, tmp_path):
 
 def times(enter: float = 3.0, host: float = 0.0) -> StepTimes:
     """Three layers."""
-    attend = [np.array([seconds]) for seconds in (enter, 1.0, 1.0)]
-    return StepTimes(attend, [0.5] * 3, [2.0, 1.0, 1.0], [0.25] * 3, 4.0, host)
+    attend, ffn = np.array([[enter], [1.0], [1.0]]), np.array([2.0, 1.0, 1.0])
+    return StepTimes(attend, np.full(3, 0.5), ffn, np.full(3, 0.25), 4.0, host)
 
 
 def test_lanes_hide_each_other_s_stages_and_the_first_attend_is_charged_to_each():

@@ -79,7 +79,7 @@ class TestDomains:
 
 
 def test_a_late_device_holds_the_others_up_at_the_experts():
-    times = StepTimes([np.array([1.0, 5.0])] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3, 0.0)
+    times = StepTimes(np.array([[1.0, 5.0]] * 3), np.zeros(3), np.ones(3), np.zeros(3), 0.0)
     pipeline = Disaggregated(layers=3, lanes=1, groups=2)
     pipeline.begin(0, 0, 0.0, times)
     assert pipeline.advance(0.0) == (0, pytest.approx(18.0))
@@ -114,10 +114,10 @@ class TestColocated:
         layers, groups = 3, 4
         jitter = Jitter(spread={"attend": 0.3, "dispatch": 0.5, "combine": 0.2})
         times = StepTimes(
-            [np.arange(1.0, 5.0) * (layer + 1) for layer in range(layers)],
-            [0.5, 0.7, 0.9],
-            [1.0, 3.0, 2.0],
-            [0.25, 0.5, 0.75],
+            np.outer(np.arange(1.0, 4.0), np.arange(1.0, 5.0)),
+            np.array([0.5, 0.7, 0.9]),
+            np.array([1.0, 3.0, 2.0]),
+            np.array([0.25, 0.5, 0.75]),
             0.125,
         )
         spans: list[Span] = []

@@ -34,10 +34,8 @@ LAYERS = 6
 def test_advised_workers_cost_least_in_simulated_time(lanes, attend, ffn, link):
     """Within 5 % of the cheapest of up to nine workers on one ffn role, which costs three times one
     worker; from any number of them."""
-    moved = [float(link)] * LAYERS
-    times = StepTimes(
-        [np.array([float(attend)])] * LAYERS, moved, [float(ffn)] * LAYERS, moved, 0.0
-    )
+    attended, moved = np.full((LAYERS, 1), float(attend)), np.full(LAYERS, float(link))
+    times = StepTimes(attended, moved, np.full(LAYERS, float(ffn)), moved, 0.0)
     costs = {
         count: (count + 3) * step_seconds(times, lanes, 1, count) / (count * lanes)
         for count in range(1, 10)
