@@ -12,7 +12,6 @@ from jaxserve.checkpoint.fingerprint import Revision, revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
-from jaxserve.config.model import platform_of
 from jaxserve.config.special_tokens import read_special_tokens
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import STAND_IN, ProcessArguments
@@ -170,8 +169,8 @@ def worker_facts(
     role, limits, cost = part.role, deployment.scheduler, 0.0
     info = dict(engine.model_info())
     if role == "prefill":
-        on = read_model(deployment)[0], platform_of(jax.default_backend())
-        cost = attention_cost(*on, limits.token_budget)
+        config, platform = read_model(deployment)[0], jax.default_backend()
+        cost = attention_cost(config, platform, limits.token_budget)
     groups = deployment.runtime_domains * deployment.attention.dp
     return WorkerFacts(
         role=role,

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxserve.config.auto import page_tokens
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import platform_of
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import FleetConditions, FleetSimulation, FleetTraffic
@@ -48,8 +47,8 @@ from jaxserve.planner.view import show
 COUNTED, LEAST_COUNTED, TOKENS, STEPS = 500, 50, 500_000, 30_000
 """Requests of the simulation of a fleet and of its file that count, but not fewer than a number;
 output tokens, and steps of the units, from which they are fewer: some seconds."""
-SIZING, SIZING_TOKENS, SIZING_STEPS, LEAST = 300, 60_000, 1_500, 50
-"""The same of a part that is sized, five times as many for percentiles above 95."""
+SIZING, SIZING_STEPS, LEAST = 300, 1_500, 50
+"""The same of prefill workers that are sized, five times as many for percentiles above 95."""
 HORIZON, MOST_COUNTED = 2, 800
 """Times of the TTFT's target that requests for prefill workers come, at least, up to a number of
 requests: where many come a second, a few hundred end before a queue has grown."""
@@ -139,19 +138,17 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
     share = workers / fleet.workers if part == "prefill" else units / fleet.units
     keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests)
     coarse = _coarse(part, fleet, sizer)
-    count, uncounted = _count(part, fleet, sizer, coarse)
+    count, uncounted = _count(part, fleet, sizer)
     running: tuple[tuple[int, int], ...] = ()
     if part == "prefill":
         domain: StageTimes = Constant(1, 1, fleet.pace / layout.lanes)
         passing = max(LEAST, int(4 * demand.rate * share * fleet.pace))
         keys |= PACED | {"cache.pages": passing * (asked.longest // asked.page + 1)}
     else:
-        if part == "decode" or workers:
+        if workers:
             length, left = requests.running(max(1, round(fleet.sequences * units / fleet.units)))
             left = np.maximum(1, left // coarse)
             running = tuple(zip((length // coarse).tolist(), left.tolist(), strict=True))
-        if part == "decode":
-            keys["fleet.domain_waiting"] = PACED_SLOTS
         drafts = fleet.unit.pace.drafts(max(1, round(fleet.taken)))
         domain = Scaled(sizer.times(layout, fleet.unit.hardware), coarse, coarse, drafts)
     for key in COARSE_KEYS & keys.keys():
@@ -186,9 +183,8 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
             pages=msgspec.structs.replace(link, token_bytes=link.token_bytes * coarse),
             host_seconds=HOST_SECONDS,
             request_seconds=sizer.searcher.calculator.assumed.request_seconds,
-            prefilled=part == "decode",
             attention_cost=coarse
-            * attention_cost(sizer.model.config, platform_of(on.platform), fleet.worker.chunk),
+            * attention_cost(sizer.model.config, on.platform, fleet.worker.chunk),
             tokens_a_step=1 if part == "prefill" else coarse,
             step_seconds=coarse * fleet.pace,
         ),
@@ -197,7 +193,7 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
     ).run()
 
 
-def _count(part: DeployedPart, fleet: Fleet, sizer: Sizer, coarse: int) -> tuple[int, int]:
+def _count(part: DeployedPart, fleet: Fleet, sizer: Sizer) -> tuple[int, int]:
     """Requests that are simulated, and the first ones that do not count; where units compute
     prompts, also the last. A whole fleet gets those of its file: with other lengths and gaps the
     TTFT of a plan and that of its file are 20 % apart."""
@@ -206,17 +202,13 @@ def _count(part: DeployedPart, fleet: Fleet, sizer: Sizer, coarse: int) -> tuple
     asked, demand, requests = sizer.asked, sizer.demand, sizer.requests
     workers, _ = _part(fleet, part)
     counted = SIZING * (5 if max(asked.ttft.percent, asked.tpot.percent) > 95 else 1)
-    if part == "prefill":
-        groups = fleet.worker.layout.dp
-        steps = requests.computed / fleet.worker.chunk
-        counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
-        rate = demand.rate * workers / fleet.workers
-        horizon = int(HORIZON * asked.ttft.seconds * rate)
-        uncounted = min(counted, 2 * workers * groups)
-        return uncounted + max(counted, min(horizon, MOST_COUNTED)), uncounted
-    # Where few sequences decode at a time, they take many steps for a few requests.
-    most = min(SIZING_TOKENS / demand.output, SIZING_STEPS / _steps_each(sizer, fleet))
-    return min(counted, max(LEAST, int(most * coarse))), 0
+    groups = fleet.worker.layout.dp
+    steps = requests.computed / fleet.worker.chunk
+    counted = min(counted, max(LEAST, int(SIZING_STEPS / max(steps / min(groups, 4), 0.1))))
+    rate = demand.rate * workers / fleet.workers
+    horizon = int(HORIZON * asked.ttft.seconds * rate)
+    uncounted = min(counted, 2 * workers * groups)
+    return uncounted + max(counted, min(horizon, MOST_COUNTED)), uncounted
 
 
 def _file_requests(sizer: Sizer, fleet: Fleet) -> tuple[int, int]:
@@ -239,13 +231,12 @@ def _coarse(part: DeployedPart, fleet: Fleet, sizer: Sizer) -> int:
     Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen.
     Where the domain's steps take part of the TTFT, they stay short beside its target.
     """
-    asked, most = sizer.asked, float(sizer.asked.page)
-    if part != "decode":
-        most = min(most, sizer.requests.computed / LEAST_TOKENS)
-    if part != "prefill":
-        most = min(most, asked.demand.output / LEAST_OUTPUT)
+    asked = sizer.asked
+    most = min(float(asked.page), sizer.requests.computed / LEAST_TOKENS)
     if part == "whole":
-        most = min(most, COARSE * asked.ttft.seconds / fleet.pace)
+        most = min(
+            most, asked.demand.output / LEAST_OUTPUT, COARSE * asked.ttft.seconds / fleet.pace
+        )
     return 1 << max(0, int(most).bit_length() - 1)
 
 
@@ -256,7 +247,7 @@ def _part(fleet: Fleet, part: DeployedPart) -> tuple[int, int]:
     if part == "prefill":
         return workers, max(1, round(fleet.units * workers / fleet.workers))
     units = min(fleet.units, max(1, int(SEQUENCES / sequences)))
-    if part == "decode" or not fleet.workers:
+    if not fleet.workers:
         return 0, units
     for count in range(units, fleet.units):
         exact = fleet.workers * count / fleet.units

@@ -128,7 +128,6 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       request_seconds: added to every TTFT: HTTP, the router and its messages.
-      prefilled: whether prompts arrive with their KV entries although no worker computes them.
       tokens_a_step: tokens that a sequence gains with each simulated token.
       step_seconds: of a simulated step that decodes, where it stands for several.
       attention_cost: as in `WorkerFacts`.
@@ -140,7 +139,6 @@ class FleetConditions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     losses: tuple[Loss, ...] = ()
     request_seconds: float = 0.0
-    prefilled: bool = False
     tokens_a_step: float = 1.0
     step_seconds: float = 0.0
     attention_cost: float = 0.0
@@ -209,7 +207,7 @@ class FleetSimulation:
         if workers and prefill is not None:
             again = functools.partial(self._engine, deployment_of(deployment, "prefill"), prefill)
             self._add("prefill", workers, deployment.prefill.long_workers, again)
-        self._elsewhere = workers > 0 or conditions.prefilled
+        self._elsewhere = workers > 0
         together = deployment.domains if deployment.topology.has("ffn") else 1
         asked = {"elsewhere": self._elsewhere, "domains": together}
         again = functools.partial(self._engine, deployment, domain, **asked)

@@ -16,7 +16,6 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
-from jaxserve.config.model import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.simulation import (
     FleetConditions,
@@ -292,7 +291,7 @@ def read_simulation(
         host_seconds=options.host,
         attention_cost=attention_cost(
             domain.attention.model.config,
-            platform_of(workers[-1].roles.attention.platform),
+            workers[-1].roles.attention.platform,
             workers[-1].deployment.scheduler.token_budget,
         ),
         jitter=jitter(options),

@@ -2,10 +2,11 @@
 at a rate and their TTFT and TPOT. Called by `fleet/deploy_command.py`.
 
 Arithmetic gives every layout the most requests a second that it could serve, and so what it costs
-at least. From the cheapest on, a simulation with the engine's own schedulers and the router's own
-policy (`fleet/deploy_command.py`) says how many it takes. A layout that costs more at least than
-the best one costs is not simulated. Where one unit that computes prompts, too, meets the targets
-for less, that is the plan. No queue is approximated.
+at least. The cheapest decode layout is taken. From the cheapest prefill workers on, a simulation
+with the engine's own schedulers and the router's own policy (`fleet/deploy_command.py`) says how
+many it takes; those that cost more at least than the best ones are not simulated. A simulation of
+the whole fleet says how many more of both it takes. Where one unit that computes prompts, too,
+meets the targets for less, that is the plan. No queue is approximated.
 """
 
 import math
@@ -116,11 +117,14 @@ class Sizer:
             told = f"a prompt by itself takes more than {asked.ttft.seconds:g} s"
             self._reasons[f"prefill: {slow} other kinds"] = told
         units = sorted(self._units(candidates), key=lambda u: u.dollars * self._least_units(u))
-        decode = self._cheapest("decode", ((u, self._fewest_units(u, fast[0], 1)) for u in units))
-        if decode is None:
+        if not units:
             raise ConfigError(self._unmet())
-        fewest = (decode._replace(worker=w, workers=self._least_workers(w)) for w in fast)
-        fleet = self._cheapest("prefill", zip(fast, map(self._linked, fewest), strict=True))
+        for unit in units:
+            number, told = self._least_units(unit), "" if unit is units[0] else "at least "
+            reason = f"{told}{number}, {number * unit.dollars:,.2f} USD an hour"
+            self._reasons[f"decode: {unit.text}"] = reason
+        fewest = (self._fewest_units(units[0], w, self._least_workers(w)) for w in fast)
+        fleet = self._cheapest(map(self._linked, fewest))
         best = None if fleet is None else self._whole(fleet)
         for unit in () if asked.prefill_devices else units:
             computes = unit.layout.topology.has("colocated") and not unit.layout.drafts
@@ -130,33 +134,29 @@ class Sizer:
             raise ConfigError(self._unmet())
         return Planned(best=best, found=found, reasons=self._reasons)
 
-    def _cheapest(
-        self, part: DeployedPart, kinds: Iterable[tuple[DecodeUnit | PrefillWorker, Fleet]]
-    ) -> Fleet | None:
-        """The fleet whose decode units, or prefill workers, cost least; None: no number of any kind
-        meets the target of this part.
+    def _cheapest(self, fleets: Iterable[Fleet]) -> Fleet | None:
+        """The fleet whose prefill workers cost least; None: no number of any kind meets the TTFT.
 
         Args:
-          kinds: every kind with the fewest of it that could do, those that cost least first.
+          fleets: one for each kind of workers, with the fewest that could do, cheapest first.
         """
         best: Fleet | None = None
         left = SIMULATED
-        for kind, least in kinds:
-            dollars, paid = least.dollars(part), 0.0 if best is None else best.dollars(part)
-            if not left or (best is not None and dollars >= paid):
-                reason = f"at least {dollars:,.2f} USD an hour"
+        for least in fleets:
+            paid = 0.0 if best is None else best.prefill_dollars
+            if not left or (best is not None and least.prefill_dollars >= paid):
+                reason = f"at least {least.prefill_dollars:,.2f} USD an hour"
             else:
                 left -= 1
-                most = 0 if best is None else _ceil(paid / kind.dollars) - 1
-                sized, reason = self._sized(part, least, most), f"not below {paid:,.2f} USD an hour"
+                most = 0 if best is None else _ceil(paid / least.worker.dollars) - 1
+                sized, reason = self._sized(least, most), f"not below {paid:,.2f} USD an hour"
                 if sized is not None:
-                    number = sized.workers if part == "prefill" else sized.units
-                    best, reason = sized, f"{number}, {sized.dollars(part):,.2f} USD an hour"
+                    best = sized
+                    reason = f"{sized.workers}, {sized.prefill_dollars:,.2f} USD an hour"
                 elif best is None:
-                    level = self.asked.tpot if part == "decode" else self.asked.ttft
-                    reason = f"no number of them meets {level.text}"
+                    reason = f"no number of them meets {self.asked.ttft.text}"
             if len(self._reasons) < REASONS:
-                self._reasons[f"{part}: {kind.text}"] = reason
+                self._reasons[f"prefill: {least.worker.text}"] = reason
         return best
 
     def _unmet(self) -> str:
@@ -166,7 +166,7 @@ class Sizer:
     def _together(self, fleet: Fleet) -> FleetPlan | None:
         """The deployment of one colocated unit that computes prompts, too; None: it misses a
         target."""
-        asked, rate = self.asked, self.demand.rate
+        rate = self.demand.rate
         name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
         busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests)
         prompts = rate * busy / unit.layout.dp
@@ -175,10 +175,7 @@ class Sizer:
             return None
         fleet = self._with_units(fleet, 1)
         found = self._simulate(self, "whole", fleet)
-        self._reasons[name] = (
-            f"TTFT p{asked.ttft.percent:g} {found.ttft_asked:.2g} s, TPOT p{asked.tpot.percent:g} "
-            f"{found.tpot_asked * 1e3:.3g} ms, {unit.dollars:,.2f} USD an hour"
-        )
+        self._reasons[name] = f"{self._reached(found)}, {unit.dollars:,.2f} USD an hour"
         return self._deployment(fleet, found) if self._meets(found) else None
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
@@ -233,24 +230,16 @@ class Sizer:
         """The fewest units that could do, beside these workers."""
         return self._with_units(Fleet(worker, workers, unit, 1, 1.0), self._least_units(unit))
 
-    def _sized(self, part: DeployedPart, least: Fleet, most: int) -> Fleet | None:
-        """The fleet with the fewest decode units, or prefill workers, that meets the target of this
-        part; None: no number of them does, or none up to `most`, if that is not 0."""
-        asked = self.asked
-
-        def made(number: int) -> Fleet:
-            if part == "prefill":
-                return least._replace(workers=number)
-            return self._with_units(least, number)
+    def _sized(self, least: Fleet, most: int) -> Fleet | None:
+        """The fleet with the fewest prefill workers that meets the TTFT; None: no number of them
+        does, or none up to `most`, if that is not 0."""
 
         def meets(number: int) -> bool:
-            found = self._simulate(self, part, made(number))
-            if part == "prefill":
-                return found.ttft_asked <= asked.ttft.seconds
-            return found.tpot_asked <= asked.tpot.seconds
+            found = self._simulate(self, "prefill", least._replace(workers=number))
+            return found.ttft_asked <= self.asked.ttft.seconds
 
-        number = _fewest(meets, least.workers if part == "prefill" else least.units, most)
-        return None if number is None else made(number)
+        number = _fewest(meets, least.workers, most)
+        return None if number is None else least._replace(workers=number)
 
     # ------------------------------------------------------------------------ prefill workers
 
@@ -293,6 +282,7 @@ class Sizer:
             found = self._simulate(self, "whole", fleet)
             if self._meets(found):
                 return self._deployment(fleet, found)
+            self._reasons["whole fleet"] = f"{fleet.text}: {self._reached(found)}"
             slow = found.ttft_asked > self.asked.ttft.seconds
             waits = {part: times.p95 for part, times in found.waits.items() if times is not None}
             if slow and fleet.workers and waits.get("prefill", 0.0) >= waits.get("domain", 0.0):
@@ -300,6 +290,14 @@ class Sizer:
             else:
                 fleet = self._with_units(fleet, fleet.units + -(-fleet.units // PART))
         return None
+
+    def _reached(self, found: FleetResult) -> str:
+        """Says which times requests had at the percentiles of the targets."""
+        ttft, tpot = found.ttft_asked, found.tpot_asked * 1e3
+        asked = self.asked
+        return (
+            f"TTFT p{asked.ttft.percent:g} {ttft:.2g} s, TPOT p{asked.tpot.percent:g} {tpot:.3g} ms"
+        )
 
     def _with_units(self, fleet: Fleet, units: int) -> Fleet:
         taken = fleet.unit.taken(self.demand.rate / units, float(self.requests.output.mean()))

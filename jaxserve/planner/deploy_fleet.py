@@ -25,9 +25,8 @@ QUANTILES, POINTS = 5, 3
 HELD_SLOTS = 16
 """Concurrent prompts of a DP group of a prefill worker."""
 
-DeployedPart = Literal["prefill", "decode", "whole"]
-"""Part of a fleet: prefill with decode units that keep their pace; decode with computed prompts; or
-both."""
+DeployedPart = Literal["prefill", "whole"]
+"""Part of a fleet that is simulated: prefill with decode units that keep their pace, or all."""
 
 
 class PrefillWorker(NamedTuple):
@@ -177,10 +176,10 @@ class Fleet(NamedTuple):
     def text(self) -> str:
         return f"{self.workers} prefill workers and {self.units} decode units"
 
-    def dollars(self, part: DeployedPart) -> float:
-        """Price of the prefill workers, or of the decode units, in USD per hour."""
-        prefill, decode = self.workers * self.worker.dollars, self.units * self.unit.dollars
-        return {"prefill": prefill, "decode": decode, "whole": prefill + decode}[part]
+    @property
+    def prefill_dollars(self) -> float:
+        """Price of the prefill workers in USD per hour."""
+        return self.workers * self.worker.dollars
 
     @property
     def sequences(self) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.config.deployment import Deployment, SchedulerLimits
-from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig, Platform
+from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.model.module import Template
@@ -45,7 +45,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
     return Parameters(total, activated, sum(map(_size, predicting)))
 
 
-def attention_cost(config: ModelConfig, platform: Platform, chunk: int) -> float:
+def attention_cost(config: ModelConfig, platform: str, chunk: int) -> float:
     """Returns what attention adds to the cost of a prompt of n tokens, over n², where the n tokens'
     linear maps cost n, by FLOPs.
 
@@ -55,6 +55,7 @@ def attention_cost(config: ModelConfig, platform: Platform, chunk: int) -> float
     TPUs, attend to expanded keys and values: each chunk expands all tokens before it again.
 
     Args:
+      platform: of the worker, as JAX names it.
       chunk: tokens of a DP group's step.
     """
     numbers = 0.0

@@ -109,10 +109,8 @@ def test_what_cannot_be_met_is_said(capsys, more, message):
 
 
 @golden.table("fleet/parts.yaml")
-def test_a_part_in_the_proportions_of_the_whole(
-    workers, units, groups, each, prefill, decode, whole
-):
+def test_a_part_in_the_proportions_of_the_whole(workers, units, groups, each, prefill, whole):
     worker = SimpleNamespace(layout=SimpleNamespace(dp=groups))
     made = {"worker": worker, "workers": workers, "units": units, "sequences": each * units}
-    found = [list(_part(SimpleNamespace(**made), part)) for part in ("prefill", "decode", "whole")]
-    assert found == [prefill, decode, whole]
+    found = [list(_part(SimpleNamespace(**made), part)) for part in ("prefill", "whole")]
+    assert found == [prefill, whole]

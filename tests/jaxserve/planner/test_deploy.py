@@ -111,7 +111,7 @@ def test_one_percent_more_is_no_jump(field):
 def test_nothing_meets_it():
     with pytest.raises(ConfigError, match="no prefill worker of up to 1 devices meets p95=1ms"):
         sizer(Fleets(1, 1), ttft=1e-3).plan()
-    with pytest.raises(ConfigError, match=r"decode: 1 h100 .*: no number of them meets p95=20ms"):
+    with pytest.raises(ConfigError, match=r"whole fleet: .* units: TTFT .* TPOT p95 90 ms"):
         sizer(Fleets(1, 10**6)).plan()
 
 
