@@ -103,7 +103,7 @@ $(SCHEMAS): requirements/schemas.txt | $(BIN)/python
 	    || { echo "$$schema and what follows: not fetched" >&2; break; }; done; fi; touch $@
 
 serve: $(VENV)/.installed-serve
-	@echo 'Starting. After the line that says "ready", call it from another terminal:'
+	@echo 'Starting. When a line says "ready", call the gRPC address in it from another terminal:'
 	@echo '  $(BIN)/python -m jaxserve.generate --server 127.0.0.1:50051 --prompt "def fibonacci(n):"'
 	$(CPU) $(BIN)/python -m jaxserve.serve --config $(CONFIG) $(addprefix --set ,$(SET))
 

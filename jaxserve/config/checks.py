@@ -3,6 +3,7 @@
 Called by `load.py`. Every error names the key, its value, and the arithmetic.
 """
 
+import operator
 from collections.abc import Sequence
 
 import msgspec
@@ -13,13 +14,13 @@ from jaxserve.config.shipped import hardware_file
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
 
-_FORMAT_KEYS = (
-    ("attention", "weights", "weights"),
-    ("ffn", "weights", "weights"),
-    ("link", "dispatch", "dispatch"),
-    ("cache", "format", "cache"),
-)
-"""Section, key and use of the keys that name a number format."""
+FORMAT_KEYS = {
+    "attention.weights": "weights",
+    "ffn.weights": "weights",
+    "link.dispatch": "dispatch",
+    "cache.format": "cache",
+}
+"""Uses of the keys that name a number format."""
 _CACHES = (
     "; nothing here attends to keys and values in fewer bits: int8 is the smallest on all "
     "platforms (half of bfloat16, and a scale a token and head), fp8 as small on GPUs, CPUs and "
@@ -33,11 +34,11 @@ def refuse_formats(deployment: Deployment) -> None:
     Raises:
       ConfigError: a key has another format; names the formats that it may have.
     """
-    for section, key, use in _FORMAT_KEYS:
-        name, known = getattr(getattr(deployment, section), key), choices(use)
+    for key, use in FORMAT_KEYS.items():
+        name, known = operator.attrgetter(key)(deployment), choices(use)
         if name not in ("auto", *known):
             raise ConfigError(
-                f"{section}.{key} = {name}: expected auto or one of {', '.join(known)}"
+                f"{key} = {name}: expected auto or one of {', '.join(known)}"
                 + (_CACHES if use == "cache" else "")
             )
 

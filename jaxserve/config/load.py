@@ -16,8 +16,9 @@ from typing import Any, get_args
 import msgspec
 
 from jaxserve.config.auto import Choose, drop_auto, written_keys
-from jaxserve.config.checks import complete, refuse_formats
+from jaxserve.config.checks import FORMAT_KEYS, complete, refuse_formats
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.formats import choices
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.config.shipped import deployment_names, deployment_path
 from jaxserve.config.yaml_text import read_yaml
@@ -179,7 +180,9 @@ def _explained(error: msgspec.ValidationError, tree: Any) -> str:
         elif part.isdecimal():
             tree = tree[int(part)]
     if problem.startswith("Invalid enum"):
-        problem = f"expected one of {', '.join(filter(None, _choices(struct)))}"
+        use = FORMAT_KEYS.get(place.rstrip("`"))
+        known = ["auto", *choices(use)] if use else filter(None, _choices(struct))
+        problem = f"expected one of {', '.join(known)}"
     return f"{place.rstrip('`')} = {tree!r}: {problem[0].lower()}{problem[1:]}"
 
 

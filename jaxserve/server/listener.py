@@ -40,7 +40,7 @@ def bind(host: str, port: int, key: str, *, reuse_port: bool = False) -> socket.
         if made is not None:
             made.close()
         raise ConfigError(
-            f"{key}: cannot listen on {host}:{port} ({error.strerror or error}); is it in use?"
+            f"{key}: cannot listen on {host}:{port} ({error.strerror or error})"
         ) from None
 
 
@@ -81,9 +81,7 @@ def bind_unix(path: str, key: str) -> socket.socket:
         return made
     except OSError as error:
         made.close()
-        raise ConfigError(
-            f"{key}: cannot listen on {path} ({error.strerror or error}); is it in use?"
-        ) from None
+        raise ConfigError(f"{key}: cannot listen on {path} ({error.strerror or error})") from None
 
 
 def remove_unix(path: str) -> None:

@@ -7,7 +7,7 @@ several blocks at a time, which hide each other's waits.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, quantise, store
 from pallas_kernels.norm_quantize import reference
+from pallas_kernels.quantize import Format
 from pallas_kernels.target import Target
 from pallas_kernels.tuned import Fields, checked_fields, require
 
@@ -40,7 +41,7 @@ def rms_norm_quantize(
     x: Float[Array, "tokens d"],
     weight: Float[Array, " d"],
     epsilon: float,
-    format: Literal["fp8", "int8"],
+    format: Format,
     target: Target,
     tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:

@@ -3,13 +3,11 @@
 `rms_norm` is also used for all other norms of a model. Shares no code with the kernel.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
-from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.quantize import Format, quantize_rows
 
 
 def rms_norm(
@@ -25,7 +23,7 @@ def rms_norm_quantize(
     x: Float[Array, "tokens d"],
     weight: Float[Array, " d"],
     epsilon: float,
-    format: Literal["fp8", "int8"],
+    format: Format,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
     """Applies `rms_norm`, then `quantize_rows` to its result."""
     normed = rms_norm(x, weight, epsilon)

@@ -239,7 +239,7 @@ def test_the_end(folder):
     pids = rig.pids()
     port = int(rig.addresses["http"].rpartition(":")[2])
     other = made(folder, port)
-    with pytest.raises(ConfigError, match=r"http_port: .* is it in use"):
+    with pytest.raises(ConfigError, match=r"http_port: .* in use"):
         other.start()
     other.stop(0)
     url = f"http://{rig.addresses['http']}/v1/completions"
