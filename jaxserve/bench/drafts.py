@@ -61,7 +61,6 @@ def measure_methods(rounds: int) -> dict[str, Any]:
         found[name] = {
             "tokens_per_second": rates[name],
             "runs": 0 if drafts is None else drafts.runs,
-            "drafted": 0 if drafts is None else drafts.drafted,
             "accepted": [] if drafts is None else drafts.accepted,
             "compilations": engine.compilations_after_ready,
         }

@@ -146,7 +146,7 @@ def counting_cost(ffn: Any, moe: FFN, rows: DispatchMessage, rounds: int) -> flo
 
     (leaves,) = weights.blocks
     counts: dict[str, Any] = {}
-    ways: dict[str, Callable[[], float]] = {}
+    ways: dict[str, Callable[[], list[float]]] = {}
     for name, each in (("with", program), ("without", program._replace(body=body))):
         compiled = each.compile()
         counts[name] = jax.device_put(np.asarray(slots.counts[0]), slots.counts[0].sharding)
@@ -155,10 +155,8 @@ def counting_cost(ffn: Any, moe: FFN, rows: DispatchMessage, rounds: int) -> flo
             answer, counts[name] = compiled(message, slots.tables[0], counts[name], *leaves)
             return answer
 
-        ways[name] = functools.partial(_core_ms, functools.partial(run_layer, name, compiled), 5)
-    samples = take_turns(ways, rounds, warm_ups=0)
+        layer = functools.partial(run_layer, name, compiled)
+        ways[name] = functools.partial(core_seconds, layer, 5)
+    taken = take_turns(ways, rounds, warm_ups=0)
+    samples = {name: [*map(statistics.median, found)] for name, found in taken.items()}
     return median_ratio(samples["with"], samples["without"])
-
-
-def _core_ms(call: Callable[[], Any], calls: int) -> float:
-    return statistics.median(core_seconds(call, calls)) * 1e3

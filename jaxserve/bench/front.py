@@ -151,14 +151,11 @@ def _part(found: dict[str, Any], bare: float) -> Part:
     return Part("front", "network faces over an engine stub", measures, notes, {"bare_s": bare})
 
 
-# ------------------------------------------------------------------------ the other process
+AskTokens = Callable[[int], Awaitable[int]]
+"""In the clients' process: sends a request for a number of tokens; returns how many came."""
 
 
-Request = Callable[[int], Awaitable[int]]
-"""Sends a request for a number of tokens; returns how many came."""
-
-
-async def _rate(one: Request, tokens: int) -> float:
+async def _rate(one: AskTokens, tokens: int) -> float:
     """Tokens a second of all streams together."""
     await asyncio.gather(*(one(16) for _ in range(STREAMS)))  # connections
     start = time.perf_counter()
@@ -166,7 +163,7 @@ async def _rate(one: Request, tokens: int) -> float:
     return sum(counts) / (time.perf_counter() - start)
 
 
-async def _probe(faces: Mapping[str, Request], probes: int) -> dict[str, list[float]]:
+async def _probe(faces: Mapping[str, AskTokens], probes: int) -> dict[str, list[float]]:
     """Seconds of requests of one token, one after the other; the faces take turns of `TURN`."""
     times: dict[str, list[float]] = {face: [] for face in faces}
     while min(map(len, times.values())) < probes:
@@ -199,7 +196,7 @@ def run_clients(grpc_address: str, http: str, tokens: int, probes: int) -> dict[
                 events = stub.GenerateStream(request)
                 return sum([len(event.delta.token_ids) async for event in events])
 
-            faces: dict[str, Request] = {"grpc": over_grpc, "http": over_http}
+            faces: dict[str, AskTokens] = {"grpc": over_grpc, "http": over_http}
             times = await _probe(faces, probes)
             rates = {face: await _rate(one, tokens) for face, one in faces.items()}
             return {"seconds": times, "rates": rates}

@@ -22,18 +22,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.bench.random_model import deployment_of, model_config
+from jaxserve.bench.random_model import deployment_of, model_config, random_engine
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
 from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import BenchError, Helper, Task, asked, run_worker, say, two_cores
-from jaxserve.checkpoint.random_leaves import open_random
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.hand_off import LinkedHandOffs
-from jaxserve.engine.runtime import warm_up
-from jaxserve.fleet.assembly import Options, build_runtime, make_engine
 from jaxserve.fleet.domain_end import fetch_pages
 from jaxserve.fleet.prefill_end import serve_pages
 from jaxserve.link.pages.source import PagesSource
@@ -102,11 +99,7 @@ def open_worker(role: str) -> Engine:
             "pages.lease_seconds": _SECONDS,
         },
     )
-    runtime = build_runtime(
-        deployment, Options(config=config, names=step3_names(config), weights=open_random)
-    )
-    warm_up(runtime)
-    engine = make_engine(runtime, eos_token_ids=frozenset())
+    engine = random_engine(deployment, config, step3_names(config))
     (serve_pages if role == "prefill" else fetch_pages)(engine, _SECRET)
     engine.start()
     return engine

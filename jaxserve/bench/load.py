@@ -33,34 +33,20 @@ from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 LOAD_LIMIT = 2.5
 CONVERSION_LIMIT = 2.0
 LAYOUTS = ("1A1F", "colocated")
+SCALED = (
+    *("hidden_size", "intermediate_size", "head_dim", "share_q_dim", "share_expert_dim"),
+    *("moe_intermediate_size", "vocab_size"),
+)
+"""Sizes of the model that are an eighth in a smoke test."""
 BF16 = ml_dtypes.bfloat16
 _SECONDS = 600.0
 
 
 def config_tree(quick: bool) -> dict[str, Any]:
     """Returns the config.json of a model of 2.2 GB (quick: 20 MB) with Step-3's proportions."""
-    width = 256 if quick else 2048
-    return {
-        "model_type": "step3_text",
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_attention_heads": 32,
-        "num_attention_groups": 1,
-        "num_hidden_layers": 5,
-        "head_dim": width // 16,
-        "share_q_dim": width // 2,
-        "share_expert_dim": width // 2,
-        "moe_intermediate_size": width // 2,
-        "moe_num_experts": 8 if quick else 36,
-        "moe_top_k": 3,
-        "moe_layers_enum": "1,2,3,4",
-        "norm_expert_weight": False,
-        "max_position_embedding": 4096,
-        "vocab_size": 8 * width,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000,
-        "torch_dtype": "bfloat16",
-    }
+    tree = json.loads(Path(__file__).with_name("load_model.json").read_text())
+    sizes = {key: tree[key] // 8 for key in SCALED if quick}
+    return tree | sizes | ({"moe_num_experts": 8} if quick else {})
 
 
 def write_checkpoint(
@@ -122,7 +108,7 @@ def measure_ways(quick: bool) -> tuple[dict[str, list[float]], int]:
             "convert": lambda: convert(folder, converted),
             "converted, 1A1F": lambda: load_as("afd", converted),
         }
-        seconds: dict[str, list[float]] = {way: [] for way in ("cat", "cp, sync", *ways)}
+        seconds: dict[str, list[float]] = {way: [] for way in ("cat", *ways)}
         # Not interleaved: memory that was just freed is allocated faster, on virtual machines much
         # faster.
         for way, run in ways.items():
@@ -130,7 +116,6 @@ def measure_ways(quick: bool) -> tuple[dict[str, list[float]], int]:
                 seconds["cat"].append(cat_seconds(folder))
                 if way == "convert":
                     shutil.rmtree(converted)
-                    seconds["cp, sync"].append(copy_seconds(folder))
                 seconds[way].append(wall_seconds(run))
     return seconds, size
 
@@ -142,7 +127,6 @@ def part_of(seconds: Mapping[str, Sequence[float]], size: int) -> Part:
     measures = [
         *(Measure(f"{w} ÷ cat", best[w] / best["cat"], limit=LOAD_LIMIT) for w in LAYOUTS),
         Measure("convert ÷ load", best["convert"] / slowest, limit=CONVERSION_LIMIT),
-        Measure("convert ÷ cp, sync", best["convert"] / best["cp, sync"]),
         *(Measure(f"  {way}", size / 1e9 / best[way], "GB/s") for way in seconds),
     ]
     notes = [f"{size / 1e9:.2f} GB, best of {len(seconds['convert'])} rounds, page cache warm."]
@@ -156,17 +140,6 @@ def cat_seconds(folder: Path) -> float:
     return wall_seconds(
         lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS)
     )
-
-
-def copy_seconds(folder: Path) -> float:
-    """Seconds of `cp` and `sync` on the weight files; a conversion ends on the disk, too."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as target:
-        files = map(str, sorted(folder.glob("*.safetensors")))
-        commands = [["cp", *files, target], ["sync", "-f", target]]
-        return sum(
-            wall_seconds(lambda: subprocess.run(each, check=True, timeout=_SECONDS))  # noqa: B023
-            for each in commands
-        )
 
 
 def load_as(mode: str, folder: Path) -> None:

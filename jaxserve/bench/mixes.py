@@ -17,18 +17,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxserve.bench.random_model import random_engine
 from jaxserve.bench.report import Measure, Part, median_ratio
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
 from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Task, run_workers
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.checkpoint.random_leaves import open_random
-from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.assembly import Options, build_runtime, make_engine, open_engine, open_follower
+from jaxserve.fleet.assembly import open_engine, open_follower
 from jaxserve.fleet.bootstrap import joined
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
@@ -74,7 +72,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     biases: int = 0
 
 
-class Ran(msgspec.Struct):
+class MixFigures(msgspec.Struct):
     """Figures of one mix in one round.
 
     Attributes:
@@ -109,7 +107,7 @@ class EveryOther:
         self._turn = 1 - self._turn
 
 
-Found = dict[str, list[Ran]]
+Found = dict[str, list[MixFigures]]
 """Name of a mix → its figures in every round."""
 
 
@@ -124,7 +122,7 @@ def run_mixes(
     """Runs all mixes in turns, in a process of a layout.
 
     Args:
-      vocab: vocabulary of a model with random weights; 0: the demo.
+      vocab: vocabulary of the demo's layers with random weights; 0: the demo itself.
       joins: fields of `ProcessArguments`.
       written: file for the result of process 0. Processes of a runtime end without returning.
     """
@@ -133,8 +131,13 @@ def run_mixes(
         if isinstance(peers, Follower):
             Following(open_follower(deployment, peers), peers).run()
             return
-        alone = random_engine(deployment, vocab) if vocab else None
-        engine = alone or open_engine(deployment, leader=peers)
+        if vocab:
+            config, names = read_config(deployment.model, deployment.ignored_model_keys)
+            config = msgspec.structs.replace(config, vocab=vocab)
+            engine = random_engine(deployment, config, names)
+            engine.start()
+        else:
+            engine = open_engine(deployment, leader=peers)
         draw = random.Random(1)
         ways = {
             name: functools.partial(run_mix, engine, mix, draw)
@@ -147,7 +150,7 @@ def run_mixes(
         Path(written).write_bytes(msgspec.json.encode(tree))
 
 
-def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
+def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> MixFigures:
     """Runs the requests of a mix. Prompts are new, apart from the shared beginning."""
     vocab = engine.model_info()["vocab_size"]
     (shared,) = random_prompts(random.Random(0), 1, mix.shared, vocab)
@@ -163,18 +166,7 @@ def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> Ran:
         for number in range(mix.sequences)
     ]
     ran = run_requests(engine, [shared + prompt for prompt in own], params)
-    return Ran(ran.seconds, ran.rate, ran.core_seconds / mix.output)
-
-
-def random_engine(deployment: Deployment, vocab: int) -> Engine:
-    """Starts the demo's layers with random weights and a vocabulary of this size."""
-    config, names = read_config(deployment.model, deployment.ignored_model_keys)
-    config = msgspec.structs.replace(config, vocab=vocab)
-    runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
-    warm_up(runtime)
-    engine = make_engine(runtime, eos_token_ids=frozenset())
-    engine.start()
-    return engine
+    return MixFigures(ran.seconds, ran.rate, ran.core_seconds / mix.output)
 
 
 def _measured(
@@ -266,20 +258,20 @@ def measure_options(quick: bool) -> Iterator[Part]:
 def measure_sampling(quick: bool) -> Iterator[Part]:
     """Measures core time of steps that draw from a large vocabulary, with one option each, relative
     to greedy ones."""
-    plain, counts = Mix(sequences=1, prompt=1, output=12), (1, 8, 32)
-    ways = {
-        "greedy": plain,
-        "temperature": _with(plain, temperature=1.0),
-        "top_k and top_p": _with(plain, temperature=0.7, top_k=20, top_p=0.95),
-        "penalties": _with(plain, presence_penalty=0.5, repetition_penalty=1.1),
-        "300 biases": msgspec.structs.replace(plain, biases=300),
-        "grammar": msgspec.structs.replace(plain, grammars=1.0),
-        "5 logprobs": _with(plain, logprobs=5),
+    counts = (1, 8, 32)
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "temperature": {"options": {"temperature": 1.0}},
+        "top_k and top_p": {"options": {"temperature": 0.7, "top_k": 20, "top_p": 0.95}},
+        "penalties": {"options": {"presence_penalty": 0.5, "repetition_penalty": 1.1}},
+        "300 biases": {"biases": 300},
+        "grammar": {"grammars": 1.0},
+        "5 logprobs": {"options": {"logprobs": 5}},
     }
     mixes = {
-        f"{count} {name}": msgspec.structs.replace(mix, sequences=count)
+        f"{count} {name}": Mix(sequences=count, prompt=1, output=12, **more)
         for count in counts
-        for name, mix in ways.items()
+        for name, more in ways.items()
     }
     rounds, measures = 1 if quick else 8, []
     found, _ = _measured(LARGE_VOCAB, mixes, rounds, VOCAB)
@@ -295,7 +287,3 @@ def measure_sampling(quick: bool) -> Iterator[Part]:
         f"over 12 tokens a sequence, prefill included; the best of {rounds} rounds each.",
     ]
     yield Part("sampling", "Tokens that are drawn", measures, notes, {"mixes": found})
-
-
-def _with(mix: Mix, **options: Any) -> Mix:
-    return msgspec.structs.replace(mix, options=options)

@@ -33,7 +33,6 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.runtime import Runtime
-from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.roles.sampling import Finished
@@ -335,8 +334,6 @@ def score(runtime: Runtime, texts: Sequence[Text]) -> Score:
 def _logits(runtime: Runtime, token_ids: list[int]) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (first position, logits [tokens, vocab]) of each step's tokens."""
     driver, (bucket,) = runtime.driver, runtime.buckets
-    if runtime.config.recurrent:
-        raise ConfigError("a step feeds one text from several slots: not with states of DeltaNet")
     for start in range(0, len(token_ids), STEP):
         piece = token_ids[start : start + STEP]
         rows = [

@@ -1,7 +1,7 @@
-"""AFD with random weights and one bucket, for benches that need neither a checkpoint nor an engine.
+"""Deployments with random weights and one bucket, for benches that need no checkpoint.
 
 Programs, weights and workers are the same in every process that builds them. Used by `experts.py`,
-`hand_off.py`, `host.py`, `load.py` and `overlap.py`.
+`hand_off.py`, `host.py`, `load.py`, `mixes.py` and `overlap.py`.
 """
 
 from typing import Any
@@ -11,18 +11,21 @@ import jax
 from jaxserve.bench import stages
 from jaxserve.bench.workers import barrier
 from jaxserve.checkpoint.decoder_layers import decoder_layers
-from jaxserve.checkpoint.random_leaves import RandomLeaves
+from jaxserve.checkpoint.random_leaves import RandomLeaves, open_random
+from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import FFN, MFA, ModelConfig, Rope
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runtime import warm_up
+from jaxserve.fleet.assembly import Options, build_runtime, make_engine
 from jaxserve.mesh import Submeshes
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles import pipelines
 from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.compilation import use_compilation_cache
-from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.step_plan import StepPlan
 
@@ -51,7 +54,8 @@ def model_config(
 def decode_plan(deployment: Deployment, lane: int, kv_length: int) -> StepPlan:
     """Builds a decode step with every slot taken; all tokens come from the device. The sequences of
     all lanes use the same pages, because nothing reads their text."""
-    bucket, slots = bucket_of(deployment), deployment.scheduler.slots
+    slots = deployment.scheduler.slots
+    bucket = stages.bucket_of(deployment, slots, kv_length)
     return stages.decode_plan(deployment, lane, 0, bucket, slots, kv_length, token_id=FROM_DEVICE)
 
 
@@ -76,16 +80,18 @@ def one_bucket(slots: int, max_length: int, page_size: int) -> dict[str, Any]:
     }
 
 
-def bucket_of(deployment: Deployment) -> Bucket:
-    """Returns the only bucket."""
-    limits = deployment.scheduler
-    return Bucket(limits.token_buckets[0], limits.page_buckets[0])
-
-
 def templates_of(deployment: Deployment, config: ModelConfig) -> tuple[ModelTemplates, Submeshes]:
     """Builds the templates of the programs, on the devices of this runtime."""
     meshes = Submeshes(deployment)
     return ModelTemplates(placed(config, meshes.ffn), deployment, meshes), meshes
+
+
+def random_engine(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Engine:
+    """Builds an engine of a model with random weights that ends no request early. The caller starts
+    it."""
+    runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
+    warm_up(runtime)
+    return make_engine(runtime, eos_token_ids=frozenset())
 
 
 def build_driver(deployment: Deployment, config: ModelConfig) -> Any:

@@ -61,7 +61,6 @@ class Machine(msgspec.Struct, frozen=True):
     """Load average of the minute before the benchmark: other work on the machine."""
     python: str
     jax: str
-    jaxlib: str
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -84,7 +83,6 @@ def this_machine() -> Machine:
         load=round(os.getloadavg()[0], 2),
         python=platform.python_version(),
         jax=importlib.metadata.version("jax"),
-        jaxlib=importlib.metadata.version("jaxlib"),
     )
 
 

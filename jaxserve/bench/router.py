@@ -42,8 +42,6 @@ VOCAB = 50_000
 
 def serve(workers: int) -> None:
     """In a helper: says the ports of the workers, and serves until standard input ends."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stubs = Stubs(workers)
     say(stubs.ports)
     threading.Thread(target=stubs.run, daemon=True).start()
