@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from jaxserve.chaos.deployment import Process, RunningDeployment
-from jaxserve.chaos.proxy import Mode
+from jaxserve.chaos.proxy import Disturbance
 from jaxserve.chaos.schedule import Fault
 
 TURN_SECONDS = 0.1
@@ -46,7 +46,7 @@ def happening(fault: Fault, victim: Process, deployment: RunningDeployment) -> I
                 thread.join()
         case "drop" | "delay" | "corrupt":
             proxy = deployment.proxies[victim.dialled]
-            proxy.disturb(cast(Mode, fault.how or fault.kind), fault.size)
+            proxy.disturb(cast(Disturbance, fault.how or fault.kind), fault.size)
             try:
                 yield
             finally:

@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.bench.report import Measure, Part, percentile
 from jaxserve.chaos.load import Record
-from jaxserve.chaos.resources import Life, held
+from jaxserve.chaos.resources import ProcessLife, held
 
 NOTICE_SECONDS, BACK_SECONDS, P99_RATIO = 2.0, 10.0, 2.0
 TOGETHER_BACK_SECONDS, TOGETHER_READY_SECONDS = 15.0, 30.0
@@ -87,9 +87,9 @@ class Found(msgspec.Struct, kw_only=True):
     events: list[Event]
     records: list[Record]
     calm: tuple[float, float]
-    before: list[Life] = []
-    after: list[Life] = []
-    lives: list[Life] = []
+    before: list[ProcessLife] = []
+    after: list[ProcessLife] = []
+    lives: list[ProcessLife] = []
     loads: list[float] = []
     left: str = ""
     late: list[str] = []

@@ -17,7 +17,7 @@ READ_BYTES = 1 << 16
 LOOK_SECONDS = 0.02
 DIAL_SECONDS = 5.0
 
-Mode = Literal["", "cut", "stall", "delay", "truncate", "corrupt", "omit"]
+Disturbance = Literal["", "cut", "stall", "delay", "truncate", "corrupt", "omit"]
 
 
 class Proxy:
@@ -25,11 +25,10 @@ class Proxy:
 
     `disturb` changes its behaviour, for open connections and for new ones:
 
-    cut: all are reset, and new ones, too. stall: nothing is carried, and nothing is closed.
-    delay: every byte comes `size` seconds later. truncate: the next bytes of each are carried by
-    half, then it is closed, as if a sender had died in the middle of a frame. corrupt: of what is
-    carried at a time, 64 KiB at most, the part `size` comes with one bit changed. omit: likewise,
-    with one byte left out.
+    cut: resets every connection. stall: carries nothing and closes nothing. delay: delivers every
+    byte `size` seconds later. truncate: carries half of the next bytes of each connection and
+    closes it, as if the sender had died in the middle of a frame. corrupt: changes one bit in the
+    share `size` of all portions of up to 64 KiB. omit: leaves out one byte of them instead.
 
     Args:
       listens: host:port.
@@ -38,7 +37,7 @@ class Proxy:
 
     def __init__(self, listens: str, target: str):
         self._target = split_address(target)
-        self._mode: Mode = ""
+        self._mode: Disturbance = ""
         self._size = 0.0
         self._closing = False
         self._random = random.Random(listens)
@@ -46,7 +45,7 @@ class Proxy:
         self._listener.settimeout(0.5)
         threading.Thread(target=self._accept, name=f"proxy {listens}", daemon=True).start()
 
-    def disturb(self, mode: Mode, size: float = 0.0) -> None:
+    def disturb(self, mode: Disturbance, size: float = 0.0) -> None:
         """Changes the behaviour from now on; "" restores it."""
         self._size, self._mode = size, mode
 

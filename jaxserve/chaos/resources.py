@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
     threads: int
 
 
-class Life(msgspec.Struct):
+class ProcessLife(msgspec.Struct):
     """One process from its start to its end. A process started in its place has its own life.
 
     Attributes:
@@ -69,12 +69,12 @@ class Census:
 
     def __init__(self, processes: Callable[[], Iterable[Process]]):
         self._processes = processes
-        self._lives: dict[int, Life] = {}
+        self._lives: dict[int, ProcessLife] = {}
         self.loads: list[float] = []
         """Load averages of the machine."""
 
     @property
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[ProcessLife]:
         """Lives in the order of their first samples."""
         return list(self._lives.values())
 
@@ -82,16 +82,16 @@ class Census:
         """Adds a sample of each process to its life, and the load average of the machine."""
         self.loads.append(os.getloadavg()[0])
         for life in self.now():
-            known = self._lives.setdefault(life.pid, Life(life.pid, life.role, life.name))
+            known = self._lives.setdefault(life.pid, ProcessLife(life.pid, life.role, life.name))
             known.samples += life.samples
 
-    def now(self) -> list[Life]:
+    def now(self) -> list[ProcessLife]:
         """Returns one sample of each process."""
         found = []
         for process in self._processes():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 taken = sample(process.pid)
-                found.append(Life(process.pid, process.role, process.name, [taken]))
+                found.append(ProcessLife(process.pid, process.role, process.name, [taken]))
         return found
 
 
@@ -120,7 +120,9 @@ def _kilobytes(file: Path) -> dict[str, int]:
     return {each[0].rstrip(":"): int(each[1]) for each in words if each[1:2] and each[1].isdigit()}
 
 
-def held(before: Sequence[Life], after: Sequence[Life], lives: Sequence[Life]) -> Part:
+def held(
+    before: Sequence[ProcessLife], after: Sequence[ProcessLife], lives: Sequence[ProcessLife]
+) -> Part:
     """Compares samples. At rest, before the first fault and after the last one: of each process
     that lived on, and sums by role. Under load, at the same age: the first and the last process in
     a place."""
@@ -143,7 +145,7 @@ def held(before: Sequence[Life], after: Sequence[Life], lives: Sequence[Life]) -
     return Part("held", "what processes hold, afterwards (before)", measures)
 
 
-def at_age(life: Life, age: float) -> Sample:
+def at_age(life: ProcessLife, age: float) -> Sample:
     """Medians of what a process held shortly before that age."""
     near = [taken for taken in life.samples if age - NEAR_SECONDS <= taken.age <= age]
     near = near or [min(life.samples, key=lambda taken: abs(taken.age - age))]
@@ -156,7 +158,7 @@ def at_age(life: Life, age: float) -> Sample:
     )
 
 
-def _age(life: Life) -> float:
+def _age(life: ProcessLife) -> float:
     return max((taken.age for taken in life.samples), default=0.0)
 
 

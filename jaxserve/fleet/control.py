@@ -7,7 +7,7 @@ Every message is msgpack of one of the structs below; nothing is ever unpickled.
 `Boundary`.
 Knows nothing of sockets, requests or device arrays.
 
-    follower → leader   Register  (FollowerState | Collected | Report)*
+    follower → leader   Register  (FollowerState | Collected | MessageArrived)*
     leader → follower   Accepted  Joined  (Echo | WarmUp | Collect)*  FailureReceived?
                         Shutdown, where it is not an orderly one; or Refused
     leader → all        (Boundary | Echo)*  Shutdown
@@ -96,7 +96,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class MessageArrived(msgspec.Struct, frozen=True, tag="Report", array_like=True):
     """A message over `pull` has arrived at a follower whole (`link.remote.frames.NamedMessage`)."""
 
     data: bytes
@@ -115,7 +115,7 @@ class Boundary(msgspec.Struct, frozen=True, tag=True, array_like=True):
     digest: str
     """`shapes_digest` of the plans, which every follower computes again."""
     measured: bool = False
-    """Whether what is enqueued from here to the next boundary is measured (`observe/probe.py`)."""
+    """Whether the stages from here to the next boundary are measured (`observe/probe.py`)."""
     actions: list[Action] = []
     """Actions that every process carries out before the plans begin."""
     message: bytes = b""
@@ -139,7 +139,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     failure: str = ""
 
 
-FromFollower = FollowerState | Collected | Report
+FromFollower = FollowerState | Collected | MessageArrived
 ForAll = Boundary | Echo | Shutdown
 FromLeader = Joined | WarmUp | Boundary | Collect | FailureReceived | Shutdown
 

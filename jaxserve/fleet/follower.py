@@ -305,8 +305,8 @@ class Follower:
         self._answers[name] = produce
 
     def report(self, data: bytes) -> None:
-        """Sends a `Report` to the leader, on the caller's thread: a message waits for it."""
-        self._send(control.Report(data))
+        """Sends `MessageArrived` to the leader, on the caller's thread: a message waits for it."""
+        self._send(control.MessageArrived(data))
 
     def request_drain(self, reason: str) -> None:
         """Asks the leader to drain and end the whole deployment, with the next sign of life. Safe

@@ -87,7 +87,7 @@ class Leader:
         self.address = address
         self.failure: EngineFailedError | None = None
         self.on_report: Callable[[int, bytes], None] = lambda process, data: None
-        """Takes a follower's number and its `Report`; must return at once."""
+        """Takes a follower's number and its `MessageArrived`; must return at once."""
         self.cluster = cluster
         self._roles = roles
         self._on_failure = on_failure
@@ -352,7 +352,7 @@ class Leader:
         with self._changed:
             follower.update(message, self._clock.now)
             self._changed.notify_all()
-        if isinstance(message, control.Report):
+        if isinstance(message, control.MessageArrived):
             self.on_report(follower.identity.process_id, message.data)
         elif isinstance(message, control.FollowerState) and message.error:
             follower.send(control.FailureReceived())

@@ -102,14 +102,14 @@ class HarmonyParser(AnswerParser):
         return [Piece(reasoning=text) if kind == "reasoning" else Piece(content=text)], rest
 
 
-class AnswerFormat(msgspec.Struct, frozen=True):
+class AnswerMarkers(msgspec.Struct, frozen=True):
     """The markers that a model knows."""
 
     thinks: bool
     calls: CallFormat | None
 
     @classmethod
-    def of(cls, template: ChatTemplate) -> "AnswerFormat":
+    def of(cls, template: ChatTemplate) -> "AnswerMarkers":
         """The markers that the model's template writes."""
         calls = next(
             (known for known in CALL_FORMATS if all(map(template.mentions, known.known_by))), None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from launch import second_model
@@ -24,7 +24,7 @@ def test_template(tmp_path: Path, thinks: bool) -> None:
     folder = second_model.write(tmp_path, thinks=thinks).parent
     template = ChatTemplate.from_folder(folder)
     assert template is not None
-    form = AnswerFormat.of(template)
+    form = AnswerMarkers.of(template)
     assert form.thinks == thinks
     assert form.calls is not None
     assert form.calls.begin == "<tool_call>"

@@ -17,7 +17,7 @@ from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest
 from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Chunks, Service, UsageCount, stop_reason, together
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined
 from jaxserve.text.call_readers import CallPart
 from jaxserve.text.chat import ChatTemplate
@@ -77,7 +77,7 @@ async def read_conversation(service: Service, request: ChatRequest, tenant: str)
       HttpError, DrainingError, NotReadyError: another model is served, or none.
     """
     prompt = await read_prompt(service, request)
-    generator, form, tools = service.ready(), AnswerFormat.of(prompt.template), prompt.tools
+    generator, form, tools = service.ready(), AnswerMarkers.of(prompt.template), prompt.tools
     place = prompt.text, prompt.continued
     constraint = await forced_call(service, request, form, form.before_call(*place).encode())
     if constraint is None:

@@ -13,7 +13,7 @@ from jaxserve.server.http.requests import ChatRequest, GenerationFields, Samplin
 from jaxserve.server.http.service import Service
 from jaxserve.server.structured_outputs import ANY_OBJECT, FIELD, closed, form
 from jaxserve.text import structured
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.structured import Form, GrammarError, TokenGrammar, TokenRules, quoted
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -105,7 +105,7 @@ def with_rules(
 
 
 async def forced_call(
-    service: Service, request: ChatRequest, answers: AnswerFormat, begins_after: bytes
+    service: Service, request: ChatRequest, answers: AnswerMarkers, begins_after: bytes
 ) -> TokenGrammar | None:
     """The grammar of the tool call that `tool_choice` asks for; None if it does not.
 

@@ -59,7 +59,7 @@ async def detokenize(service: Service, exchange: HttpExchange) -> None:
                 f"tokens[{index}]", f"{token_id} is not in [0, {vocab_size - 1}]"
             )
     text = await service.in_thread(generator.tokenizer.decode, request.tokens)
-    await exchange.reply(responses.Text(prompt=text))
+    await exchange.reply(responses.DetokenizedText(prompt=text))
 
 
 STUCK_SECONDS = 60.0

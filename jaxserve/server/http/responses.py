@@ -242,7 +242,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
-class Text(msgspec.Struct, kw_only=True):
+class DetokenizedText(msgspec.Struct, kw_only=True):
     """The response of /detokenize."""
 
     prompt: str

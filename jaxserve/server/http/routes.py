@@ -175,7 +175,9 @@ ENDPOINTS = (
     _read("/tokenizer_info", information.tokenizer_info, responses.TokenizerInfo),
     _read("/load", information.load, responses.ServerLoad, ()),
     _ask("/tokenize", information.tokenize, requests.TokenizeRequest, responses.Tokens),
-    _ask("/detokenize", information.detokenize, requests.DetokenizeRequest, responses.Text),
+    _ask(
+        "/detokenize", information.detokenize, requests.DetokenizeRequest, responses.DetokenizedText
+    ),
     *PROBES,
     METRICS,
     _read("/pipeline", live.pipeline, live.Pipeline),

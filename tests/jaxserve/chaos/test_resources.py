@@ -5,7 +5,7 @@ import subprocess
 
 from jaxserve.bench.report import missed
 from jaxserve.chaos.deployment import Process
-from jaxserve.chaos.resources import Census, Life, Sample, at_age, held, sample
+from jaxserve.chaos.resources import Census, ProcessLife, Sample, at_age, held, sample
 from tests import golden
 
 
@@ -14,7 +14,7 @@ def one(age, memory=100.0, files=20, threads=10):
 
 
 def life(pid, *samples, role="domain"):
-    return Life(pid, role, f"{role} 0", list(samples))
+    return ProcessLife(pid, role, f"{role} 0", list(samples))
 
 
 def test_a_process_is_read():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.text import calls as formats
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.answers import AnswerParser, Piece, joined
 from jaxserve.text.calls import DEEPSEEK, GLM, JSON, KIMI, MINIMAX, QWEN_XML, STEP
 from jaxserve.text.chat import ChatTemplate
@@ -167,7 +167,7 @@ def test_no_text_is_lost_without_the_end_of_a_call(cut: bool) -> None:
 
 @golden.table("text/continued_answers.yaml")
 def test_an_answer_that_is_continued(continued: str, text: str, expected: list) -> None:
-    form = AnswerFormat(thinks=True, calls=None)
+    form = AnswerMarkers(thinks=True, calls=None)
     parser = form.parser(f"[user]x{continued}", None, continued=continued)
     assert [*parse(parser, *text)] == expected
 
@@ -176,7 +176,7 @@ def test_more_calls_than_allowed_are_left_out() -> None:
     one = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
     _, content, calls = parse(AnswerParser(False, False, JSON), one * 130)
     assert (len(calls), content) == (128, "")
-    form = AnswerFormat(thinks=False, calls=JSON)
+    form = AnswerMarkers(thinks=False, calls=JSON)
     assert parse(form.parser("", [], max_calls=1), one * 3) == ("", "", [("x", "{}")])
 
 
@@ -193,7 +193,7 @@ DAYS = {"function": {"name": "weather", "parameters": {"properties": {"days": {}
 def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
     """The parser takes apart the call that the template has written."""
     template = template_of(name)
-    found = AnswerFormat.of(template)
+    found = AnswerMarkers.of(template)
     assert found.calls is form
     arguments = '{"city": "Łódź", "days": 2}'
     function = {"name": "weather", "arguments": arguments}
@@ -213,5 +213,5 @@ def test_a_family_reads_the_calls_that_its_template_writes(name, form) -> None:
 def test_a_prompt_may_begin_the_thought() -> None:
     template = template_of("deepseek_r1")
     prompt = template.render([{"role": "user", "content": "x"}])
-    parser = AnswerFormat.of(template).parser(prompt, None)
+    parser = AnswerMarkers.of(template).parser(prompt, None)
     assert parse(parser, "Hm.\n</think>\n\nYes.") == ("Hm.", "Yes.", [])

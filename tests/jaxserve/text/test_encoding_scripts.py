@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.chat import ChatTemplate
 from tests import golden
 from tests.jaxserve.text.conversations import CONVERSATIONS, TOOLS, call
@@ -51,7 +51,7 @@ def test_calls_are_read_as_they_are_written(tmp_path, name):
     """A converted folder has the script beside its other files."""
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
     found = ChatTemplate.from_folder(tmp_path)
-    form = AnswerFormat.of(found)
+    form = AnswerMarkers.of(found)
     assert form.calls is FORMS[f"DEEPSEEK_{'V4' if name == V4 else 'V32'}"]
     options = {"tools": TOOLS, "chat_template_kwargs": {"thinking": True}}
     prompt = found.render(CALLED[:2], **options)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.text.answer_format import AnswerFormat, HarmonyParser
+from jaxserve.text.answer_format import AnswerMarkers, HarmonyParser
 from jaxserve.text.calls import HARMONY
 from tests import golden
 from tests.jaxserve.text.conversations import TOOLS
@@ -52,7 +52,7 @@ def test_an_answer_that_is_cut_off_has_no_markup() -> None:
 
 def test_a_template_shows_the_form_and_its_calls_are_read() -> None:
     template = template_of("gpt_oss")
-    form = AnswerFormat.of(template)
+    form = AnswerMarkers.of(template)
     assert form.calls is HARMONY
     call = {"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}, "id": "1"}
     call["type"] = "function"

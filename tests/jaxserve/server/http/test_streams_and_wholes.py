@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.http import chat
-from jaxserve.text.answer_format import AnswerFormat
+from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.calls import CALL_FORMATS, CallFormat
 from tests import golden
 from tests.jaxserve.server.http.rig import HttpRig, events
@@ -135,8 +135,8 @@ def message_stream(rig: HttpRig, fields: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("form", CALL_FORMATS, ids=lambda form: form.begin + form.around[0][:12])
 def test_a_stream_is_the_whole_in_pieces(wide: HttpRig, monkeypatch, form: CallFormat) -> None:
     wide.engine.cached_tokens = 2
-    answer_format = AnswerFormat(thinks=True, calls=form)
-    monkeypatch.setattr(chat.AnswerFormat, "of", lambda template: answer_format)
+    answer_format = AnswerMarkers(thinks=True, calls=form)
+    monkeypatch.setattr(chat.AnswerMarkers, "of", lambda template: answer_format)
 
     @settings(max_examples=5)
     @given(answers(form), st.sampled_from([1, 3, 16, 1000]))
