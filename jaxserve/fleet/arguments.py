@@ -199,7 +199,7 @@ def _add_control(values: dict[str, str]) -> None:
 
 
 def _detect(values: dict[str, str]) -> tuple[int, ...] | None:
-    """Fills in what is missing from the cluster's own variables; returns the local device ids."""
+    """Fills in missing settings from the cluster's own variables; returns the local device ids."""
     # The same detection that jax.distributed.initialize() runs. It is private, but only it knows
     # the process id before a backend or the coordination service starts.
     from jax._src import clusters

@@ -30,7 +30,7 @@ class Below(ServedSession):
         self.post(encode(message))
 
     def post(self, body: bytes) -> None:
-        """Sends an encoded message, behind what was sent before."""
+        """Sends an encoded message, behind all earlier ones."""
         with contextlib.suppress(OSError):  # the thread that reads says why
             self._channel.post(body)
 

@@ -237,7 +237,7 @@ class FFNMessages:
         return serve_weights(self._deployment, self._worker.held(), self.slots, token)
 
     def move_experts(self, between_messages: Callable[[Callable[[], None]], float]) -> None:
-        """Carries out what is due for the experts, if anything is."""
+        """Carries out the actions that the expert balancer has due, if any."""
         experts, slots = self.experts, self.slots
         if experts is None or slots is None or not (actions := experts.due()):
             return

@@ -280,7 +280,7 @@ class RouterConnection(WorkingSession[Item]):
         sent.wait(seconds)
 
     def _work(self) -> None:
-        """Sends what is queued, the outputs of a step as one frame."""
+        """Sends the queued frames, with the outputs of a step as one frame."""
         while self.failure is None and (first := self._wanted.get()) is not None:
             items = [first]
             while not self._wanted.empty() and (item := self._wanted.get()) is not None:

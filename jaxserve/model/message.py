@@ -18,5 +18,5 @@ class DispatchMessage(NamedTuple):
     """The tokens encoded for the wire, in 8 bits: if the norm already quantised them or, behind the
     link, if they came in it; else None. On TPUs `wide` then."""
     wide: EncodedRows | None = None
-    """The same behind the link, as the first columns of what came: who picks some of the rows
-    copies no others."""
+    """The same behind the link, as the first columns of the received rows, so that picking some of
+    these copies no others."""

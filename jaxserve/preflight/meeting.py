@@ -9,7 +9,6 @@ import math
 import queue
 import threading
 import time
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
@@ -233,12 +232,7 @@ class Meeting:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._server.close(DEADLINES.handshake)
         for session in self.sessions.values():
             session.fail("the preflight has ended")

@@ -49,7 +49,7 @@ class ProgramKey(NamedTuple):
 class Get(Protocol):
     """Function through which a step's programs are listed once: a caller asks for the executable of
     `make(programs, bucket, *kind)`. `wanted` collects the programs, and returns nothing;
-    `compile_steps` then returns what was compiled."""
+    `compile_steps` then returns their executables."""
 
     def __call__(self, make: Callable[..., Program], bucket: Bucket, *kind: Any) -> Any: ...
 
@@ -126,8 +126,8 @@ class StepCompiler:
         self._closed = False
 
     def start(self, made: Callable[[], object], failed: OnFailed) -> None:
-        """Begins to compile what is missing. The thread calls `made` each time when more steps may
-        run, or `failed` with the reason why no more will."""
+        """Begins to compile the missing programs. The thread calls `made` each time when more steps
+        may run, or `failed` with the reason why no more will."""
         if not self.takes_options:
             self._thread = threading.Thread(None, self._run, "compile", (made, failed), daemon=True)
             self._thread.start()

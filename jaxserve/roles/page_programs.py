@@ -222,7 +222,7 @@ class PagePrograms:
         self, pool: PagePool, kind: int, page_ids: Int[Array, "1 ids"]
     ) -> tuple[Int[Array, "layers pages"], Bool[Array, " pages"]]:
         """Returns the rows of a pool's page array that hold these pages, of each layer if it has
-        all layers, and which of the pages exist. Of states there is one page."""
+        all layers, and which of the pages exist. States have one page."""
         table = pool.tables[kind]
         own = page_ids[0].reshape(-1, self.tables)[:, table]
         there = own < pool.pages[table]

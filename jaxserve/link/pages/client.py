@@ -265,7 +265,7 @@ class _Peer:
             stream.join(max(0.0, end - time.monotonic()))
 
     def tick(self, connection: PagesConnection) -> None:
-        """Sends what is due over a connection; on its reader's thread."""
+        """Sends due renewals and releases over a connection; on its reader's thread."""
         with self._changed:
             released = [*self._released]
             due = time.monotonic() - self._renewed > self._client.lease_seconds / 3

@@ -37,7 +37,7 @@ MOST_PARTS = 64
 TICK_SECONDS = 0.1
 """Wait of a channel's reader before it looks at its deadlines."""
 LOOK_SECONDS = 0.4
-"""Seconds between two looks at a peer that reads nothing of what was posted."""
+"""Seconds between two looks at a peer that reads no posted bytes."""
 READ_BYTES = 1 << 16
 """Most bytes that are read ahead: a frame, and small rows behind it, come in one call."""
 LONGEST_TICK_SECONDS = 0.5

@@ -68,8 +68,8 @@ class Readers:
                     self._read(descriptor, 0.0)
 
     def _read(self, descriptor: int, seconds: float | None) -> None:
-        """Reads what has come of a session, and watches its deadlines, unless another thread does;
-        that one arms it again."""
+        """Reads the bytes of a session and watches its deadlines, unless another thread does; that
+        one arms it again."""
         if (session := self._idle.pop(descriptor, None)) is None:
             return
         try:

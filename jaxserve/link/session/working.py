@@ -1,4 +1,4 @@
-"""A session of the end that listens, with a second thread that works off what is asked for."""
+"""A session of the end that listens, with a second thread that carries out the requests."""
 
 import abc
 import queue
@@ -9,16 +9,16 @@ from jaxserve.link.session.served import ServedSession
 
 
 class WorkingSession[Wanted](ServedSession):
-    """A session of two threads: one reads, the other works off what is asked for, in order."""
+    """A session of two threads: one reads requests, the other carries them out in order."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        """Orders to work off; None ends the work."""
+        """Requests to carry out; None ends the thread."""
 
     @abc.abstractmethod
     def _work(self) -> None:
-        """Works off what is wanted until None comes, on a thread of its own."""
+        """Carries out the queued requests until None comes, on a thread of its own."""
 
     def read(self) -> None:
         """See `Session`."""

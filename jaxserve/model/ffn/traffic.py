@@ -1,6 +1,6 @@
 """Bytes that the exchanges of the ffn role move, and the choice of the one that moves less.
 
-Called by the templates and programs, which run what is chosen here, by `serve --check`, and by the
+Called by the templates and programs, which run the chosen exchange, by `serve --check`, and by the
 planner, which charges it. Bytes are those that a device receives for each row of its own; on
 average it sends as many. Knows sizes, not arrays.
 """

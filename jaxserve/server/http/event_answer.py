@@ -1,7 +1,7 @@
 """A chat's answer in an API whose streams are events of several types.
 
 /v1/responses and /v1/messages write their answer with a writer that tells every change as events; a
-client that does not stream gets what was written. Called by `response_route.py` and
+client that does not stream gets the whole answer. Called by `response_route.py` and
 `message_route.py`.
 """
 

@@ -60,7 +60,7 @@ NEUTRAL: Mapping[str, Any] = {
     "response_format": {"type": "text"},
     "skip_special_tokens": True,
 }
-"""Values with which a field of `CHANGING` changes nothing, beside false, 0 and what is empty."""
+"""Values with which a field of `CHANGING` changes nothing, beside false, 0 and empty ones."""
 
 
 def understood[Body](body: bytes, kind: type[Body], left_out: Callable[[str], None] | None) -> Body:

@@ -251,7 +251,7 @@ class _Connection(H11Protocol):
         self._watch_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """The answer to what is no request; 431 where its headers are too large."""
+        """Answers bytes that are no request: 400, or 431 where the headers are too large."""
         received = self.conn.trailing_data[0]
         if self.conn.our_state is not h11.IDLE or len(received) <= MAX_HEADER_BYTES:
             super().send_400_response(msg)
