@@ -3,7 +3,6 @@
 Called by `load.py`. Every error names the key, its value, and the arithmetic.
 """
 
-import operator
 from collections.abc import Sequence
 
 import msgspec
@@ -14,11 +13,11 @@ from jaxserve.config.shipped import hardware_file
 from jaxserve.config.topology import BETWEEN, TRANSPORTS
 from jaxserve.errors import ConfigError
 
-FORMAT_KEYS = {
-    "attention.weights": "weights",
-    "ffn.weights": "weights",
-    "link.dispatch": "dispatch",
-    "cache.format": "cache",
+FORMAT_KEYS: dict[tuple[str, ...], str] = {
+    ("attention", "weights"): "weights",
+    ("ffn", "weights"): "weights",
+    ("link", "dispatch"): "dispatch",
+    ("cache", "format"): "cache",
 }
 """Uses of the keys that name a number format."""
 _CACHES = (
@@ -34,11 +33,11 @@ def refuse_formats(deployment: Deployment) -> None:
     Raises:
       ConfigError: a key has another format; names the formats that it may have.
     """
-    for key, use in FORMAT_KEYS.items():
-        name, known = operator.attrgetter(key)(deployment), choices(use)
+    for (section, key), use in FORMAT_KEYS.items():
+        name, known = getattr(getattr(deployment, section), key), choices(use)
         if name not in ("auto", *known):
             raise ConfigError(
-                f"{key} = {name}: expected auto or one of {', '.join(known)}"
+                f"{section}.{key} = {name}: expected auto or one of {', '.join(known)}"
                 + (_CACHES if use == "cache" else "")
             )
 

@@ -180,9 +180,9 @@ def _explained(error: msgspec.ValidationError, tree: Any) -> str:
         elif part.isdecimal():
             tree = tree[int(part)]
     if problem.startswith("Invalid enum"):
-        use = FORMAT_KEYS.get(place.rstrip("`"))
-        known = ["auto", *choices(use)] if use else filter(None, _choices(struct))
-        problem = f"expected one of {', '.join(known)}"
+        use = FORMAT_KEYS.get((*place.rstrip("`").split("."),), "")
+        offered = [name for name in _choices(struct) if not use or name in ("auto", *choices(use))]
+        problem = f"expected one of {', '.join(filter(None, offered))}"
     return f"{place.rstrip('`')} = {tree!r}: {problem[0].lower()}{problem[1:]}"
 
 
