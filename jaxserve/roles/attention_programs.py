@@ -179,7 +179,7 @@ class AttentionPrograms(TokenPrograms):
 
         def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
             fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(self._add_combined(x, *combined), last, fields, head, bucket)
+            return self.end_step(self.stream((x, *combined)), last, fields, head, bucket)
 
         (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
         lengths = [ROWS] if bucket.drafts else []

@@ -103,17 +103,16 @@ class BothRolesPipeline(StepPipeline):
         begun = [(*embedded(last, batch, *self._embedding), table) for last, batch, table in steps]
         streams = self._layers(bucket, 0, begun)
         return [
-            (tuple(leave(x, last, batch, answer, *self._head)), (x, answer))
-            for (last, batch, _), (x, answer) in zip(steps, streams, strict=True)
+            (tuple(leave(*x, last, batch, *self._head)), x)
+            for (last, batch, _), x in zip(steps, streams, strict=True)
         ]
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
         step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())
         spread = map(self._halves.spread, itertools.chain(*steps))
         made = step(*spread, *self._state, *leaves)
-        streams, taken = made[: 2 * len(steps)], self._halves.taken
-        self._keep(made[len(streams) :])
-        return [(taken(x, ROWS), taken(y, PIECES)) for x, y in itertools.batched(streams, 2)]
+        self._keep(made[len(steps) :])
+        return [(self._halves.taken(x, ROWS),) for x in made[: len(steps)]]
 
 
 class _Halves:

@@ -42,7 +42,7 @@ from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
 from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
-from jaxserve.roles.token_programs import StepContext
+from jaxserve.roles.token_programs import StepContext, TokenPrograms
 
 
 def refusal(deployment: Deployment) -> str:
@@ -136,11 +136,11 @@ class BothRolesPrograms(AttentionPrograms):
         return Program("embedded", body, self.mesh, inputs, (ROWS, ROWS))
 
     def step(self, bucket: Bucket, lanes: int, module: int = 0) -> Program:
-        """((x, batch, page_table) of each lane, pages, counts, tables, runs) → ((x, answer) of each
-        lane, pages…, counts…).
+        """((x, batch, page_table) of each lane, pages, counts, tables, runs) → (x of each lane,
+        pages…, counts…).
 
-        A lane's results are the residual stream after the last layer (`AttentionPrograms.stream`).
-        Arrays of lanes are those of the attention mesh; the other half is anything.
+        The results x are the residual streams after the last layer. Arrays of lanes are those of
+        the attention mesh; the other half is anything.
 
         Args:
           module: the prediction module, from 1, whose layer alone runs; 0: the model's own layers.
@@ -167,7 +167,7 @@ class BothRolesPrograms(AttentionPrograms):
                 before = _Place(run, count - 1)
             turn = step.end(turn, before)
             loads = jax.lax.psum(turn.loads, ROLE)
-            made = (array for each in zip(turn.x, turn.answers, strict=True) for array in each)
+            made = map(self._add_combined, turn.x, turn.answers)
             return *made, *turn.pages, *map(add_load, counts, loads)
 
         of_lane = self.stream_shapes(bucket)[0], *self.step_shapes(bucket)[1:]
@@ -180,9 +180,8 @@ class BothRolesPrograms(AttentionPrograms):
             for kind, start, stop, *_ in runs
         ]
         steps = [[self._on_both(array) for array in of_lane]] * lanes
-        stream = self.sharding(ROWS).spec, self.sharding(PIECES).spec
         state = *self.pages, *counts
-        specs = *stream * lanes, *[array.sharding.spec for array in state]
+        specs = *[self.sharding(ROWS).spec] * lanes, *[array.sharding.spec for array in state]
         inputs = steps, self.pages, counts, tables, leaves
         name = f"{'pass' if module else 'step'}_{lanes}"
         return Program(name, body, self.union, inputs, specs, donates=(1, 2))
@@ -192,8 +191,11 @@ class BothRolesPrograms(AttentionPrograms):
     ) -> Arrays:
         """Runs attention's part of a layer inside a program; see `attend`."""
         held: Any = pages if self.shared is None else self.shared.in_arrays(pages)
-        made: Any = self._attend(kind, self.stream(stream), held, batch, leaves)
+        made: Any = self._attend(kind, self._add_combined(*stream), held, batch, leaves)
         return tuple(made) if self.shared is None else self.shared.in_pools(made)
+
+    stream_shapes = TokenPrograms.stream_shapes
+    stream = TokenPrograms.stream
 
     def _beside_pools(self, kind: LayerKind, layers: int) -> Sequence[Any]:
         """Returns the stacked leaves of ffn blocks; None for those that are in pools."""
