@@ -102,10 +102,8 @@ class BothRolesPipeline(StepPipeline):
         embedded, leave, *_ = self._ends[bucket]
         begun = [(*embedded(last, batch, *self._embedding), table) for last, batch, table in steps]
         streams = self._layers(bucket, 0, begun)
-        return [
-            (tuple(leave(*x, last, batch, *self._head)), x)
-            for (last, batch, _), x in zip(steps, streams, strict=True)
-        ]
+        lanes = zip(streams, steps, strict=True)
+        return [(tuple(leave(*x, *step[:2], *self._head)), x) for x, step in lanes]
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
         step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())

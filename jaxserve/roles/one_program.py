@@ -180,19 +180,20 @@ class BothRolesPrograms(AttentionPrograms):
             for kind, start, stop, *_ in runs
         ]
         steps = [[self._on_both(array) for array in of_lane]] * lanes
-        state = *self.pages, *counts
-        specs = *[self.sharding(ROWS).spec] * lanes, *[array.sharding.spec for array in state]
+        held = [array.sharding.spec for array in (*self.pages, *counts)]
         inputs = steps, self.pages, counts, tables, leaves
         name = f"{'pass' if module else 'step'}_{lanes}"
+        specs = *[self.sharding(ROWS).spec] * lanes, *held
         return Program(name, body, self.union, inputs, specs, donates=(1, 2))
 
     def layer(
         self, kind: LayerKind, stream: Arrays, pages: Pages, batch: RaggedBatch, leaves: list[Any]
     ) -> Arrays:
         """Runs attention's part of a layer inside a program; see `attend`."""
-        held: Any = pages if self.shared is None else self.shared.in_arrays(pages)
+        shared = self.shared if self.pool(kind) is self.pools[0] else None
+        held: Any = pages if shared is None else shared.in_arrays(pages)
         made: Any = self._attend(kind, self._add_combined(*stream), held, batch, leaves)
-        return tuple(made) if self.shared is None else self.shared.in_pools(made)
+        return tuple(made) if shared is None else shared.in_pools(made)
 
     stream_shapes = TokenPrograms.stream_shapes
     stream = TokenPrograms.stream

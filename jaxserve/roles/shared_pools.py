@@ -2,9 +2,10 @@
 
 Arrays of such a program have the same shape on all of its devices. A *pool* therefore holds pages
 on devices of the attention role, and matrices of experts on those of the ffn role. Keys and values
-have a pool each. Layers of experts fill the first pool, then the second one: a run of layers ends
-where a pool is full. All other arrays of the program, which are smaller, have memory on the devices
-of both roles.
+of layers that attend to all tokens have a pool each; latents have one. Layers of experts fill the
+first pool, then the second one: a run of layers ends where a pool is full. All other arrays of the
+program, which are smaller, have memory on the devices of both roles: pages of windows, the rotated
+part of latents (`cache.rope`), scales, and weights without experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,8 @@ class SharedPools(PoolLayout):
     def __init__(self, deployment: Deployment, templates: FFNTemplates, meshes: RoleMeshes):
         config = templates.config
         own, pool = NamedSharding(meshes.attention, PAGES_SPEC), page_pools(config, deployment)[0]
-        pages = [_of(own, each, len(pool.layers)) for each in pool.arrays[: len(pool.entries)]]
+        kept = [entry for entry in pool.entries if not entry.plain]
+        pages = [_of(own, each, len(pool.layers)) for each in pool.arrays[: len(kept)]]
         matrices: dict[int, jax.ShapeDtypeStruct] = {}
         if (moe := templates.moe) is not None:
             leaves = zip(moe.leaves, moe.specs(meshes.ffn_rules), strict=True)
@@ -113,14 +115,11 @@ def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Itera
     cache, prefill = deployment.cache, deployment.prefill
     if cache.page_size % ROWS:
         yield f"{cache.page_size=} must be a multiple of {ROWS}"
-    if cache.host_gb or cache.rope != "auto" or deployment.weights.address or prefill.workers:
-        yield f"no {cache.host_gb=}, {cache.rope=}, {prefill.workers=} and weights.address"
+    if cache.host_gb or deployment.weights.address or prefill.workers:
+        yield f"no {cache.host_gb=}, {prefill.workers=} and weights.address"
     for kind in config.kinds():
-        name, chosen = type(kind.attention).__name__, getattr(kind.attention, "indexer", None)
-        if not isinstance(kind.attention, GQA | MFA | MLA) or kind.attention.window or chosen:
-            yield f"{name}: only attention to all tokens, without window and indexer"
-    if len({kind.ffn for kind in config.kinds() if kind.ffn.router}) > 1:
-        yield "layers have different experts"
+        if not isinstance(one := kind.attention, GQA | MFA | MLA) or getattr(one, "indexer", None):
+            yield f"{type(one).__name__}: only attention with a row a token, without indexer"
     for array in arrays:
         narrow = array.ndim == 3 and array.shape[-1] % LANES  # kernels do not swap experts
         if array.dtype in FOUR_BITS or narrow or not entry_words(array):

@@ -115,9 +115,7 @@ class WholeSteps:
         bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
         options, steps = self._ends[bucket][-3:-1], []
         for plan in plans:
-            if plan.bucket != bucket:
-                plan = msgspec.structs.replace(plan, bucket=bucket)
-            batch, table = self._tokens.put(plan)
+            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
             steps.append((*self._tokens.begin(plan, options[1], batch), table))
         made = zip(plans, steps, self._step(bucket, steps), strict=True)
         ended = [self._tokens.end(plan, options, given, *left) for plan, given, left in made]

@@ -11,7 +11,7 @@ from tests.jaxserve import layouts
 from tests.jaxserve.layout_process import as_on_tpus, await_moves, crowded, move
 from tests.jaxserve.test_layouts_processes import run
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import VOCAB, TinyDeepseek
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyGptOss
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -29,6 +29,7 @@ FEW = {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}
 PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
 LATENTS = {"cache.page_size": 128, "scheduler.page_buckets": [2], "cache.pages": 5}
 LATENTS |= {"scheduler.max_length": 192}
+ROTATED, WINDOWS = LATENTS | {"cache.format": "int8", "cache.rope": "bfloat16"}, {**PAGES}
 CASES = [
     (3, {}, {"speculative.method": "ngram"}),
     (2, {}, FEW),
@@ -40,34 +41,33 @@ CASES = [
     (3, PAGES | EIGHT_BITS, TWO_RANKS),
     pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
     (3, LATENTS, TWO_RANKS | {"speculative.method": "mtp", "speculative.automatic": False}),
+    (2, ROTATED, TWO_RANKS),
+    (3, WINDOWS, {"speculative.method": "ngram"}),
 ]
 """Lanes, pages and formats, and a layout. With pages of whole tiles the programs are those of TPUs,
 where pages and experts share memory. In 8 bits sums of other experts are rounded otherwise: tokens
 are the same where sums are cut as in colocated mode, and where experts are back."""
-WHOLE_TILES = TinyStep3(
-    vocab_size=161,
-    hidden_size=128,
-    head_dim=128,
-    moe_intermediate_size=256,
-    share_expert_dim=42,
-    moe_num_experts=8,
-)
-WHOLE_COLUMNS = {"hidden_size": 128, "moe_intermediate_size": 256, "qk_nope_head_dim": 128}
-DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(num_nextn_predict_layers=1, **WHOLE_COLUMNS))
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 256}
+WHOLE_TILES = TinyStep3(vocab_size=161, head_dim=128, share_expert_dim=42, **WIDE)
+WIDE_HEADS = WIDE | {"qk_nope_head_dim": 128}
+GPT_OSS = TinyModel("windows", TinyGptOss(hidden_size=128, intermediate_size=256, head_dim=128))
+DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(num_nextn_predict_layers=1, **WIDE_HEADS))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("lanes", "given", "sizes"), CASES)
 def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_path):
     """Experts move while requests run. With few pages requests are preempted and one is cancelled.
-    Each of two pools has one of Step-3's two layers with experts, DeepSeek's one pool both. Two
-    processes have half of each role."""
+    Each of two pools has one of Step-3's two layers with experts, DeepSeek's one pool both. Half of
+    gpt-oss's layers have a window. Two processes have half of each role."""
     folder, prompts = tiny_model, layouts.PROMPTS
     platform = as_on_tpus() if given else contextlib.nullcontext()
     if "scheduler.max_length" in given:
         folder = DEEPSEEK.write(tmp_path)
         few = layouts.prompts_below(VOCAB)  # all of which outgrow a page
         prompts = [(99 * prompt)[: 100 + n] for n, prompt in enumerate(few)]
+    elif given is WINDOWS:
+        folder, prompts = GPT_OSS.write(tmp_path), layouts.prompts_below(VOCAB)
     elif given:
         folder = write_tiny_step3(tmp_path, WHOLE_TILES, seed=layouts.SEED)
     with layouts.running(folder, given | layouts.COLOCATED) as engine:
