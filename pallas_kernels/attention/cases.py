@@ -30,8 +30,9 @@ BATCHES = {
 }
 """Sequences and tokens per sequence of a decode step, of verified drafts, and of prefill chunks."""
 
-FEW_ROWS = 256
-"""Compressed rows of a sequence of 32,768 tokens."""
+WINDOW, FEW_ROWS, CHOSEN = 128, 256, 512
+"""Rows that a token of DeepSeek-V4 reads: of the last tokens; those that stand for 128 tokens each,
+in a sequence of 32,768; and chosen ones."""
 
 CHUNK_TOKENS = 2048
 """Tokens of a prefill that attend to each other."""
@@ -52,6 +53,7 @@ def cases(generation: str) -> list[Case]:
     return (
         [_inside(name) for name in NAIVE]
         + [_apart("deepseek-v3-tp8"), few_rows(256), few_rows(128)]
+        + [one_block(rows, generation) for rows in (WINDOW, FEW_ROWS, CHOSEN)]
         + [
             _layer(name, each)
             for name in ("step3", "qwen3-235b")
@@ -203,6 +205,32 @@ def few_rows(page_size: int) -> Case:
     at = (integers((16,)),) * 2
     name = f"deepseek-v4 bf16 rows, pages of {page_size}"
     return Case(name, step, (pool, rows, at, queries, where), donated=(0,))
+
+
+def one_block(rows: int, generation: str) -> Case:
+    """Returns a decode step of DeepSeek-V4 Flash over this number of rows; the loop over tokens is
+    analysed. Rows are in pages of the ring, or as `joined.py` and `gathered.py` make them."""
+    window = rows if rows == WINDOW else 0
+    page, columns = (PAGE_SIZE, KV_LENGTH // PAGE_SIZE) if window else (rows, 1)
+    pool: Any = jax.ShapeDtypeStruct((SEQUENCES * columns, 1, page, 512), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((SEQUENCES, 64, 512), jnp.bfloat16)
+    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    where = integers((SEQUENCES, columns)), *(integers((SEQUENCES,)),) * 2
+    call = call_of(queries, Cache(pool, None, None, None, 512), where[0], window)
+    cut = call.cut(call.tiles(GENERATIONS[generation].device_kind))
+    loop = Loop(
+        kernel="paged_attention",
+        unit="sequence",
+        units=cut.together,
+        copies=cut.together * cut.pages_per_block + 1,  # and one of queries
+        bytes_per_unit=cut.pages_per_block * page * 1024,
+    )
+    options: dict[str, Any] = {"scale": 512**-0.5, "v_width": 512, "with_lse": True}
+
+    def attend(queries: Array, pool: Array, where: Any) -> Any:
+        return paged_attention(queries, pool, None, *where, window=window, **options)
+
+    return Case(f"deepseek-v4 bf16 {rows} rows", attend, (queries, pool, where), loop=loop)
 
 
 def _inside(name: str) -> Case:

@@ -24,6 +24,9 @@ COPIED_BYTES = 32 * 2**20
 MOST_BYTES = 128 * 2**20
 """Most bytes of rows that a step copies with several tokens a sequence."""
 
+MOST_ROWS = 512
+"""Most rows of a larger page on a TPU in a decode step."""
+
 
 def joined_rows(cache: Cache, target: Target) -> int:
     """Returns the rows of the larger pages; 0 where the kernels take the pages as they are, or
@@ -71,6 +74,8 @@ def attend(
     queries, cache, (table, sequence, position) = call.queries, call.cache, call.where
     sequences, columns = table.shape
     _, _, page_size, width = cache.k_pages.shape
+    if rows == LANES and queries.shape[0] <= sequences:  # fewer copies to start
+        rows *= max(1, min(MOST_ROWS, columns * page_size) // rows)
     each = rows // page_size
     large = -(-columns // each)
     table = jnp.pad(table, ((0, 0), (0, large * each - columns)))

@@ -8,10 +8,12 @@ multiplied, across item boundaries.
 A block goes through two stages: *score* multiplies queries and keys and takes row maxima, *mix*
 takes exponentials and multiplies them with the values. A round scores block b and mixes block
 b - 1: two independent chains of instructions, so that the compiler hides the latencies of one
-behind the other. Only blocks that some query sees partially are masked. INT8 is converted to the
-queries' dtype, and so is FP8 unless that is BF16, beside which v7x multiplies FP8 as it is. Scales
-of keys multiply scores, those of values multiply probabilities. With `int8_products` it is the
-other way round: queries and probabilities are rounded to INT8, nothing of the cache is converted.
+behind the other. In a decode step whose tokens have one block each, a round takes several tokens
+instead (`mosaic_tpu_short.py`). Only blocks that some query sees partially are masked. INT8 is
+converted to the queries' dtype, and so is FP8 unless that is BF16, beside which v7x multiplies FP8
+as it is. Scales of keys multiply scores, those of values multiply probabilities. With
+`int8_products` it is the other way round: queries and probabilities are rounded to INT8, nothing of
+the cache is converted.
 
 XLA stores pages whose width is not a multiple of 128 (latents) with the tokens as the minor
 dimension. The kernel takes those with the last two dimensions swapped, which moves no data;
@@ -30,9 +32,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.attention.mosaic_tpu_fetch import BUFFERS, Copied, Fetcher, Items, Pool, Sizes
+from pallas_kernels.attention.mosaic_tpu_fetch import Copied, Fetcher, Items, Pool, Sizes
 from pallas_kernels.attention.mosaic_tpu_kernel import Kernel, State
 from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES, Call, call_of
+from pallas_kernels.attention.mosaic_tpu_short import ShortKernel
 from pallas_kernels.attention.reference import Cache, PagedCall
 from pallas_kernels.attention.tiles import TpuTiles
 from pallas_kernels.attention.work_items import work_items
@@ -88,7 +91,7 @@ def paged_attention(
     _, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
     dtype = jnp.float32 if wide else queries.dtype
-    sizes = call_of(queries, cache, where.page_table)
+    sizes = call_of(queries, cache, where.page_table, call.window)
     chosen = sizes.tiles(target.device_kind, tiles)
     if tiles:
         _check_tiles(chosen, tiles, sizes)
@@ -109,11 +112,11 @@ def paged_attention(
         dtype=dtype,
         query_dtype=queries.dtype,
         int8_products=int8_products,
+        together=cut.together,
+        buffers=cut.buffers,
     )
     if places is None:
-        places = item_places(
-            where, k_pages.shape[0], page_size, largest=cut.item_tokens, window=call.window
-        )
+        places = places_of(call, target, chosen)
     smem = 4 * sum(array.size for array in places)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
@@ -189,21 +192,30 @@ def _check_tiles(tiles: TpuTiles, given: Fields, sizes: Call) -> None:
         require(tiles.item_rows % most == 0, op, "item_rows", tiles.item_rows, limits)
 
 
-def places_of(call: PagedCall, target: Target) -> Places:
-    """Returns the `places` of `paged_attention`."""
-    sizes = call_of(call.queries, call.cache, call.where.page_table)
-    largest = sizes.cut(sizes.tiles(target.device_kind)).item_tokens
+def places_of(call: PagedCall, target: Target, tiles: TpuTiles | None = None) -> Places:
+    """Returns the `places` of `paged_attention`, by default those with the call's own tiles."""
+    sizes = call_of(call.queries, call.cache, call.where.page_table, call.window)
+    cut = sizes.cut(tiles or sizes.tiles(target.device_kind))
     pool, _, page_size, _ = call.cache.k_pages.shape
-    return item_places(call.where, pool, page_size, largest=largest, window=call.window)
+    options: Any = {"largest": cut.item_tokens, "window": call.window, "in_order": cut.together > 0}
+    return item_places(call.where, pool, page_size, **options)
 
 
 def item_places(
-    where: tuple[Array, Array, Array], pool: int, page_size: int, *, largest: int, window: int = 0
+    where: tuple[Array, Array, Array],
+    pool: int,
+    page_size: int,
+    *,
+    largest: int,
+    window: int = 0,
+    in_order: bool = False,
 ) -> Places:
-    """Returns the places of items of at most `largest` tokens in a pool of this number of pages."""
+    """Returns the places of items of at most `largest` tokens, as `work_items` cuts them, in a pool
+    of this number of pages."""
     page_table, sequence_of_token, position = where
     sequences, pages_per_sequence = page_table.shape
-    items = work_items(sequence_of_token, position, sequences=sequences, largest=largest)
+    options: Any = {"sequences": sequences, "largest": largest, "in_order": in_order}
+    items = work_items(sequence_of_token, position, **options)
     start = jnp.zeros_like(items.kv_length)
     if window:
         before_last = (items.count - 1) * items.stride
@@ -218,7 +230,7 @@ def item_places(
         start * page_size,
         pages,
         items.total,
-        jnp.sum(position < 0, dtype=jnp.int32)[None],
+        len(position) - items.total if in_order else jnp.sum(position < 0, dtype=jnp.int32)[None],
         # Clamped here, once for all layers: scalar instructions take a tenth of a decode step's
         # bundles.
         jnp.clip(page_table.reshape(-1), 0, pool - 1),
@@ -245,18 +257,24 @@ def _call(
         shape = (tokens, 1, shape[1]) if plan.compact else shape
         out_shapes.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     vmem = pltpu.VMEM
-    scratch: list[Any] = [vmem((BUFFERS, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
+    results = 2 * max(1, plan.together)
+    scratch: list[Any] = [vmem((plan.buffers, plan.item_tokens, *queries.shape[1:]), queries.dtype)]
     for array, swap in zip(pages, swapped, strict=True):
         place = (array.shape[3], block) if swap else (block, array.shape[3])
-        scratch.append(vmem((BUFFERS, heads, *place), array.dtype))
-    scale_block = (BUFFERS, plan.pages_per_block, heads, plan.page_size)
+        scratch.append(vmem((plan.buffers, heads, *place), array.dtype))
+    scale_block = (plan.buffers, plan.pages_per_block, heads, plan.page_size)
     scratch += [vmem(scale_block, jnp.float32) for has in scaled if has]
-    scratch += [vmem((2, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
-    widths = State(block, 1, 1, 1, plan.v_width)
-    scratch += [vmem((tiles, heads, rows, width), jnp.float32) for width in widths]
+    scratch += [vmem((results, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
+    widths: tuple[int, ...] = (block, 1, 1, 1, plan.v_width)
+    if plan.together:
+        widths = (block, 1 if block % LANES else LANES)
+    sets = plan.together or tiles
+    scratch += [vmem((sets, heads, rows, width), jnp.float32) for width in widths]
     if plan.compact:
         scratch.append(vmem((tiles, heads, rows, plan.head_dim), plan.query_dtype))
-    scratch += [pltpu.SemaphoreType.DMA((count,)) for count in (BUFFERS, BUFFERS, 2)]
+    scratch += [
+        pltpu.SemaphoreType.DMA((count,)) for count in (plan.buffers, plan.buffers, results)
+    ]
 
     def kernel(*refs: Any) -> None:
         at = iter(refs)
@@ -276,13 +294,14 @@ def _call(
             for parts in zip(page_refs, buffers, scale_refs, scale_buffers, swapped, strict=False)
         ]
         output_buffers = [next(at) for _ in out_shapes]
-        state = State(*(next(at) for _ in State._fields))
+        state = State(*(next(at) for _ in widths))
         ordered = next(at) if plan.compact else None
         copied = [Copied(*pair) for pair in zip(outputs, output_buffers, strict=True)]
         *arrived, written = at
         queries = Copied(query_ref, query_buffer)
         fetcher = Fetcher(plan, items, total, table, queries, pools, *arrived)
-        Kernel(plan, fetcher, padding, copied, state, ordered, written).run()
+        body = ShortKernel if plan.together else Kernel
+        body(plan, fetcher, padding, copied, state, ordered, written).run()
 
     arguments = 1 + len(pages) + sum(scaled)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

@@ -48,6 +48,11 @@ class Sizes(NamedTuple):
     query_dtype: Any
     int8_products: bool
     """Whether pages in INT8 are multiplied in INT8, and not in `dtype`."""
+    together: int = 0
+    """Tokens that a round takes whose keys fit one block each (`mosaic_tpu_short.py`); 0: items
+    have any number of blocks."""
+    buffers: int = BUFFERS
+    """Buffers of blocks and of queries; a power of two."""
 
     @property
     def block(self) -> int:
@@ -59,9 +64,9 @@ class Pool(NamedTuple):
     """One array of pages in HBM, and the VMEM buffers for its blocks."""
 
     pages: Any  # [pages, kv_heads, page_size, width] in HBM
-    buffer: Any  # [BUFFERS, kv_heads, block, width] in VMEM; in both the last two may be swapped
+    buffer: Any  # [buffers, kv_heads, block, width] in VMEM; in both the last two may be swapped
     scales: Any  # [pages, kv_heads, page_size] in HBM; None without scales
-    scale_buffer: Any  # [BUFFERS, pages_per_block, kv_heads, page_size] in VMEM
+    scale_buffer: Any  # [buffers, pages_per_block, kv_heads, page_size] in VMEM
     swapped: bool
 
 
@@ -112,8 +117,8 @@ class Fetcher:
         table: Any,  # [sequences * pages_per_sequence] ids of pages in the pool
         queries: Copied,
         pools: list[Pool],
-        arrived: Any,  # [BUFFERS] semaphores of blocks
-        query_arrived: Any,  # [BUFFERS] semaphores of queries
+        arrived: Any,  # [buffers] semaphores of blocks
+        query_arrived: Any,  # [buffers] semaphores of queries
     ):
         self.plan, self.items, self.total, self.table = plan, items, total, table
         self.queries, self.pools = queries, pools
@@ -153,7 +158,7 @@ class Fetcher:
 
     def fetch_page(self, producer: Producer, index: Any) -> None:
         number = self.table[producer.row + index]
-        for copy in self.page_copies(number, producer.step & (BUFFERS - 1), index):
+        for copy in self.page_copies(number, producer.step & (self.plan.buffers - 1), index):
             copy.start()
 
     def advance(self, producer: Producer, there: Any) -> Producer:
@@ -214,7 +219,7 @@ class Fetcher:
     def query_copy(self, item: Any, token: Any) -> Any:
         # Every item has a block, so the blocks fetched ahead belong to items at most `AHEAD` ahead,
         # and their queries never arrive over those of the item at hand.
-        slot = item & (BUFFERS - 1)
+        slot = item & (self.plan.buffers - 1)
         return pltpu.make_async_copy(
             self.queries.outside.at[self.items.first[item] + token],
             self.queries.buffer.at[slot, token],

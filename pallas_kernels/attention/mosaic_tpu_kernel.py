@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from pallas_kernels.attention.mosaic_tpu_fetch import (
     AHEAD,
-    BUFFERS,
     Copied,
     Fetcher,
     Pool,
@@ -42,9 +41,9 @@ class State(NamedTuple):
 
     scores: Any  # scores of the block that is mixed next
     largest_of_block: Any
-    largest: Any
-    total: Any
-    mixed: Any
+    largest: Any = None
+    total: Any = None
+    mixed: Any = None
 
 
 class Mask(NamedTuple):
@@ -55,6 +54,10 @@ class Mask(NamedTuple):
     """Position of the block's first token."""
 
 
+Weights = tuple[slice, Array, Array | None]
+"""Positions, their weights [rows, positions], and in INT8 the scales of the rows."""
+
+
 class Weighed(NamedTuple):
     """Weights of the positions of a block, of one tile and head."""
 
@@ -62,8 +65,7 @@ class Weighed(NamedTuple):
     """Index of the tile, head and rows in `State`."""
     fade: Array
     """Factor of the sums so far, [rows, 1]."""
-    weights: list[tuple[slice, Array, Array | None]]
-    """Positions, their weights [rows, positions], and in INT8 the scales of the rows."""
+    weights: list[Weights]
 
 
 class Kernel:
@@ -129,7 +131,7 @@ class Kernel:
         def a_round(number: Any, carry: tuple[Any, Producer]) -> tuple[Any, Producer]:
             # One round: score block `number` (if there is one) and mix the block before it.
             step, producer = carry
-            slot, before = step & (BUFFERS - 1), (step - 1) & (BUFFERS - 1)
+            slot, before = (at & (plan.buffers - 1) for at in (step, step - 1))
             base = place + number * plan.block
             scores = number < blocks
             there = scores & (producer.item < self.total[0])
@@ -205,7 +207,7 @@ class Kernel:
 
     def order(self, item: Any, tile: Any, tokens: int) -> None:
         """Stores a tile's queries by heads, then by tokens."""
-        plan, slot = self.plan, item & (BUFFERS - 1)
+        plan, slot = self.plan, item & (self.plan.buffers - 1)
         which = pl.ds(tile * plan.tile, tokens)
         for head in range(plan.kv_heads):
             for index in range(plan.group):
@@ -217,12 +219,24 @@ class Kernel:
         self, item: Any, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None"
     ) -> None:
         """Stores the scores of a tile against the block in a slot, and the row maxima."""
-        plan, state, rows = self.plan, self.state, tokens * self.plan.group
+        self.store((tile, head), self.scores(item, tile, tokens, head, slot, mask))
+
+    def store(self, at: tuple[Any, ...], scores: Array) -> None:
+        """Stores the scores of a head, and the row maxima."""
+        self.state.scores[*at, : len(scores)] = scores
+        largest = jnp.max(scores, axis=1, keepdims=True)
+        self.state.largest_of_block[*at, : len(scores)] = largest
+
+    def scores(
+        self, item: Any, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None"
+    ) -> Array:
+        """Returns the scores of a tile against the block in a slot."""
+        plan, rows = self.plan, tokens * self.plan.group
         if plan.compact:
             queries = self.ordered[tile, head, :rows]
         else:
             which = pl.ds(tile * plan.tile, tokens)
-            queries = self.queries.buffer[item & (BUFFERS - 1), which, head]
+            queries = self.queries.buffer[item & (plan.buffers - 1), which, head]
             queries = queries.reshape(rows, plan.head_dim)
         scores: Any = None  # [rows, block]
         for pool, columns in self.keys:
@@ -240,8 +254,7 @@ class Kernel:
             scores = part if scores is None else scores + part
         if mask is not None:
             scores = jnp.where(self.visible(mask, tile, rows), scores, -jnp.inf)
-        state.scores[tile, head, :rows] = scores
-        state.largest_of_block[tile, head, :rows] = jnp.max(scores, axis=1, keepdims=True)
+        return scores
 
     def weigh(self, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None") -> "Weighed":
         """Returns the weights of the block in a slot, and adds them to a tile's running totals."""
@@ -252,17 +265,28 @@ class Kernel:
         largest = jnp.maximum(before, state.largest_of_block[at])
         fade = jnp.exp2(before - largest)
         state.largest[at] = largest
+        total, weights = self.weights(at, largest, slot, mask)
+        state.total[at] = state.total[at] * fade + total
+        return Weighed(at, fade, weights)
+
+    def weights(
+        self, at: tuple[Any, ...], largest: Array, slot: Any, mask: "Mask | None"
+    ) -> tuple[Array, list["Weights"]]:
+        """Returns the sums [rows, 1] of the weights of the scores at `at`, and these weights times
+        the scales of the values. `largest` has one column, or one for each position."""
+        plan, state, head = self.plan, self.state, at[1]
         scales = None  # [1, block]
         if self.pools[-1].scales is not None:
             scales = self.scale_row(self.pools[-1], slot, head)
             if mask is not None:
                 scales = jnp.where(self.seen(mask, scales.shape, 1), scales, 0.0)
-        total = state.total[at] * fade
-        weights: list[tuple[slice, Array, Array | None]] = []
+        total = jnp.zeros_like(largest[:, :1])
+        weights: list[Weights] = []
         step = PRODUCT_TOKENS if plan.int8_products else plan.block
         for start in range(0, plan.block, step):
             some = slice(start, min(start + step, plan.block))
-            part = jnp.exp2(state.scores[(*at, some)] - largest)
+            most = largest if largest.shape[1] == 1 else largest[:, some]
+            part = jnp.exp2(state.scores[(*at, some)] - most)
             total += jnp.sum(part, axis=1, keepdims=True)
             if scales is not None:
                 part *= scales[:, some]
@@ -270,17 +294,24 @@ class Kernel:
                 weights.append((some, *_rounded(part)))
             else:
                 weights.append((some, part.astype(plan.dtype), None))
-        state.total[at] = total
-        return Weighed(at, fade, weights)
+        return total, weights
 
     def mix(self, weighed: "Weighed", slot: Any, mask: "Mask | None") -> None:
         """Adds the weighted values of the block in a slot to a tile's running sums."""
-        plan, at, pool = self.plan, weighed.at, self.pools[-1]
-        tokens_axis = 1 if pool.swapped else 0
+        at = weighed.at
         mixed = self.state.mixed[at] * weighed.fade  # [rows, v_width]
-        for some, weights, row_scales in weighed.weights:
+        self.state.mixed[at] = mixed + self.weighted(weighed.weights, at[1], slot, mask)
+
+    def weighted(
+        self, weights_of: list["Weights"], head: int, slot: Any, mask: "Mask | None"
+    ) -> Array:
+        """Returns the sums of the weighted values of the block in a slot, [rows, v_width]."""
+        plan, pool = self.plan, self.pools[-1]
+        tokens_axis = 1 if pool.swapped else 0
+        mixed: Any = 0.0
+        for some, weights, row_scales in weights_of:
             which = (some, slice(plan.v_width))
-            values = pool.buffer[(slot, at[1], *(which[::-1] if pool.swapped else which))]
+            values = pool.buffer[(slot, head, *(which[::-1] if pool.swapped else which))]
             if row_scales is not None:  # INT8, in which unseen positions cannot be NaN
                 mixed += product(weights, values, tokens_axis).astype(jnp.float32) * row_scales
                 continue
@@ -289,7 +320,7 @@ class Kernel:
                 seen = self.seen(mask, values.shape, tokens_axis)
                 values = jnp.where(seen, values.astype(plan.dtype), jnp.zeros((), plan.dtype))
             mixed += product(weights, values, tokens_axis)
-        self.state.mixed[at] = mixed
+        return mixed
 
     def scale_row(self, pool: Pool, slot: Any, head: int) -> Array:
         """Returns the scales of a block, [1, block]."""
@@ -369,21 +400,23 @@ class Kernel:
             self.finish_compact(item, tile, tokens)
             return
         for head in range(plan.kv_heads):
-            total = state.total[tile, head, :rows]
-            nothing = total == 0.0
-            output = state.mixed[tile, head, :rows] / jnp.where(nothing, 1.0, total)
-            buffer = self.outputs[0].buffer
-            output = output.astype(buffer.dtype).reshape(tokens, plan.group, plan.v_width)
-            buffer[item & 1, which, head] = output
-            if len(self.outputs) > 1:
-                lse = (state.largest[tile, head, :rows] + jnp.log2(total)) * math.log(2)
-                lse = jnp.where(nothing, -jnp.inf, lse)
-                # From a column to a row a token: the diagonal of a square that repeats it.
-                shape = (rows, plan.group)
-                own = lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), plan.group)
-                diagonal = own == lax.broadcasted_iota(jnp.int32, shape, 1)
-                square = jnp.where(diagonal, lse, 0.0).reshape(tokens, plan.group, plan.group)
-                self.outputs[1].buffer[item & 1, which, head] = jnp.sum(square, axis=1)
+            of = (state.largest, state.total, state.mixed)
+            self.put((item & 1, which, head), *(array[tile, head, :rows] for array in of))
+
+    def put(self, place: tuple[Any, ...], largest: Array, total: Array, mixed: Array) -> None:
+        """Stores the results of a head's rows at a place of the buffers."""
+        group, rows = self.plan.group, len(mixed)
+        nothing = total == 0.0
+        output, buffer = mixed / jnp.where(nothing, 1.0, total), self.outputs[0].buffer
+        buffer[place] = output.astype(buffer.dtype).reshape(-1, group, self.plan.v_width)
+        if len(self.outputs) > 1:
+            lse = (largest + jnp.log2(total)) * math.log(2)
+            lse = jnp.where(nothing, -jnp.inf, lse)
+            # From a column to a row a token: the diagonal of a square that repeats it.
+            own = lax.rem(lax.broadcasted_iota(jnp.int32, (rows, group), 0), group)
+            diagonal = own == lax.broadcasted_iota(jnp.int32, (rows, group), 1)
+            square = jnp.where(diagonal, lse, 0.0).reshape(-1, group, group)
+            self.outputs[1].buffer[place] = jnp.sum(square, axis=1)
 
     def finish_compact(self, item: Any, tile: Any, tokens: int) -> None:
         """`finish` where rows are ordered by heads, then by tokens."""

@@ -5,6 +5,7 @@ of a call are known here, and only those that every layer of a batch shares: `at
 the batch by the same tiles as `paged_attention`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,13 @@ VMEM_BYTES = 56 * 2**20
 SPILLED_BYTES = 2 * 2**20
 """Vector memory left to the compiler for registers that it spills."""
 
+MOST_TOGETHER, ROWS_TOGETHER = 4, 2048
+"""Most tokens that one round attends from, and most of the positions in their blocks."""
+
+AHEAD_BYTES, MOST_BUFFERS = 8 * 2**20, 32
+"""Bytes of the buffers of blocks that hold all keys of a token each, and the most buffers.
+A v7x core's memory delivers 4 MB in the microsecond that a copy takes at least."""
+
 
 class Cut(NamedTuple):
     """Tiles of a call in whole pages and tokens."""
@@ -36,6 +44,9 @@ class Cut(NamedTuple):
     """Query tokens per product."""
     item_tokens: int
     """Query tokens of an item, at most; a multiple of `tile`."""
+    together: int = 0
+    buffers: int = BUFFERS
+    """Both as in `mosaic_tpu_fetch.Sizes`."""
 
 
 class Need(NamedTuple):
@@ -78,48 +89,72 @@ class Call(NamedTuple):
     """Rows of a tile are ordered by query heads, then by tokens; else by tokens, then by query
     heads, which are padded. Few heads padded to a register tile would multiply the work: 32 query
     heads of 8 KV heads fourfold in BF16."""
+    tokens: int = 0
+    window: int = 0
 
     def cut(self, tiles: TpuTiles) -> Cut:
         """Returns these tiles in whole pages and tokens."""
-        pages = min(max(1, tiles.block_tokens // self.page_size), self.pages_per_sequence)
+        pages, most = max(1, tiles.block_tokens // self.page_size), self.pages_per_sequence
         if self.single:
-            return Cut(pages, 1, 1)
+            if self.window:  # the pages of a window that begins anywhere in a page
+                most = min(most, -(-(self.window - 1) // self.page_size) + 1)
+            if pages < most:
+                return Cut(pages, 1, 1)
+            together = min(
+                MOST_TOGETHER, ROWS_TOGETHER // (most * self.page_size * self.kv_heads), self.tokens
+            )
+            together = math.gcd(1 << max(0, together.bit_length() - 1), self.tokens)
+            buffers, fetched = 4 * together, self.fetched(most)
+            while 2 * buffers * fetched <= AHEAD_BYTES and buffers < MOST_BUFFERS:
+                buffers *= 2
+            return Cut(most, 1, 1, together, buffers)
+        pages = min(pages, most)
         tile = max(1, tiles.tile_rows // self.group)
         if self.compact and tile > SUBLANES_16_BITS:
             tile = tile // SUBLANES_16_BITS * SUBLANES_16_BITS
         item_tokens = tiles.item_rows // (self.kv_heads * self.group) // tile * tile
         return Cut(pages, tile, max(tile, item_tokens))
 
+    def fetched(self, pages: int) -> int:
+        """Returns the bytes of this number of pages and their scales."""
+        heads, block = self.kv_heads, pages * self.page_size
+        found = self.scales * pages * _padded(heads, self.page_size, jnp.float32)
+        for width, dtype, swapped in self.pages:
+            found += heads * _padded(*((width, block) if swapped else (block, width)), dtype)
+        return found
+
     def need(self, tiles: TpuTiles) -> Need:
         """Returns the memory of the kernel with these tiles."""
-        pages, tile, item_tokens = self.cut(tiles)
+        pages, tile, item_tokens, together, buffers = self.cut(tiles)
         heads, block, rows = self.kv_heads, pages * self.page_size, tile * self.group
-        fetched = self.scales * pages * _padded(heads, self.page_size, jnp.float32)
         wide = jnp.float32 in (self.dtype, *(dtype for _, dtype, _ in self.pages))
         product = jnp.dtype(jnp.float32 if wide else self.dtype)
-        temporaries = SPILLED_BYTES + 3 * _padded(rows, block, jnp.float32)
+        temporaries = SPILLED_BYTES + max(3, 2 * together) * _padded(rows, block, jnp.float32)
         for width, dtype, swapped in self.pages:
             place = (width, block) if swapped else (block, width)
-            fetched += heads * _padded(*place, dtype)
             # The compiler converts the blocks of all heads before it loops over the tiles.
             if dtype != product and not self.single:
                 temporaries += heads * _padded(*place, product)
-        # Buffers of a token's queries, two of its results and of their log-sum-exps.
+        # Buffers of a token's queries, of its results and of their log-sum-exps.
+        results = 2 * max(1, together)
         if self.compact:
-            token = BUFFERS * _padded(self.q_heads, self.head_dim, jnp.float32)
+            token = buffers * _padded(self.q_heads, self.head_dim, jnp.float32)
             token += 2 * _padded(self.q_heads, self.v_width, jnp.float32)
             token += 2 * _padded(1, self.q_heads, jnp.float32)
             ordered = heads * _padded(rows, self.head_dim, self.dtype)
         else:
-            token = heads * BUFFERS * _padded(self.group, self.head_dim, self.dtype)
-            token += heads * 2 * _padded(self.group, self.v_width, self.dtype)
-            token += 2 * _padded(heads, self.group, jnp.float32)
+            token = heads * buffers * _padded(self.group, self.head_dim, self.dtype)
+            token += heads * results * _padded(self.group, self.v_width, self.dtype)
+            token += results * _padded(heads, self.group, jnp.float32)
             ordered = 0
         items = item_tokens * token + item_tokens // tile * ordered
         scores, mixed = (_padded(rows, width, jnp.float32) for width in (block, self.v_width))
-        columns = 3 * _padded(rows, 1, jnp.float32)
-        items += item_tokens // tile * heads * (scores + mixed + columns)
-        return Need(BUFFERS * fetched, items, temporaries)
+        column = _padded(rows, 1, jnp.float32)
+        if together:
+            items += together * heads * (scores + column)
+        else:
+            items += item_tokens // tile * heads * (scores + mixed + 3 * column)
+        return Need(buffers * self.fetched(pages), items, temporaries)
 
     def tiles(self, device_kind: str, given: Fields | None = None) -> TpuTiles:
         """Returns the call's tiles: given, tuned, or the largest default tiles that fit.
@@ -163,6 +198,7 @@ def call_of(
     queries: Array | jax.ShapeDtypeStruct,
     cache: Cache,
     page_table: Array | jax.ShapeDtypeStruct,
+    window: int = 0,
 ) -> Call:
     """Returns the sizes of a call; only shapes and dtypes of the arguments are read."""
     tokens, q_heads, head_dim = queries.shape
@@ -189,6 +225,8 @@ def call_of(
         pages_per_sequence=pages_per_sequence,
         single=single,
         compact=compact,
+        tokens=tokens,
+        window=window,
     )
 
 

@@ -40,8 +40,13 @@ def work_items(
     *,
     sequences: int,
     largest: int,
+    in_order: bool = False,
 ) -> WorkItems:
     """Cut the batch into items of at most `largest` tokens; as many as tokens at the most.
+
+    Args:
+      in_order: item i is token i, up to the last that is no padding; padding before it is an item
+        that sees no position. Only with items of one token.
 
     Raises:
       ValueError: `largest` or `sequences` is not positive.
@@ -58,6 +63,10 @@ def work_items(
         # Every token is an item. This shortcut matters because it runs before every layer's
         # attention.
         count = real.astype(jnp.int32)
+        if in_order:
+            total = jnp.max(jnp.where(real, token + 1, 0), keepdims=True)
+            kept, length = jnp.where(real, sequence, 0), (position + 1) * count
+            return WorkItems(token, jnp.ones_like(count), kept, length, jnp.ones_like(count), total)
         columns = (1 - count, token, count, jnp.where(real, sequence, 0), (position + 1) * count)
         _, first, count, sequence, kv_length = jax.lax.sort(columns, num_keys=1, is_stable=True)
         total = jnp.sum(count)[None]

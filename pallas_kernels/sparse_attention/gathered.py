@@ -16,13 +16,16 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import api
 from pallas_kernels.attention.reference import Cache, in_parts
-from pallas_kernels.attention.write_tpu import is_swapped
+from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.sparse_attention.reference import Chosen
 from pallas_kernels.target import Target
 
 GATHERED_BYTES = 128 * 2**20
 """Most bytes of chosen rows that are copied at a time: 107 tokens of DeepSeek-V3.2 in 8 bits."""
+
+MOST_ROWS = 512
+"""Most chosen rows of a token that a TPU fetches at a time."""
 
 
 def gap(queries: Float[Array, "..."], cache: Cache, target: Target) -> str:
@@ -47,6 +50,8 @@ def attend_chosen(
     """`api.attend_chosen`, if `gap` finds nothing in the call."""
     page_size, width = cache.k_pages.shape[2:]
     size, most = _page_size(target), where.chosen.shape[1]
+    if size == LANES:  # fewer copies to start
+        size *= max(1, min(MOST_ROWS, most) // size)
     pages = -(-most // size)
 
     def attend(some: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -89,4 +94,4 @@ def _gather(
 
 
 def _page_size(target: Target) -> int:
-    return 128 if target.backend == "mosaic_tpu" else 64
+    return LANES if target.backend == "mosaic_tpu" else 64

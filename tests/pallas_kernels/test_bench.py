@@ -55,12 +55,9 @@ def test_attention_of_several_queries():
 @pytest.mark.unoptimised
 @pytest.mark.parametrize(
     ("op", "case", "count"),
-    [
-        ("attention", "step3", 3),
-        ("norm_quantize", "step3", 2),
-        *nightly(("grouped_matmul", "step3_2a2f", 7)),
-    ],
-)
+    [("attention", "step3", 3), ("norm_quantize", "step3", 2),
+     *nightly(("grouped_matmul", "step3_2a2f", 7))],
+)  # fmt: skip
 def test_quick_writes_json(op, case, count, tmp_path):
     path = tmp_path / "bench.json"
     assert bench.main(["--quick", "--op", op, "--case", case, "--json", str(path)]) == 0
@@ -134,14 +131,10 @@ def test_formats_ask_for_their_rows():
         dtype = (weights.values if format != "bf16" else weights).dtype.name
         asked[format] = dtype, grouped_matmul.call(step).keywords["row_format"]
     assert asked == {
-        "bf16": ("bfloat16", None),
-        "int8": ("int8", None),
-        "fp8": ("uint8", None),
-        "fp8_block": ("uint8", None),
-        "fp8_block_rows": ("uint8", "fp8"),
-        "int8_rows": ("int8", "int8"),
-        "int8_float": ("int8", "float"),
-    }
+        "bf16": ("bfloat16", None), "int8": ("int8", None), "fp8": ("uint8", None),
+        "fp8_block": ("uint8", None), "fp8_block_rows": ("uint8", "fp8"),
+        "int8_rows": ("int8", "int8"), "int8_float": ("int8", "float"),
+    }  # fmt: skip
     assert set(asked) <= set(correctness.TOLERANCE)
 
 
@@ -170,11 +163,7 @@ def test_the_planner_reads_the_layers(tmp_path):
     found = read_measurements(path)
     assert {one.device_kind for one in found} == {"quick run on cpu"}
     assert [(one.op, one.format, one.cache) for one in found] == [
-        ("attend", "bfloat16", None),
-        ("ffn", "bfloat16", None),
-        ("attend", "fp8", "bfloat16"),
-        ("attend", "int8", None),
-        ("ffn", "int8", None),
-        ("attend", "fp8", None),
+        ("attend", "bfloat16", None), ("ffn", "bfloat16", None), ("attend", "fp8", "bfloat16"),
+        ("attend", "int8", None), ("ffn", "int8", None), ("attend", "fp8", None),
         ("ffn", "fp8", None),
-    ]
+    ]  # fmt: skip

@@ -38,9 +38,8 @@ def test_forced_tiles_go_before_the_table_and_are_recorded():
     with tuned.recording() as calls, tuned.use_tiles({"call": {"rows": 128}}):
         assert ask() == Tiles(128, (16,))
     default = {"rows": 64, "steps": (16,)}
-    assert calls == {
-        "call": tuned.Asked("an_op", default, default | {"rows": 128}, {"rows": (64, 128)})
-    }
+    asked = tuned.Asked("an_op", default, default | {"rows": 128}, {"rows": (64, 128)})
+    assert calls == {"call": asked}
     assert ask() == Tiles(64, (32, 8))
 
 

@@ -33,16 +33,9 @@ class TestWriteRows:
         [(0, 0, -1), (2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, PAGE), (0, 0, 2**30)],
     )
     def test_what_has_no_place_is_dropped(self, page_id, sequence, position):
-        pages = jnp.zeros((2, 1, PAGE, 2))
-        k_pages, v_pages = write_rows(
-            (pages, pages),
-            (jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2))),
-            int32([[page_id]]),
-            int32([sequence]),
-            int32([position]),
-        )
-        assert not k_pages.any()
-        assert not v_pages.any()
+        pages, rows = (jnp.zeros((2, 1, PAGE, 2)),) * 2, (jnp.ones((1, 1, 2)),) * 2
+        written = write_rows(pages, rows, *map(int32, ([[page_id]], [sequence], [position])))
+        assert not any(array.any() for array in written)
 
     def test_rows_of_fp8_go_into_pages_of_their_bits(self):
         pages = (jnp.zeros((1, 1, PAGE), jnp.uint8),)

@@ -73,15 +73,12 @@ class TestMosaicGpu(PagedAttentionSuite):
         ("sizes", "chunks"),
         [
             (PLAIN._replace(kv_heads=2, cache="fp8"), [(260, 1), (70, 1)]),
-            (WIDE, [(200, 1), (70, 1)]),
-            (WIDE._replace(cache="int8"), [(70, 1)]),
-            (EIGHT_BITS_WIDE, [(140, 1)]),
-            (FP8_WIDE, [(140, 1)]),
+            (WIDE, [(200, 1), (70, 1)]), (WIDE._replace(cache="int8"), [(70, 1)]),
+            (EIGHT_BITS_WIDE, [(140, 1)]), (FP8_WIDE, [(140, 1)]),
             (EIGHT_BITS._replace(head_dim=128, v_width=64, shared=True), [(200, 1)]),
-            (MANY_ROWS, [(70, 1)]),
-            (PLAIN, [(70, 20), PADDING, (40, 36)]),
+            (MANY_ROWS, [(70, 1)]), (PLAIN, [(70, 20), PADDING, (40, 36)]),
         ],
-    )
+    )  # fmt: skip
     def test_sizes(self, sizes, chunks):
         """Several warpgroups share rows, or have ranges of their own; pages are blocks."""
         self.page_size = 64

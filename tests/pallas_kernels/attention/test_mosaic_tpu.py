@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.attention import mosaic_tpu, mosaic_tpu_kernel, paged_attention, tiles
 from pallas_kernels.attention.mosaic_tpu_fetch import Fetcher
+from pallas_kernels.attention.mosaic_tpu_short import ShortKernel
 from pallas_kernels.target import Target, use_target
 from tests import golden
 from tests.pallas_kernels.attention.suite import PADDING, RotatedPartSuite, Sizes
@@ -17,6 +18,14 @@ from tests.pallas_kernels.tpu_races import no_race, race_is_reported  # noqa: F4
 pytestmark = pytest.mark.unoptimised
 
 TINY = Target("mosaic_tpu", "TPU7x tiny", interpret=True)
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """Blocks that hold all keys of a token; two tokens at a time, in as few buffers as do."""
+    monkeypatch.setattr(tiles, "TPU", tiles.TpuTiles(4096, 16, 32))
+    monkeypatch.setattr("pallas_kernels.attention.mosaic_tpu_memory.MOST_TOGETHER", 2)
+    monkeypatch.setattr("pallas_kernels.attention.mosaic_tpu_memory.AHEAD_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -45,16 +54,38 @@ class TestMosaicTpu(RotatedPartSuite):
         chunks = [(9 * self.page_size - 1, 1), PADDING, (5, 1), (8 * self.page_size, 3)]
         self.check(self.case(sizes, chunks, dtype=jnp.bfloat16), tolerance=0.01)
 
-    @pytest.mark.parametrize("wait", ["await_block", "await_pages", None])
-    def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch):
+    @pytest.mark.parametrize(
+        ("sizes", "pages"),
+        [
+            (Sizes(kv_heads=2, v_width=24), 10),
+            (Sizes(q_heads=16, shared=True, head_dim=24, cache="fp8"), 8),
+            (Sizes(shared=True, head_dim=24, rope=8, cache="int8", products=16), 3),
+            (Sizes(kv_heads=2, cache="fp8", window=20), 10),
+        ],
+        ids=["two heads", "a block of 128", "products in INT8", "window"],
+    )
+    def test_tokens_whose_keys_are_one_block(self, sizes, pages, several):
+        """Seven rounds of two tokens, which use buffers again; padding between and behind them."""
+        chunks = [(length, 1) for length in (1, 15, 16, 17, 31, 32, 33, 40, 41, 47, 48)]
+        chunks = [*chunks[:5], PADDING, *chunks[5:], PADDING, PADDING]
+        case = self.case(sizes, chunks, pages_per_sequence=pages)
+        *arrays, table, sequence, position = case.arguments
+        arguments = (*arrays, jnp.pad(table, ((0, 3), (0, 0))), sequence, position)
+        self.check(case._replace(arguments=arguments), 0.005 if sizes.products else 1e-5)
+
+    @pytest.mark.parametrize("wait", ["await_block", "await_pages", "receive", "await_results"])
+    def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch, request):
         """Copies that happen at once, so that leaving out a wait does not leave out the copy."""
         at_once = dataclasses.replace(mosaic_tpu.INTERPRETER, dma_execution_mode="eager")
         monkeypatch.setattr(mosaic_tpu, "INTERPRETER", at_once)
-        case = self.case(Sizes(), [(9 * self.page_size + 3, 1)])
-        if wait is None:
-            self.check(case)
-            return
-        monkeypatch.setattr(Fetcher, wait, lambda *arguments: None)
+        owner, chunks = Fetcher, [(9 * self.page_size + 3, 1)]
+        if hasattr(ShortKernel, wait):
+            owner = ShortKernel
+            request.getfixturevalue("several")
+            chunks *= 8
+        case = self.case(Sizes(), chunks)
+        self.check(case)
+        monkeypatch.setattr(owner, wait, lambda *arguments: None)
         assert race_is_reported(lambda: self.compiled(case)(*case.arguments))
 
 

@@ -19,9 +19,8 @@ LATENT = SIZES._replace(kv_heads=1, shared=True)
 
 
 def make(sizes, chunks, seed=0):
-    return make_case(
-        sizes, chunks, page_size=PAGE, pages_per_sequence=PAGES_PER_SEQUENCE, seed=seed
-    )
+    pages = {"page_size": PAGE, "pages_per_sequence": PAGES_PER_SEQUENCE}
+    return make_case(sizes, chunks, seed=seed, **pages)
 
 
 @functools.cache

@@ -31,12 +31,8 @@ def items_by_loop(sequence_of_token, position, largest):
 
 
 def run(sequence_of_token, position, largest):
-    items = compiled(
-        jnp.asarray(sequence_of_token, jnp.int32),
-        jnp.asarray(position, jnp.int32),
-        sequences=SEQUENCES,
-        largest=largest,
-    )
+    where = (jnp.asarray(array, jnp.int32) for array in (sequence_of_token, position))
+    items = compiled(*where, sequences=SEQUENCES, largest=largest)
     total = int(items.total[0])
     fields = np.asarray(items[:5])
     assert not fields[1, total:].any()

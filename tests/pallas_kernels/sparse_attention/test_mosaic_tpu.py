@@ -48,9 +48,8 @@ def keys_of(cache, rng, page=PAGE):
         return (kept,), np.asarray(kept, np.float32)
     values, scale = quantize_rows(jnp.asarray(rows.reshape(-1, WIDTH)), cache)
     pages = as_bits(values).reshape(rows.shape), scale.reshape(rows.shape[:3])
-    return pages, np.asarray(values, np.float32).reshape(rows.shape) * np.asarray(pages[1])[
-        ..., None
-    ]
+    numbers = np.asarray(values, np.float32).reshape(rows.shape)
+    return pages, numbers * np.asarray(pages[1])[..., None]
 
 
 def best_of(scores, top_k):
@@ -106,10 +105,8 @@ def test_selection_among_equal_scores():
     scores[3], scores[4, 5] = -np.abs(scores[3]), -np.inf
     scores[5] = np.round(scores[5] * 2)
     position = np.array([1023, 1023, 1000, 900, 30, 1023, -1, TOP_K - 1, 0, 256], np.int32)
-    interpret = mosaic_tpu.INTERPRETER
-    found = mosaic_tpu_select.select(
-        jnp.asarray(scores), jnp.asarray(position), TOP_K, interpret=interpret
-    )
+    arguments = *map(jnp.asarray, (scores, position)), TOP_K
+    found = mosaic_tpu_select.select(*arguments, interpret=mosaic_tpu.INTERPRETER)
     for token, last in enumerate(position):
         seen = scores[token, : last + 1]
         best = [place for place in best_of(seen, TOP_K) if seen[place] > -math.inf]
@@ -119,9 +116,8 @@ def test_selection_among_equal_scores():
 @pytest.mark.parametrize("cache", ["float32", "int8"])
 def test_attention_to_copied_rows(cache, monkeypatch):
     """Two tokens at a time; none, one, some and all places are taken."""
-    monkeypatch.setattr(
-        gathered, "GATHERED_BYTES", 2 * 256 * WIDTH * (4 if cache == "float32" else 1)
-    )
+    two = 2 * 256 * WIDTH * (4 if cache == "float32" else 1)
+    monkeypatch.setattr(gathered, "GATHERED_BYTES", two)
     rng = np.random.default_rng(4)
     pages, rows = keys_of(cache, rng)
     table = rng.permutation(3 * PAGES).reshape(3, PAGES).astype(np.int32)
