@@ -32,7 +32,7 @@ class Waiting:
       layer: layer to run.
       shape: everything else that must be equal in a batch.
       cohort: lanes with the same value are run together where possible.
-      arrived, taken: seconds, set by the policy; `taken` in the first message of a batch.
+      arrived, taken: when it came, and when a pass took it, in seconds; set by the policy.
       key: identity of the message's lane.
     """
 

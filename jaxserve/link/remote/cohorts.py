@@ -255,7 +255,8 @@ class Cohorts(Turns):
         if not self._ready:
             return Decision(at=at)
         batch = self._ready.popleft()
-        batch[0].taken = now
+        for message in batch:
+            message.taken = now
         return Decision(batch)
 
     def served(self, batch: Sequence[Waiting], now: float) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import jax
@@ -74,8 +74,8 @@ class Passes:
                 _carry_out(*action)
 
     def enqueued(self, batch: Sequence[Waiting], result: jax.Array | None) -> None:
-        """Notes the result of the batch last taken, None if it failed. If domains share, waits
-        until the queue is short."""
+        """Notes the result of the batch that was taken last, None if it failed. If domains share
+        the devices, waits until their queue is short."""
         if result is not None and self._shared():
             self._running.append((batch, result))
             while len(self._running) > AHEAD:
@@ -96,16 +96,15 @@ class Passes:
         done: Future[float] = Future()
         with self._changed:
             if self._closed:
-                done.cancel()
+                raise CancelledError
             self._actions.append((action, done))
             self._changed.notify_all()
         return done.result()
 
     def forget(self, domain: Hashable) -> None:
-        """Forgets a domain that has left, and lets go of results, which may be its own."""
+        """Forgets a domain that has left."""
         with self._changed:
             self._policy.forget(domain)
-            self._running.clear()
 
     def close(self) -> None:
         """Ends `take`."""
@@ -117,11 +116,8 @@ class Passes:
 
     def _finish(self) -> None:
         """Waits for the oldest pass."""
-        try:
-            batch, result = self._running.popleft()
-        except IndexError:  # forgotten meanwhile
-            return
-        with contextlib.suppress(RuntimeError):  # Its domains hear of it.
+        batch, result = self._running.popleft()
+        with contextlib.suppress(RuntimeError):  # Sending the answers reports it.
             result.block_until_ready()
         with self._changed:
             self._policy.served(batch, time.monotonic())
