@@ -9,6 +9,7 @@ is left of it.
 """
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.fleet import host_tier
 from jaxserve.fleet.assembly import build_runtime, make_engine
 from jaxserve.link.pages.source import PagesSource
+from jaxserve.model.attention import mla
+from pallas_kernels.attention import expanded
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
 from tests.jaxserve.hand_offs import attach, limits
@@ -213,7 +216,13 @@ class Fuzz:
             folder = self._folder / draw.model
             if not folder.exists():
                 WRITERS[draw.model](folder)
-            self._runtimes[key] = build_runtime(limits(folder, options))
+            # Latents are expanded for chunks of three tokens and more, a page at a time.
+            least = math.inf if role == "alone" else 3
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mla, "least_expanded", lambda sizes: least)
+                patch.setattr(expanded, "EXPANDED_PAGE", 4)
+                patch.setattr(expanded, "EXPANDED_POSITIONS", 8)
+                self._runtimes[key] = build_runtime(limits(folder, options))
             warm_up(self._runtimes[key])
         return self._runtimes[key]
 

@@ -5,13 +5,7 @@ import time
 
 import pytest
 
-from jaxserve.bench.workers import (
-    BenchError,
-    Helper,
-    Task,
-    run_worker,
-    run_workers,
-)
+from jaxserve.bench.workers import BenchError, Helper, Task, run_worker, run_workers
 from tests.conftest import REPOSITORY
 from tests.jaxserve.bench.worker import repeat, work
 

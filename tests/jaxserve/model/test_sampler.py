@@ -29,7 +29,7 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "p
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32}
 
 cut_by_candidates, cut_by_search = jax.jit(_cut_by_candidates), jax.jit(_cut_by_search)
-compiled_process = jax.jit(process)
+compiled_process = jax.jit(lambda blocks, state: process(blocks, jnp.max(blocks, (1, 2)), state))
 
 
 @jax.jit
@@ -184,17 +184,9 @@ class TestIndependence:
 
     def crowd(self, size, rng):
         logits = rng.normal(scale=2, size=(size, VOCAB)).astype(np.float32)
-        rows = [
-            {
-                "temperature": float(rng.choice([0.0, 0.5, 1.0])),
-                "top_k": int(rng.choice([0, 1, 7])),
-                "top_p": float(rng.choice([1.0, 0.5])),
-                "min_p": float(rng.choice([0.0, 0.2])),
-                "seed": int(rng.integers(2**32)),
-                "position": int(rng.integers(1000)),
-            }
-            for _ in range(size)
-        ]
+        choices = {"temperature": [0.0, 0.5, 1.0], "top_k": [0, 1, 7], "top_p": [1.0, 0.5]}
+        choices |= {"min_p": [0.0, 0.2], "seed": 2**32, "position": 1000}
+        rows = [{n: rng.choice(v) for n, v in choices.items()} for _ in range(size)]
         return logits, rows
 
     @pytest.mark.parametrize("size", [1, 2, 3, 8, 32])
@@ -351,7 +343,8 @@ class TestAdjust:
         logits = rng.normal(scale=3, size=(3, VOCAB)).astype(np.float32)
         times = rng.integers(0, 4, (3, VOCAB)) * (rng.random((3, VOCAB)) < 0.3)
         prompt = rng.random((3, VOCAB)) < 0.2
-        repetition, presence, frequency = rng.uniform((0.5, -2, -2), (2, 2, 2), (3, 3)).T
+        drawn = rng.uniform((0.5, -2, -2), (2, 2, 2), (3, 3))
+        repetition, presence, frequency = drawn.T
         allowed = [sorted(rng.choice(VOCAB, 10, replace=False)) for _ in range(3)]
         expected = logits.astype(np.float64)
         for slot in range(3):
@@ -364,21 +357,10 @@ class TestAdjust:
         expected[:, 4] += 1.5
         for slot in (0, 2):
             expected[slot, [t for t in range(VOCAB) if t not in allowed[slot]]] = -np.inf
-        made = rules(
-            *(
-                {
-                    "repetition": repetition[slot],
-                    "presence": presence[slot],
-                    "frequency": frequency[slot],
-                    "prompt_length": 3,
-                    "masked": slot != 1,
-                    "token_ids": [4, MAX],
-                    "biases": [1.5, 9.0],
-                    "allowed": words_of(allowed[slot]),
-                }
-                for slot in range(3)
-            )
-        )
+        row = {"prompt_length": 3, "token_ids": [4, MAX], "biases": [1.5, 9.0]}
+        each = [(*penalties, n != 1, words_of(allowed[n])) for n, penalties in enumerate(drawn)]
+        names = "repetition", "presence", "frequency", "masked", "allowed"
+        made = rules(*(row | dict(zip(names, values, strict=True)) for values in each))
         counts = (times + prompt * (1 << 24)).astype(np.int32)
         np.testing.assert_allclose(jax.jit(adjust)(logits, counts, made), expected, rtol=2e-5)
 

@@ -7,14 +7,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.noise import (
-    ExpertLoads,
-    Jitter,
-    Skew,
-    mean_busiest,
-    rank_shares,
-    read_skew,
-)
+from jaxserve.planner.noise import ExpertLoads, Jitter, Skew, mean_busiest, rank_shares, read_skew
 from tests import golden
 
 

@@ -7,13 +7,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.lanes import step_seconds
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.noise import Skew
-from jaxserve.planner.search import (
-    Searcher,
-    front,
-    layer_seconds,
-    overlapped_seconds,
-    why_not,
-)
+from jaxserve.planner.search import Searcher, front, layer_seconds, overlapped_seconds, why_not
 from jaxserve.planner.stage_times import Rooflines, even_rows
 from tests import golden
 from tests.jaxserve.planner.making import H800, calculator, layout, searcher

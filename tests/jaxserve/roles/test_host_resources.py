@@ -9,11 +9,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.fleet.sizing import this_machine, usable_cores
-from jaxserve.roles.host_resources import (
-    free_host_memory,
-    simulated_memory,
-    whole_host_memory,
-)
+from jaxserve.roles.host_resources import free_host_memory, simulated_memory, whole_host_memory
 from jaxserve.roles.role_bytes import role_bytes
 
 POD = "kubepods.slice/pod1/abc"

@@ -32,8 +32,7 @@ def write_letters(folder: Path) -> Path:
 
 
 LETTERS = Tokenizer(
-    TokenizersVocabulary(raw_letters()),
-    SpecialTokens(bos=BOS, eos=frozenset({EOS}), add_bos=True),
+    TokenizersVocabulary(raw_letters()), SpecialTokens(bos=BOS, eos=frozenset({EOS}), add_bos=True)
 )
 
 

@@ -197,10 +197,7 @@ def make_case(
 
 EDGES = (
     Sizes(),
-    *nightly(
-        (Sizes(q_heads=8, head_dim=24, shared=True),),
-        (Sizes(kv_heads=2, cache="fp8"),),
-    ),
+    *nightly((Sizes(q_heads=8, head_dim=24, shared=True),), (Sizes(kv_heads=2, cache="fp8"),)),
 )
 
 

@@ -10,11 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
-from tests.pallas_kernels.grouped_matmul.suite import (
-    Weight,
-    assert_near,
-    swiglu_numpy,
-)
+from tests.pallas_kernels.grouped_matmul.suite import Weight, assert_near, swiglu_numpy
 
 # Blocks of 4 x 4 leave a partial block in d_in and in d_out.
 BLOCKS = ("fp8", (4, 4))

@@ -63,8 +63,7 @@ def test_the_lowest_of_equal_positions_wins():
 
 
 @pytest.mark.parametrize(
-    ("target", "width", "missing"),
-    [(H200, 576, []), (V6E, 576, ["attend_chosen"]), (V6E, 640, [])],
+    ("target", "width", "missing"), [(H200, 576, []), (V6E, 576, ["attend_chosen"]), (V6E, 640, [])]
 )
 def test_operations_without_a_kernel(target, width, missing):
     """XLA keeps rows of 576 on a TPU with the tokens last, and would copy the pool."""
