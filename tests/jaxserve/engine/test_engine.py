@@ -355,12 +355,6 @@ class TestFailure:
         _made, failed = told
         failed(EngineFailedError("compilation after the start: no memory"))
         self.failed(engine, collector, "compilation after the start: no memory")
-        engine, _ = make()
-        collector = submitted(engine, SamplingParams(max_tokens=2, presence_penalty=1.0))
-        until(lambda: engine._loop.waiting == 1)
-        late.takes_options = True
-        told[2]()
-        assert collector.wait()["request 0"] == Output([1, 2], "length")
 
     def test_told_by_somebody_else_while_the_loop_waits(self, make):
         """A follower is gone: nobody waits for the step's deadline."""

@@ -21,8 +21,7 @@ def biases(rules):
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"),
-    [([0], 1), ([0, 31], 1), ([0, 32], 2), ([0, 63], 2), ([0, 5, 31, 64], 3)],
+    ("ids", "words"), [([0], 1), ([0, 31], 1), ([0, 32], 2), ([0, 63], 2), ([0, 5, 31, 64], 3)]
 )
 def test_a_mask_has_the_words_that_its_largest_id_needs(ids, words):
     bits = np.unpackbits(np.frombuffer(bitmask(ids), np.uint8), bitorder="little")

@@ -1,6 +1,8 @@
 """The engine on real programs of a tiny model: what callers get, and what it costs."""
 
+import contextlib
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +12,10 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.assembly import open_engine
+from jaxserve.roles.program import Program
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector, ask
+from tests.jaxserve.waiting import until
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 VOCAB = layouts.SIZES.vocab_size
@@ -54,20 +58,6 @@ class TestSeeds:
         for place in (0, 9, 17):
             assert self.in_a_crowd(engine, place) == alone
 
-    def test_preempted_and_recomputed(self, afd_runtime, tiny_model):
-        """A sequence that lost its pages draws the same tokens again."""
-        deployment = layouts.deployment(tiny_model, {"lanes": 2, "cache.pages": 24})
-        outputs = []
-        for runtime in (afd_runtime, afd_runtime._replace(deployment=deployment)):
-            with layouts.serving(runtime) as engine:
-                collector = Collector()
-                for number, prompt in enumerate(layouts.PROMPTS):
-                    params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=number)
-                    collector.submit(engine, prompt, params)
-                outputs.append(collector.wait())
-        assert engine.schedulers[0].num_preemptions > 5
-        assert outputs[0] == outputs[1]
-
     @pytest.mark.parametrize("seeds", [range(4), [None] * 4], ids=["seeds", "none"])
     def test_another_seed_another_text(self, engine, seeds):
         """A request without a seed has its own."""
@@ -79,14 +69,15 @@ class TestSeeds:
 
 
 class TestManyCallers:
-    """Four threads, a pool that is too small, cancellations at any time, two lanes."""
+    """Four threads, a pool that is too small, cancellations at any time."""
 
     def call(self, engine, seed, reference):
         draw, collector = random.Random(seed), Collector()
         for number in range(30):
             prompt = draw.randrange(len(layouts.PROMPTS))
-            request_id = f"{number} of {seed}: prompt {prompt}"
-            params = SamplingParams(max_tokens=draw.randrange(1, 25), temperature=0)
+            request_id, ranked = f"{number} of {seed}: prompt {prompt}", draw.random() < 0.2
+            limits = {"max_tokens": draw.randrange(1, 25), "logprobs": 1 if ranked else None}
+            params = SamplingParams(temperature=0, **limits)
             collector.submit(engine, layouts.PROMPTS[prompt], params, request_id=request_id)
             if draw.random() < 0.3:
                 time.sleep(draw.random() * 0.02)
@@ -114,6 +105,49 @@ class TestManyCallers:
             assert engine.schedulers[0].queue.prompt_tokens_found > 100
         else:
             assert engine.schedulers[0].num_preemptions > 0
+
+    @pytest.fixture
+    def late(self, tiny_model, monkeypatch):
+        """An engine that compiles eight of nine programs later, each when the semaphore lets it."""
+        own, more = Program.compile, threading.Semaphore(0)
+
+        def compile_(program):
+            later = threading.current_thread().name == "compile"
+            assert not later or more.acquire(timeout=120)
+            return own(program)
+
+        monkeypatch.setattr(Program, "compile", compile_)
+        few = {"scheduler.compile_first": "few", "scheduler.token_buckets": [8, 24]}
+        few |= {"scheduler.page_buckets": [4, 18], "cache.pages": 19, **layouts.COLOCATED}
+        with contextlib.closing(open_engine(layouts.deployment(tiny_model, few))) as engine:
+            yield engine, more, engine._compiler
+
+    def test_while_programs_compile(self, reference, late):
+        engine, more, compiler = late
+        seen, (scheduler,) = [], engine.schedulers
+        with ThreadPoolExecutor(4) as pool:
+            calls = pool.map(lambda seed: self.call(engine, seed, reference), range(4))
+            for made in range(2, 10):
+                time.sleep(0.2)
+                seen.append(scheduler.num_preemptions)
+                more.release()
+                until(lambda made=made: len(compiler._made) == made, 120.0)
+            list(calls)
+        assert (compiler.token_budget, seen[-1] > 0) == (24, True)
+        self.call(engine, 4, reference)
+        layouts.idle(engine)
+        assert scheduler.queue.prompt_tokens_found > 100
+
+    def test_closes_in_the_middle_of_a_program(self, late):
+        engine, more, compiler = late
+        collector = Collector()
+        for prompt in layouts.PROMPTS:
+            collector.submit(engine, prompt, layouts.GREEDY)
+        collector.wait_for_tokens("request 0", 3)
+        threading.Timer(0.2, more.release, (2,)).start()
+        engine.close()
+        assert (compiler._thread.is_alive(), len(compiler._made)) == (False, 2)
+        assert {one.finish_reason for one in collector.wait(1).values()} == {"cancelled"}
 
 
 class TestNoCompilationAfterReady:
