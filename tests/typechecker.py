@@ -12,6 +12,7 @@ from beartype.roar import (
     BeartypeDecorHintPep673Exception,
     BeartypeDecorHintPep695Exception,
     BeartypeDecorHintPep3119Exception,
+    BeartypeDecorHintPepUnsupportedException,
 )
 
 # An int is accepted where a float is annotated, as mypy does (PEP 484).
@@ -20,15 +21,16 @@ _UNCHECKABLE = (
     BeartypeDecorHintPep673Exception,
     BeartypeDecorHintPep695Exception,
     BeartypeDecorHintPep3119Exception,
+    BeartypeDecorHintPepUnsupportedException,
 )
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Checks a function's arguments and result on every call.
 
-    Three kinds of annotation cannot be checked on a lone function: `typing.Self`, a protocol that
-    is not `runtime_checkable`, and an alias of types that are imported for mypy alone. Functions
-    that have one are left to mypy.
+    Four kinds of annotation cannot be checked on a lone function: `typing.Self`, a protocol that
+    is not `runtime_checkable`, a generic NamedTuple, and an alias of types that are imported for
+    mypy alone. Functions that have one are left to mypy.
     """
     try:
         return _beartype(function)

@@ -115,7 +115,7 @@ class QuantWeight(nnx.Module):
 
     def __init__(
         self,
-        value: Array,
+        value: Array | jax.ShapeDtypeStruct,
         weights: WeightFormat,
         block: tuple[int, int],
         dimensions: tuple[str, ...],

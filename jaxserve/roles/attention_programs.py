@@ -204,7 +204,7 @@ class AttentionPrograms(TokenPrograms):
         return self._add_combined(*parts)
 
     def _attend(
-        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Array]
+        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Any]
     ) -> tuple[Array, ...]:
         """Runs one layer on the attention mesh; returns this device's piece of the message."""
         block = self.templates.attention[kind].merge(leaves)

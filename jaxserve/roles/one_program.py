@@ -179,9 +179,9 @@ class BothRolesPrograms(AttentionPrograms):
             )
             for kind, start, stop, *_ in runs
         ]
-        steps = [[self._on_both(array) for array in of_lane]] * lanes
+        steps = [tuple(self._on_both(array) for array in of_lane)] * lanes
         held = [array.sharding.spec for array in (*self.pages, *counts)]
-        inputs = steps, self.pages, counts, tables, leaves
+        inputs = steps, tuple(self.pages), counts, tables, leaves
         name = f"{'pass' if module else 'step'}_{lanes}"
         specs = *[self.sharding(ROWS).spec] * lanes, *held
         return Program(name, body, self.union, inputs, specs, donates=(1, 2))

@@ -235,12 +235,12 @@ class PagePrograms:
 
     def _gathered(
         self,
-        arrays: Sequence[Num[Array, "rows heads page_size *width"]],
+        arrays: Sequence[Num[Array, "all_pages heads page_size *width"]],
         head: int,
         places: Int[Array, "layers count"],
         offset: Int[Array, ""],
         tokens: int,
-    ) -> Num[Array, "layers rows *width"]:
+    ) -> Num[Array, "all_layers rows *width"]:
         every, layers = self.page_size // arrays[0].shape[2], len(arrays) * len(places)
 
         def read(places: Array) -> Array:
@@ -262,12 +262,12 @@ class PagePrograms:
 
     def _put(
         self,
-        array: Num[Array, "rows heads page_size *width"],
+        array: Num[Array, "all_pages heads page_size *width"],
         places: Int[Array, "layers count"],
         there: Bool[Array, " count"],
         head: int,
         entries: Num[Array, "layers rows *width"],
-    ) -> Num[Array, "rows heads page_size *width"]:
+    ) -> Num[Array, "all_pages heads page_size *width"]:
         """Writes a head's entries into the pages of a page array that are there."""
         (layers, count), rows = places.shape, places.reshape(-1)
         blocks = entries.reshape(rows.shape[0], array.shape[2], *entries.shape[2:])

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from jaxserve.engine.hand_off import LinkedHandOffs
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import token_array
@@ -320,10 +321,9 @@ class TestHolds:
 
 def test_a_source_may_hold_every_token_of_its_request():
     kept, source = [], PagesSource("x:1", "a", 4, "")
-    hand_offs = LinkedHandOffs(None, None)
+    hand_offs = LinkedHandOffs(Loop([], 0, float), kept.append)
     hand_offs.domains = [SimpleNamespace(client=SimpleNamespace(keep=kept.append))]
-    request = Request(request_id="r", prompt=[1, 2, 3, 4], params=GREEDY, source=source)
-    hand_offs.keep(request)
+    hand_offs.keep(Request(request_id="r", prompt=[1, 2, 3, 4], params=GREEDY, source=source))
     assert kept == [source]
 
 
