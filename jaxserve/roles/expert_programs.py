@@ -74,7 +74,7 @@ def stacked_banks(runs: Iterable[Sequence[Any]], sizes: SlotSizes) -> tuple[Bank
 
 
 def bank_arrays(
-    mesh: Mesh, banks: Sequence[Bank], axes: tuple[str, ...]
+    mesh: AnyMesh, banks: Sequence[Bank], axes: tuple[str, ...]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
     """Shapes of the counts and the tables of these banks, as arguments of programs.
 

@@ -252,11 +252,11 @@ def _block_pages(cache: Cache) -> int:
 
 
 def _attend_some(
-    queries: Float[Array, "parts kv_heads rows head_dim"],
+    queries: Float[Array, "parts kv_heads _ _"],
     sequence_of_part: Int32[Array, " parts"],
     position: Int32[Array, "parts tokens"],
     call: PagedCall,
-) -> tuple[Float[Array, "parts kv_heads rows v_width"], Float32[Array, "parts kv_heads rows"]]:
+) -> tuple[Float[Array, "parts kv_heads _ _"], Float32[Array, "parts kv_heads rows"]]:
     """Attends block by block, with a running maximum (Milakov and Gimelshein, 2018, "Online
     normalizer calculation for softmax").
 
@@ -348,14 +348,13 @@ def _attend_some(
 
 
 def _scores(
-    queries: Float32[Array, "parts kv_heads rows head_dim"],
+    queries: Float32[Array, "parts kv_heads _ _"],
     cache: Cache,
     gather: Callable[[Array], Array],
     form: tuple[str, str],
-) -> tuple[
-    Float32[Array, "parts kv_heads context _"], Float32[Array, "parts kv_heads rows context"]
-]:
-    """Returns the keys without their scales, and the scores of queries against them."""
+) -> tuple[Float32[Array, "parts kv_heads context _"], Float32[Array, "parts kv_heads _ _"]]:
+    """Returns the keys without their scales, and the scores of queries against them; `form` has
+    the order of the last two dimensions of queries and of scores."""
     keys, (given, made) = gather(cache.k_pages), form
     product, row_scales = f"{given},tkcd->{made}", jnp.float32(1.0)
     met, rotated = jnp.split(queries, [keys.shape[-1]], axis=given.index("d"))
@@ -371,11 +370,11 @@ def _scores(
 
 
 def _mix(
-    weights: Float32[Array, "parts kv_heads rows context"],
+    weights: Float32[Array, "parts kv_heads _ _"],
     values: Float32[Array, "parts kv_heads context v_width"],
     form: tuple[str, str],
     int8_products: bool,
-) -> Float32[Array, "parts kv_heads rows v_width"]:
+) -> Float32[Array, "parts kv_heads _ _"]:
     """Returns sums of values by weights. With `int8_products` values are INT8 and weights are
     rounded to it, `PRODUCT_TOKENS` at a time."""
     made, given = form
