@@ -7,21 +7,15 @@ an error where it is passed and not three layers further down.
 from collections.abc import Callable
 from typing import Any
 
-from beartype import BeartypeConf, beartype
-from beartype.roar import (
-    BeartypeDecorHintPep673Exception,
-    BeartypeDecorHintPep695Exception,
-    BeartypeDecorHintPep3119Exception,
-    BeartypeDecorHintPepUnsupportedException,
-)
+from beartype import BeartypeConf, beartype, roar
 
 # An int is accepted where a float is annotated, as mypy does (PEP 484).
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _UNCHECKABLE = (
-    BeartypeDecorHintPep673Exception,
-    BeartypeDecorHintPep695Exception,
-    BeartypeDecorHintPep3119Exception,
-    BeartypeDecorHintPepUnsupportedException,
+    roar.BeartypeDecorHintPep673Exception,
+    roar.BeartypeDecorHintPep695Exception,
+    roar.BeartypeDecorHintPep3119Exception,
+    roar.BeartypeDecorHintPepUnsupportedException,
 )
 
 
