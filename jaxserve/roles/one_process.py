@@ -82,8 +82,7 @@ class BothRolesPipeline(StepPipeline):
         programs, pools = self._programs, len(self._pools)
         self._pages.clear()  # the old ones are free before there are new ones
         own = [sharded_zeros(a.shape, a.dtype, a.sharding) for a in programs.pages[pools:]]
-        whole = map(self._halves.with_empty, self._pools, programs.pages)
-        self._pages += [*whole, *own]
+        self._pages += [*map(self._halves.with_empty, self._pools, programs.pages), *own]
         self._pools.clear()
         self._tokens = TokenLanes(programs, self._head)
 
@@ -107,8 +106,7 @@ class BothRolesPipeline(StepPipeline):
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
         step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())
-        spread = map(self._halves.spread, itertools.chain(*steps))
-        made = step(*spread, *self._state, *leaves)
+        made = step(*map(self._halves.spread, itertools.chain(*steps)), *self._state, *leaves)
         self._keep(made[len(steps) :])
         return [(self._halves.taken(x, ROWS),) for x in made[: len(steps)]]
 

@@ -166,9 +166,8 @@ class BothRolesPrograms(AttentionPrograms):
                     turn, _ = jax.lax.scan(one, turn, jnp.arange(1, count, dtype=jnp.int32))
                 before = _Place(run, count - 1)
             turn = step.end(turn, before)
-            loads = jax.lax.psum(turn.loads, ROLE)
             made = map(self._add_combined, turn.x, turn.answers)
-            return *made, *turn.pages, *map(add_load, counts, loads)
+            return *made, *turn.pages, *map(add_load, counts, jax.lax.psum(turn.loads, ROLE))
 
         of_lane = self.stream_shapes(bucket)[0], *self.step_shapes(bucket)[1:]
         counts, tables = bank_arrays(self.union, self.banks, self.ranks)
@@ -179,11 +178,10 @@ class BothRolesPrograms(AttentionPrograms):
             )
             for kind, start, stop, *_ in runs
         ]
-        steps = [tuple(self._on_both(array) for array in of_lane)] * lanes
-        held = [array.sharding.spec for array in (*self.pages, *counts)]
-        inputs = steps, tuple(self.pages), counts, tables, leaves
+        steps, pages = [(*map(self._on_both, of_lane),)] * lanes, tuple(self.pages)
+        inputs = steps, pages, counts, tables, leaves
         name = f"{'pass' if module else 'step'}_{lanes}"
-        specs = *[self.sharding(ROWS).spec] * lanes, *held
+        specs = *[self.sharding(ROWS).spec] * lanes, *[a.sharding.spec for a in pages + counts]
         return Program(name, body, self.union, inputs, specs, donates=(1, 2))
 
     def layer(
@@ -242,8 +240,7 @@ class _Step:
         self.programs, self.contexts = programs, contexts
         self.runs, self.lanes = programs.runs, len(contexts)
         self.attends = jax.lax.axis_index(ROLE) == 0
-        templates = programs.templates
-        stacks = StackedLeaves.of
+        templates, stacks = programs.templates, StackedLeaves.of
         self.stacks = [
             (stacks(templates.attention[kind], own), stacks(templates.ffn[kind.ffn], others))
             for (kind, *_), (own, others) in zip(self.runs, leaves, strict=True)

@@ -65,8 +65,7 @@ class LaneState:
         same = plan.bucket.tokens, plan.tokens, plan.columns[: 2 * part], plan.columns[3 * part :]
         alone = plan.new_sequences or plan.options or plan.on_device or plan.upcoming
         if same == self._before[0] and not alone:
-            batch = self._before[1].copy()
-            batch.reshape(-1)[self._before[2]] = plan.kv_lengths
+            np.put(batch := self._before[1].copy(), self._before[2], plan.kv_lengths)
             return batch
         layout = BatchLayout(plan.bucket.tokens, slots, self._modules)
         batch = np.zeros((groups, layout.width), np.int32)
