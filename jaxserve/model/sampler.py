@@ -329,18 +329,6 @@ def _total(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
     return jnp.sum(_apart(jnp.sum(blocks, axis=1)), axis=1)
 
 
-def _columns(weights: Float[Array, "rows blocks 128"]) -> Float[Array, "rows 128"]:
-    """Adds the exponentials of all blocks column by column. XLA:CPU computes them one by one inside
-    of a reduction, and as vectors in a loop of its own: half the time."""
-
-    def add(index: Array, sums: Array) -> Array:
-        return sums + jnp.exp(jax.lax.dynamic_index_in_dim(weights, index, 1, keepdims=False))
-
-    loop = functools.partial(jax.lax.fori_loop, 0, weights.shape[1], add)
-    zeros = jnp.zeros_like(weights[:, 0])
-    return by_platform(zeros, cpu=loop, default=lambda _: jnp.sum(jnp.exp(weights), axis=1))
-
-
 def _noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows numbers"]:
     """Gumbel noise for `_draw`: 128 numbers for columns and one for each block."""
     numbers = _BLOCK + -(-vocab // _BLOCK)
@@ -353,7 +341,7 @@ def _draw(
     """Draws by the Gumbel-max method: argmax(log(weights) + Gumbel noise) is a draw. It first draws
     one of the 128 columns by its sum of weights, then a block in the column. A row thus needs 128 +
     blocks numbers of noise, not one for each token."""
-    sums = jnp.log(_columns(weights))
+    sums = jnp.log(jnp.sum(jnp.exp(weights), axis=1))
     column = jnp.argmax(sums + noise[:, :_BLOCK], axis=1)
     inside = jnp.take_along_axis(weights, column[:, None, None], axis=2)[:, :, 0]
     block = jnp.argmax(inside + noise[:, _BLOCK:], axis=1)
