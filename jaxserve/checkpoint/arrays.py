@@ -250,9 +250,8 @@ def make_array(
     if leaf.tile:
         shape = (*shape[:-2], shape[-2] // leaf.tile, shape[-1], leaf.tile)
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
-    array = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
     # Without waiting, shards of later leaves would pile up in host memory until copied.
-    return jax.block_until_ready(array)
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, arrays))
 
 
 def _in_tiles(

@@ -57,8 +57,7 @@ class ExpertStack(NamedTuple):
         outputs = step * (region.rows - 1) + 1
         numbers = np.empty((columns, outputs), self.values.dtype)
         first = (expert * d_in + column) * d_out + row
-        wanted = Region(self.values, first, d_out, columns, outputs, numbers)
-        read_regions([wanted], on_read)
+        read_regions([Region(self.values, first, d_out, columns, outputs, numbers)], on_read)
         region.target[...] = numbers[:, ::step].T
 
 

@@ -239,8 +239,7 @@ class HFCheckpoint(FolderReader):
                 tensor = self._tensors[name + SCALES]
                 assert isinstance(tensor, Tensor)
                 grid = grids[name] = np.empty(tensor.shape, np.float32)
-                flat = grid.reshape(1, -1)
-                regions.append(Region(tensor, 0, grid.size, 1, grid.size, flat))
+                regions.append(Region(tensor, 0, grid.size, 1, grid.size, grid.reshape(1, -1)))
         read_regions(regions, self.on_read)
         return grids
 
@@ -358,8 +357,7 @@ def by_layers[Block](
         layer = make(block, one)
         if index == 0:
             assert isinstance(layer.sharding, NamedSharding)
-            spec = PartitionSpec(None, *layer.sharding.spec)
-            sharding = NamedSharding(leaf.sharding.mesh, spec)
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *layer.sharding.spec))
             stack = sharded_zeros((leaf.layers, *layer.shape), leaf.dtype, sharding)
         stack = jax.block_until_ready(fill(stack, layer, index))
     return stack

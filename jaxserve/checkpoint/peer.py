@@ -234,8 +234,7 @@ class PeerCheckpoint(BlockReader):
             logger.info("weights: from %s at %s", peer.worker, address)
             self._peers.append(peer)
         if not self._peers:
-            why = "; ".join(absent) or "no addresses"
-            logger.info("weights: from storage: %s", why)
+            logger.info("weights: from storage: %s", "; ".join(absent) or "no addresses")
 
 
 def _resolved(name: str) -> list[str]:
@@ -266,7 +265,6 @@ def scales_shape(values: Shape, block: tuple[int, int]) -> Shape:
 
 def _has(peer: WeightsPeer, block: str, shapes: dict[str, Shape], wanted: dict[str, Leaf]) -> bool:
     """Whether a worker holds these leaves of a block with the wanted shapes and dtypes."""
-    nothing = HeldArray((), "")
-    held = [peer.held.get(block, {}).get(name, nothing) for name in wanted]
+    held = [peer.held.get(block, {}).get(name, HeldArray((), "")) for name in wanted]
     there = [(array.shape, array.dtype) for array in held]
     return there == [(shapes[n], np.dtype(leaf.dtype).name) for n, leaf in wanted.items()]

@@ -125,8 +125,7 @@ def _windows(
             window = (begin + start * pitch) // size
             rest = (window + 1) * size - begin
             stop = min(-(-rest // pitch), region.rows) if pitch else region.rows
-            cut = _cut(region, start, stop)
-            windows.setdefault((region.tensor.path, window), []).append(cut)
+            windows.setdefault((region.tensor.path, window), []).append(_cut(region, start, stop))
             start = stop
     return list(windows.values())
 
@@ -167,8 +166,7 @@ def _read_window(
     for region in window:
         begin, pitch, width = _places(region)
         shape, dtype = (region.rows, region.columns), region.tensor.dtype
-        strides = pitch, dtype.itemsize
-        _fill(region, np.ndarray(shape, dtype, held, begin - origin, strides))
+        _fill(region, np.ndarray(shape, dtype, held, begin - origin, (pitch, dtype.itemsize)))
     on_read(sum(region.nbytes for region in window))
 
 

@@ -63,8 +63,7 @@ def leaf_shape(source: Source) -> Shape:
     if source.stacked:
         return (len(source.names), *first)
     axis = max(len(first) - 2, 0)  # d_out
-    d_out = first[axis] + sum(shape[axis] for shape in others)
-    return (*first[:axis], d_out, *first[axis + 1 :])
+    return (*first[:axis], first[axis] + sum(shape[axis] for shape in others), *first[axis + 1 :])
 
 
 def _parts(

@@ -165,8 +165,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         with open_file(path) as file:
             name = file.name
-            header = _header(file)
-            tensors, end = _entries(path, header, file.version)
+            tensors, end = _entries(path, _header(file), file.version)
             file.check_end(end)
             return tensors
     except (ValueError, RecursionError, CheckpointError) as error:

@@ -81,8 +81,7 @@ def bank_arrays(
     Args:
       axes: mesh axes that the slots are divided over.
     """
-    specs = [Bank.counts_spec(axes)] * len(banks)
-    counts = placed(mesh, [bank.counts for bank in banks], specs)
+    counts = placed(mesh, [bank.counts for bank in banks], [Bank.counts_spec(axes)] * len(banks))
     return counts, placed(mesh, [bank.table for bank in banks], [REPLICATED] * len(banks))
 
 

@@ -37,8 +37,7 @@ def ffn_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes]:
         experts = [(leaf, NamedSharding(mesh, spec)) for leaf, spec in divided if leaf.of_slots]
     step = pass_activations(config, deployment)
     if deployment.topology.has("colocated") and config.platform == "tpu":
-        layers = sum(kind.ffn.router is not None for kind in config.decoder)
-        step += layers * _arranged(experts)
+        step += sum(kind.ffn.router is not None for kind in config.decoder) * _arranged(experts)
     if config.platform == "gpu":
         step += _decoded(experts, templates.dtype)
     ranks, moving = templates.slots.all_ranks, 0

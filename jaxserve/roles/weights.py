@@ -70,8 +70,7 @@ def load_leaves(
     of one kind, stacked along a new first axis."""
     stacked = () if isinstance(sources, dict) else (None,)
     specs = [PartitionSpec(*stacked, *spec) for spec in template.specs(rules)]
-    shardings = [cached_sharding(mesh, spec) for spec in specs]
-    made = tuple(source.leaves(template, sources, shardings))
+    made = tuple(source.leaves(template, sources, [cached_sharding(mesh, spec) for spec in specs]))
     source.on_block(len(sources) if stacked else 1)
     return made
 

@@ -91,8 +91,7 @@ class StorageBucket:
         """
         asked = []
         for span in spans:
-            all_of_it = not span.start and span.stop is None
-            part = None if all_of_it else slice(span.start, span.stop)
+            part = slice(span.start, span.stop) if span.start or span.stop is not None else None
             asked.append(self._store.read(span.name, byte_range=part))
         size = sum(span.stop - span.start for span in spans if span.stop is not None)
         parts: list[ReadPart | None] = []

@@ -322,12 +322,12 @@ class _DomainConnection(ServedSession):
     def _admit(self, join: frames.Join) -> frames.Welcome:
         if not join.own or list(join.own) != sorted(set(range(join.pieces)).intersection(join.own)):
             raise Refusal(f"sends pieces {list(join.own)} of messages of {join.pieces} pieces")
-        together = self._server.together(join.domain)
-        self._server.preparations.ask(join.pieces, join.rows, together)
+        server = self._server
+        server.preparations.ask(join.pieces, join.rows, server.together(join.domain))
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
-        holders, here = self._server.work.holders(join.pieces), self._server.process
-        self.places = [piece for piece in join.own if holders[piece] == here]
-        self.domain = self._server.admit(self, join.domain)
+        holders = server.work.holders(join.pieces)
+        self.places = [piece for piece in join.own if holders[piece] == server.process]
+        self.domain = server.admit(self, join.domain)
         return frames.Welcome(self._hello, tuple(self.places))
 
     def _asked(self, question: frames.Question) -> None:
@@ -343,8 +343,7 @@ class _DomainConnection(ServedSession):
             self.send(answer)
 
     def _announced(self, note: frames.Note) -> None:
-        size = MessageSize(self._pieces, note.rows)
-        shapes = self._server.message_shapes(note.kind, size)
+        shapes = self._server.message_shapes(note.kind, MessageSize(self._pieces, note.rows))
         rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.places])
         words = note.number, note.lane, note.kind, note.layer, note.rows
         what = frames.NamedMessage(self.name, self._pieces, *words)

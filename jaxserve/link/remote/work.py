@@ -181,8 +181,7 @@ class MessageLanding:
         return [shards[slot][device].data for device, slot in self._places]
 
     def _make_put(self, piece: tuple[int, int], dtype: np.dtype) -> Put:
-        whole = self._mesh.size * piece[0], piece[1]
-        return fast_put()(whole, jnp.dtype(dtype), self._sharding)
+        return fast_put()((self._mesh.size * piece[0], piece[1]), jnp.dtype(dtype), self._sharding)
 
     def _make_padding(self, piece: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
         """Makes a piece of zeros on every device of this process."""

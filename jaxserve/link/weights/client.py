@@ -62,8 +62,7 @@ class WeightsPeer:
         Raises:
           PeerError: it does not come; nothing else will.
         """
-        array = self.held[block][leaf]
-        waiting = pieces(array, ranges, target.dtype.itemsize)
+        waiting = pieces(self.held[block][leaf], ranges, target.dtype.itemsize)
         asked: deque[tuple[int, frames.Ranges]] = deque()
         try:
             while True:

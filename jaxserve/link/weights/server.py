@@ -122,8 +122,7 @@ class _Reader(ServedSession):
         except (ValueError, RuntimeError) as error:
             return self.send(Failed(read.number, str(error)))
         self._server.pace.take(part.nbytes)
-        ready = Ready(read.number, Bulk(part.nbytes, None))
-        self._channel.send(encode(ready), [memoryview(part)])
+        self._channel.send(encode(Ready(read.number, Bulk(part.nbytes, None))), [memoryview(part)])
         self._bytes += part.nbytes
 
     def end(self) -> None:

@@ -174,7 +174,5 @@ def padded_all_to_all(
         jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
     )
     pieces, starts = exchange(operand[places]), exchange(output_offsets)
-    past = output.shape[0]
-    target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, past)
-    flat = pieces.reshape(-1, *operand.shape[1:])
-    return output.at[target.reshape(-1)].set(flat, mode="drop")
+    target = jnp.where(within < recv_sizes[:, None], starts[:, None] + within, output.shape[0])
+    return output.at[target.reshape(-1)].set(pieces.reshape(-1, *operand.shape[1:]), mode="drop")

@@ -159,8 +159,7 @@ class GatherExchange(NamedTuple):
         results, (total, filled) = share.total(), self.blocks
         of_blocks = results.reshape(len(filled), -1, results.shape[1])
         blocks = jnp.zeros((total, *of_blocks.shape[1:]), results.dtype)
-        placed = blocks.at[np.array(filled)].set(of_blocks)
-        return Unsummed(placed.reshape(-1, results.shape[1]))
+        return Unsummed(blocks.at[np.array(filled)].set(of_blocks).reshape(-1, results.shape[1]))
 
 
 class AllToAllExchange(NamedTuple):
@@ -252,8 +251,7 @@ class AllToAllExchange(NamedTuple):
         if block.whole or not self.axes.split or jax.lax.axis_size(tensor) == 1:
             own = packing.unpack(packed)
             return expert(own.tokens, own.encoded)
-        of_rank = jax.lax.all_gather(packed, tensor, axis=0, tiled=True)
-        everything = packing.unpack(of_rank)
+        everything = packing.unpack(jax.lax.all_gather(packed, tensor, axis=0, tiled=True))
         share = expert(everything.tokens, everything.encoded)
         return self.results.summed_rows(Unsummed(share), (tensor,)).total()
 
@@ -365,8 +363,7 @@ def make_send_plan(
         there = jnp.repeat(mine, ranks_chosen.shape[0] // mine.shape[0])
         ranks_chosen = jnp.where(there[:, None], ranks_chosen, ranks)
     order = sort_choices(ranks_chosen.astype(jnp.int32), ranks, once=True)
-    tell = functools.partial(gathered, axes=axes.rows)
-    sizes = beside.during(order.sizes[None], tell, spared=2)
+    sizes = beside.during(order.sizes[None], functools.partial(gathered, axes=axes.rows), spared=2)
     return SendPlan(
         axes,
         blocks,
