@@ -166,7 +166,7 @@ def domain_runtime(deployment: Deployment, options: Options) -> "Runtime":
     source = (options.weights or open_folder)(deployment, role.names)
     cell, client = attention_cell(role, deployment, source, options.token, options.recorder)
     experts: Any = getattr(client, "experts", None)  # of shards
-    if experts is None and role.config.experts:
+    if experts is None:
         experts = RemoteExperts(client.ask, where=lambda: client.last_used)
     return Runtime(deployment, role.config, cell, experts=experts, link=client)
 
@@ -272,7 +272,7 @@ def make_engine(
             *(Probe(runtime.driver), domains * deployment.lanes, collect),
             passes=getattr(runtime.experts, "passes", None),
         ),
-        experts=experts,
+        experts=experts if runtime.config.experts else None,
     )
     if deployment.cache.host_gb:
         with_host_tier(engine, {} if followers is None else {"access": led_pages(engine)})

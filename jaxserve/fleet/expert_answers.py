@@ -21,28 +21,31 @@ WATCH_SECONDS = 30.0
 """How long passes are measured after an attention runtime asked for them."""
 
 
-def answer(balancer: ExpertBalancer, log: "PassLog", question: bytes) -> bytes:
-    """Returns the ffn runtime's answer to a question. Called from any thread but the one that
-    carries actions out.
+def answer(balancer: ExpertBalancer | None, log: "PassLog", question: bytes) -> bytes:
+    """Returns the ffn runtime's answer to a question; a model without experts has no balancer.
+    Called from any thread but the one that carries actions out.
 
     Raises:
       msgspec.DecodeError: the bytes are no question.
     """
     asked, found = expert_control.questions.decode(question), dict[str, Any]()
     try:
-        match asked:
-            case expert_control.RebalanceExperts(dry_run):
-                found["proposal"] = balancer.rebalance(dry_run=dry_run)
-            case expert_control.Restore(placements):
-                _place(balancer, placements)
-            case expert_control.Look(watch):
+        match asked, balancer:
+            case expert_control.Look(watch), _:
                 found["spans"] = log.spans() if watch else []
+            case expert_control.RebalanceExperts(dry_run), ExpertBalancer() as mover:
+                found["proposal"] = mover.rebalance(dry_run=dry_run)
+            case expert_control.Restore(placements), ExpertBalancer() as mover:
+                _place(mover, placements)
+            case _:
+                raise ValueError("the model has no experts to move")
     except ValueError as error:
         found["refused"] = str(error)
     except EngineFailedError as error:
         found["failed"] = str(error)
-    known = log.name, balancer.view(), dict(balancer.placements), log.work
-    return expert_control.encode(expert_control.Findings(*known, **found))
+    if balancer is not None:
+        found |= {"view": balancer.view(), "placements": dict(balancer.placements)}
+    return expert_control.encode(expert_control.Findings(log.name, work=log.work, **found))
 
 
 class PassLog:

@@ -35,15 +35,15 @@ class Findings(msgspec.Struct, frozen=True):
 
     worker: str
     """Name of the worker, different after every start."""
-    view: ExpertView
-    placements: dict[int, tuple[int, ...]]
+    view: ExpertView = ExpertView()
+    placements: dict[int, tuple[int, ...]] = {}
     work: FFNWorkerView = FFNWorkerView()
     """Work since the start."""
     spans: list[Span] = []
     """The latest passes, if they are measured; their lanes are not known here."""
     proposal: Proposal | None = None
     refused: str = ""
-    """Why nothing was done: moves are under way, or the placement does not fit."""
+    """Why nothing was done: moves are under way, the placement does not fit, no experts."""
     failed: str = ""
     """Error of the ffn worker."""
 

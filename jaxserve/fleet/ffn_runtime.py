@@ -174,7 +174,8 @@ def message_server(
     templates = (role.templates or FFNTemplates)(role.config, deployment, meshes)
     built = build_ffn(templates, deployment, role.mesh, source, role.names, role.executables)
     policy = POLICIES[deployment.link.batching](most)
-    work = FFNMessages(role, deployment, expert_answers.PassLog(policy), *built, group)
+    log = expert_answers.PassLog(policy)
+    work = FFNMessages(role, deployment, log, *built, group)
     sizes = [role.contract.size(tokens) for tokens in token_sizes(deployment)]
     together = sizes_together(sizes, min(policy.most, deployment.domains))
     work.compile([size for size in together if size.messages > 1])
@@ -191,7 +192,7 @@ def message_server(
         transport=deployment.link.transport,
         policy=policy,
         deadlines=deadlines_of(deployment),
-        on_question=work.answer,
+        on_question=functools.partial(expert_answers.answer, work.experts, log),
         group=group,
     )
     return server, work
@@ -250,16 +251,6 @@ class FFNMessages:
 
         between_messages(carry_out)
         experts.carried_out(actions)
-
-    def answer(self, question: bytes) -> bytes:
-        """Answers an attention runtime that asks about experts and passes.
-
-        Raises:
-          ValueError: the model has no experts.
-        """
-        if self.experts is None:
-            raise ValueError("the model has no experts to move")
-        return expert_answers.answer(self.experts, self._log, question)
 
     def ready(self, sizes: Sequence[MessageSize]) -> bool:
         """Whether messages of these sizes can be run, without compiling anything."""

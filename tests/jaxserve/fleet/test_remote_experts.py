@@ -14,6 +14,7 @@ from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
+from jaxserve.roles.expert_view import ExpertView
 from tests.jaxserve.waiting import until
 
 SIZES = SlotSizes(4, 2, 1)
@@ -191,3 +192,12 @@ def test_passes_are_counted_and_measured_once_somebody_has_asked(workers):
     until(lambda: experts.passes(1.0)[1], 10)
     (span,) = experts.passes(1.0)[1]
     assert (span.stage, span.layer, span.step, span.fill) == ("ffn", 3, 3, (1, 2, 3))
+
+
+def test_a_model_without_experts_has_passes_and_refuses_to_move_any(workers, experts):
+    workers.balancer = None
+    workers.log.add(0, 2, 16, None)
+    found = FFNWorkerView(passes=1, messages=2, rows=16, places=2)
+    assert (experts.passes(1.0), experts.view()) == ((found, []), ExpertView())
+    with pytest.raises(ValueError, match="the model has no experts to move"):
+        experts.rebalance(dry_run=True)
