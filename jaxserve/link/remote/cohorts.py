@@ -23,7 +23,8 @@ AGAIN = 64
 """Reviews after which numbers of parts that were tried before may be tried again."""
 WHOLE = 0.9
 """Least messages of a pass, as a share of those of a whole one, for an undivided cohort's cycle to
-count: cohorts that are still forming, or have fallen apart, say nothing about parts."""
+count, and least lanes in step for the others to catch up: cohorts that are still forming, or have
+fallen apart, say nothing about parts, and come together by waiting."""
 GAIN = 0.98
 """Longest cycle worth more parts, as a share of the cycle with fewer."""
 
@@ -43,17 +44,22 @@ class Parts:
         """Mean seconds of passes, and their number, by messages. Sizes vary while cohorts form."""
         self._cycles: dict[int, float] = {}
         """Measured cycles in seconds, by the number of parts."""
-        self._reviewed, self._served, self._run, self._reviews = 0.0, 0, 0, 0
-        """Time of the last review; messages and passes since then; reviews."""
-        self._settled, self._lanes = False, (0, 0.0)
-        """Whether the number of parts is older than the present window; domains and cohorts."""
+        self._reviewed, self._served, self.layers, self._reviews = 0.0, 0, 0, 0
+        """Time of the last review; messages served and layers run by cohorts since then, without
+        passes in which lanes catch up; number of reviews."""
+        self._settled, self._lanes = 0, (0, 0.0)
+        """Reviews since the number of parts has changed; domains and cohorts."""
 
     def passed(self, messages: int, seconds: float) -> None:
-        """Notes a pass."""
+        """Notes a pass, of a cohort or of lanes that catch up with it."""
         mean, count = self._passes.get(messages, (seconds, 0))
         weight = max(1 / (count + 1), 0.02)
         self._passes[messages] = mean + weight * (min(seconds, 4 * mean) - mean), count + 1
-        self._served, self._run = self._served + messages, self._run + 1
+        self._served += messages
+
+    def seconds(self, messages: int) -> float:
+        """Returns the time of a pass at most: the least mean of passes as large or larger."""
+        return min((mean for n, (mean, _) in self._passes.items() if n >= messages), default=NEVER)
 
     def review(
         self, now: float, iteration: float, domains: int, cohorts: float, limit: int
@@ -69,16 +75,16 @@ class Parts:
         if seconds < WINDOW * iteration:
             return False
         cycle = domains * cohorts * seconds / self._served
-        whole = self._served > WHOLE * min(limit, domains) * self._run
-        settled, self._settled = self._settled, True
-        self._reviewed, self._served, self._run, self._reviews = now, 0, 0, self._reviews + 1
+        whole = self._served > WHOLE * domains * self.layers
+        self._settled += 1
+        self._reviewed, self._served, self.layers, self._reviews = now, 0, 0, self._reviews + 1
         if (domains, cohorts) != self._lanes or self._reviews % AGAIN == 0:
             self._lanes, self._cycles = (domains, cohorts), {}
-        elif settled and (whole or self.count > 1) and len(self._passes) > 1:
+        elif self._settled > 2 and (whole or self.count > 1) and len(self._passes) > 1:
+            # After two windows: lanes get into step in the first, and sometimes in the second.
             self._cycles[self.count] = 0.7 * self._cycles.get(self.count, cycle) + 0.3 * cycle
-            best = self._best(domains, cohorts, limit)
-            self._settled = best == self.count
-            self.count = best
+            if (best := self._best(domains, cohorts, limit)) != self.count:
+                self.count, self._settled = best, 0
         return not self._settled
 
     def _best(self, domains: int, cohorts: float, limit: int) -> int:
@@ -182,6 +188,11 @@ class _Cohort:
         """Messages by layer and lane, in the order of their arrival."""
 
     @property
+    def due(self) -> float:
+        """When the next messages of all lanes in step are due."""
+        return max((lane.due for lane in self.in_step), default=NEVER)
+
+    @property
     def position(self) -> int:
         """Next layer to run: the first behind the last one at which a lane in step waits. Lanes
         whose step ends earlier, having no drafts, say, wait at layer 0 for the others."""
@@ -195,7 +206,7 @@ class Cohorts(Turns):
     A cohort's layer runs when the messages of all its lanes in step are there, or when waiting
     costs more than going on: messages present × further wait > messages missing × price. What the
     others have waited for a lane at earlier layers lowers its price, since a straggler is late at
-    every layer. Lanes that were left behind wait for their cohort's next iteration.
+    every layer. Lanes left behind catch up where the pool would idle, or wait for their cohort.
 
     Args:
       most: most messages of a batch.
@@ -215,8 +226,8 @@ class Cohorts(Turns):
         """Lanes of each domain."""
         self._messages: dict[_Lane, Waiting] = {}
         """Messages that wait, in the order of their arrival."""
-        self._parts, self._last = Parts(), -1
-        """Number of parts; the one that ran last."""
+        self._parts, self._last, self._layers = Parts(), -1, 1
+        """Number of parts; the one that ran last; layers of the model, as far as seen."""
         self._ended = self._apart = 0.0
         """When the last pass ended; when its part may run again, if there are several."""
         self._ready: deque[list[Waiting]] = deque()
@@ -227,12 +238,12 @@ class Cohorts(Turns):
     def put(self, message: Waiting, now: float) -> bool:
         """See `Turns`."""
         message.arrived, key = now, message.key
+        self._layers = max(self._layers, message.layer + 1)
         if (lane := self._lanes.get(key)) is None:
             siblings = self._domains.setdefault(message.domain, [])
             lane = self._lanes[key] = _Lane(siblings)
             siblings.append(lane)
-        elif lane in self._messages:
-            self._remove(lane)
+        self._remove(lane)
         if message.cohort != lane.cohort:
             lane.cohort, place = message.cohort, [*self._domains].index(message.domain)
             lane.home = self._cohorts[lane.cohort, place % self._parts.count]
@@ -244,7 +255,7 @@ class Cohorts(Turns):
         if lane in cohort.missing:
             cohort.missing.remove(lane)
             cohort.late += now - lane.due
-        return now >= cohort.look or not cohort.missing
+        return now >= cohort.look or not cohort.missing or lane not in cohort.in_step
 
     def take(self, now: float, *, idle: bool) -> Decision:
         """See `Turns`. A cohort that lacks messages runs only once the pool is idle."""
@@ -276,8 +287,7 @@ class Cohorts(Turns):
         """See `Turns`."""
         gone = self._domains.pop(domain, [])
         for lane in gone:
-            if lane in self._messages:
-                self._remove(lane)
+            self._remove(lane)
         for cohort in self._cohorts.values():
             cohort.in_step.difference_update(gone)
             cohort.missing.difference_update(gone)
@@ -297,11 +307,10 @@ class Cohorts(Turns):
             for lane in cohort.in_step:
                 sources[lane.home][cohort] += 1
                 lane.home.in_step.add(lane)
-        layers = 1 + max((max(one.layer, one.last) for one in self._lanes.values()), default=0)
         for home, counts in sources.items():
             home.missing = home.in_step.difference(self._messages)
             waits = {
-                at: sum(n * ((one.layer - at.layer) % layers) for one, n in counts.items())
+                at: sum(n * ((one.layer - at.layer) % self._layers) for one, n in counts.items())
                 for at in counts
             }
             first = min(waits, key=waits.__getitem__)
@@ -310,10 +319,11 @@ class Cohorts(Turns):
             lane.home.waiting.setdefault(message.layer, {})[lane] = message
 
     def _remove(self, lane: _Lane) -> None:
-        message, waiting = self._messages.pop(lane), lane.home.waiting
-        del waiting[message.layer][lane]
-        if not waiting[message.layer]:
-            del waiting[message.layer]
+        if message := self._messages.pop(lane, None):
+            waiting = lane.home.waiting
+            del waiting[message.layer][lane]
+            if not waiting[message.layer]:
+                del waiting[message.layer]
 
     def _choose(self, now: float, idle: bool) -> tuple[list[Waiting], float]:
         """Returns the messages to run, or none and when to look again."""
@@ -334,7 +344,24 @@ class Cohorts(Turns):
         if due := [each for each, at in looks.items() if at <= now]:
             self._last, cohort = min(due, key=lambda each: each[1].ran)
             return self._run(cohort, cohort.position, now), now
+        if idle and (behind := self._behind(now)):
+            return behind, now
         return [], max(now, min(overdue, *looks.values()))
+
+    def _behind(self, now: float) -> list[Waiting]:
+        """Takes messages of a layer that their cohort has passed by less than half of all layers,
+        if their pass ends before any cohort's next messages are due. So lanes left behind catch up
+        at no cost to the others. A lane further behind meets its cohort sooner by waiting."""
+        for cohort in self._cohorts.values():
+            whole = len(cohort.in_step) > WHOLE * len(self._domains) / self._parts.count
+            for layer, own in sorted(cohort.waiting.items() if whole else ()):
+                near = (cohort.layer - layer) % self._layers < self._layers / 2
+                # A lane that was never served waits at layer 0 for its cohort.
+                if near and all(lane.answered for lane in own):
+                    ends = now + self._parts.seconds(len(own))
+                    if all(ends <= each.due for each in self._cohorts.values()):
+                        return self._at(cohort, layer)
+        return []
 
     def _run(self, cohort: _Cohort, layer: int, now: float) -> list[Waiting]:
         """Takes the cohort's messages of a layer; lanes in step without one are left behind."""
@@ -349,6 +376,7 @@ class Cohorts(Turns):
         self.left_behind += len(cohort.in_step - lanes)
         cohort.layer, cohort.ran, cohort.look, cohort.late = layer, now, 0.0, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
+        self._parts.layers += 1
         return self._at(cohort, layer)
 
     def _note_waits(self, cohort: _Cohort, layer: int) -> None:

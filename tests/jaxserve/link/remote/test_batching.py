@@ -10,6 +10,10 @@ def message(domain, layer=0, lane=0, shape=None):
     return Waiting(domain, lane, layer, shape, lane)
 
 
+def put(policy, names, layer=0, now=0.0):
+    return [policy.put(message(name, layer), now) for name in names]
+
+
 def taken(policy, now=0.0, **options):
     """Domains of the next batch."""
     return "".join(one.domain for one in policy.take(now, **({"idle": True} | options)).batch)
@@ -20,18 +24,15 @@ def test_the_domain_served_longest_ago_is_next_and_newcomers_before_it():
     for name in "abcb":
         policy.put(message(name), 0.0)
         assert taken(policy) == name
-    for name in "bcaxn":
-        policy.put(message(name), 0.0)
+    put(policy, "bcaxn")
     assert [taken(policy) for _ in range(6)] == ["x", "n", "a", "c", "b", ""]
 
 
 def test_a_merged_pass_has_one_layer_and_shape_and_each_domain_once():
     policy = Turns(most=3)
-    for one in (
-        message("a"), message("b", layer=1), message("c", shape="wide"), message("d"),
-        message("a", lane=1), message("e"), message("f"),
-    ):  # fmt: skip
-        policy.put(one, 0.0)
+    changes = {}, {"layer": 1}, {"shape": "wide"}, {}, {"lane": 1}, {}, {}
+    for name, change in zip("abcdaef", changes, strict=True):
+        policy.put(message(name, **change), 0.0)
     assert taken(policy, idle=False) == ""
     assert [taken(policy) for _ in range(5)] == ["ade", "b", "c", "fa", ""]
 
@@ -39,9 +40,8 @@ def test_a_merged_pass_has_one_layer_and_shape_and_each_domain_once():
 @pytest.mark.parametrize("make", POLICIES.values())
 def test_messages_of_a_lost_domain_vanish_and_a_newer_one_replaces_a_lane_s(make):
     policy = make(8)
-    for layer in (3, 4):
-        policy.put(message("a", layer=layer), 0.0)
-        policy.put(message("b", layer=layer), 0.0)
+    put(policy, "ab", 3)
+    put(policy, "ab", 4)
     policy.forget("a")
     decision = policy.take(10.0, idle=True)
     assert [(one.domain, one.layer) for one in decision.batch] == [("b", 4)]

@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 from jaxserve.link.remote.batching import Waiting
 from jaxserve.link.remote.cohorts import FIRST_ITERATION, Cohorts, _Lane
 from jaxserve.link.remote.passes import POLICIES
-from tests.jaxserve.link.remote.test_batching import message, taken
+from tests.jaxserve.link.remote.test_batching import message, put, taken
 
 
 def in_step(policy, domains="abcd", layers=12, beat=0.001):
     """Puts the domains through layers together, each back after a beat; returns the time."""
     now = 0.0
-    for name in domains:
-        policy.put(message(name), now)
+    put(policy, domains, 0, now)
     for layer in range(layers):
         decision = policy.take(now, idle=True)
         policy.served(decision.batch, now)
         now += beat
-        for one in decision.batch:
-            policy.put(message(one.domain, layer + 1), now)
+        put(policy, [one.domain for one in decision.batch], layer + 1, now)
     assert len(decision.batch) == len(domains)
     return now
 
@@ -33,8 +31,7 @@ def test_a_cohort_waits_for_its_last_member_and_not_for_longer_than_that_is_wort
     policy = Cohorts(most=8, price=1.0)
     now = in_step(policy)
     policy.served(policy.take(now, idle=True).batch, now)
-    for name in "abc":
-        policy.put(message(name, 13), now + 0.001 + together)
+    put(policy, "abc", 13, now + 0.001 + together)
     # Three wait for one: they go on once they had to wait another third of an iteration.
     now += 0.001 + together
     while not (decision := policy.take(now, idle=True)).batch:
@@ -51,8 +48,7 @@ def test_a_lane_that_is_late_at_every_layer_is_left_behind_before_long(late, lef
     now = in_step(policy)
     for layer, last in enumerate(late, 13):
         policy.served(policy.take(now, idle=True).batch, now)
-        for name in "abcd".replace(last, ""):
-            policy.put(message(name, layer), now + 0.001)
+        put(policy, "abcd".replace(last, ""), layer, now + 0.001)
         policy.take(now := now + 0.003, idle=True)
         policy.put(message(last, layer), now)
     assert policy.left_behind == left_behind
@@ -82,17 +78,34 @@ def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
         now += 0.001
 
 
+@pytest.mark.parametrize(
+    "case", ["l 7 0.9 11 l", "l 13 1.1 11", "l 5 0.9 11", "n 13 0.9 12", "l 13 0.9 10"]
+)
+def test_a_lane_left_behind_catches_up_where_the_pool_would_idle(case):
+    """For 1 ms. Half an iteration behind it waits instead, as newcomers and lanes of few do."""
+    name, layer, took, count, *ran = case.split()
+    policy, others = Cohorts(most=16), [*"abcdefghijkl"[: int(count)]]
+    now = in_step(policy, domains="abcdefghijkl")
+    policy.served(policy.take(now, idle=True).batch, now)
+    put(policy, others, 13, now + 0.001)
+    policy.served(policy.take(now := now + 1.0, idle=True).batch, now)
+    policy._parts._passes = {12: (float(took) / 1e3, 1)}
+    put(policy, "a", 14, now)
+    assert (taken(policy, now), put(policy, name, int(layer), now)) == ("", [True])
+    assert (taken(policy, now), policy.left_behind) == ("".join(ran), 12 - len(others))
+    put(policy, others[1:] + ran, 14, now + 0.001)
+    assert (taken(policy, now + 0.001), policy._parts.layers) == ("".join(others + ran), 1)
+
+
 def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0():
     policy = Cohorts(most=8)
     now = in_step(policy, layers=4)
     policy.forget("d")
     policy.put(message("n"), now)
     assert taken(policy, now) == "abc"
-    for name in "abc":
-        policy.put(message(name, 0), now)
+    put(policy, "abc", 0, now)
     assert taken(policy, now) == "nabc"
-    for name in "nab":
-        policy.put(message(name, 1), now)
+    put(policy, "nab", 1, now)
     assert taken(policy, now) == ""
     policy.forget("c")
     assert taken(policy, now) == "nab"
@@ -112,8 +125,7 @@ def test_a_lane_waits_1_3_iterations_where_its_cohort_never_comes_by():
         assert now - arrived < 1.3 * policy.iteration
         policy.served(batch, now)
         now += 0.001
-        for one in batch:
-            policy.put(message(one.domain, (one.layer + 1) % 5), now)
+        put(policy, [one.domain for one in batch], (batch[0].layer + 1) % 5, now)
         batch = policy.take(now, idle=True).batch
 
 
@@ -124,8 +136,7 @@ def test_lanes_whose_step_ends_earlier_wait_for_those_with_drafts_and_nobody_for
     for name, layer in zip("abcd", (0, 0, 5, 5), strict=True):
         policy.put(message(name, layer), now)
     assert taken(policy, now) == "cd"
-    for name in "cd":
-        policy.put(message(name, 0), now)
+    put(policy, "cd", 0, now)
     assert taken(policy, now) == "abcd"
     # By the price alone, four would be worth a wait of two iterations.
     policy.put(message("n"), now := now + 1.4 * policy.iteration)
@@ -142,8 +153,7 @@ def test_parts_stay_in_step_and_the_one_behind_goes_on_when_they_become_one():
             decision = policy.take(now, idle=True)
             policy.served(decision.batch, now)
             assert sorted(one.domain for one in decision.batch) == [*batch]
-            for one in decision.batch:
-                policy.put(message(one.domain, one.layer + 1), now)
+            put(policy, batch, decision.batch[0].layer + 1, now)
 
 
 KINDS = st.sampled_from(["slow", "lost", "idle", "shape", "parts"])
@@ -186,10 +196,8 @@ def test_every_message_is_served_in_time_whatever_happens(make, domains, lanes, 
             if kind == "parts" and isinstance(policy, Cohorts):
                 policy._parts.count = domain + 1
                 policy._divide()
-            if kind == "idle":
-                idle.add(domain)
+            {"idle": idle, "lost": lost}.get(kind, set()).add(domain)
             if kind == "lost":
-                lost.add(domain)
                 policy.forget(domain)
                 running = [one for one in running if one.domain != domain]
         if running and end <= now:

@@ -11,10 +11,10 @@ def reviewed(parts, cycle, fixed, each, windows, *, now=0.0, messages=None):
     """Runs windows of 100 cycles each; returns the time and the numbers of parts after each."""
     counts = []
     for _ in range(windows):
-        sizes = [messages or DOMAINS // parts.count] * 95 + [1] * 5
+        sizes = [messages or DOMAINS // parts.count] * 95 + [1] * 25
         for size in sizes:
             parts.passed(size, fixed + each * size)
-        # As many seconds as these messages take at this cycle.
+            parts.layers += size > 1
         now += cycle(parts.count) * sum(sizes) / (DOMAINS * COHORTS)
         parts.review(now, iteration=1e-9, domains=DOMAINS, cohorts=COHORTS, limit=LIMIT)
         counts.append(parts.count)
@@ -26,19 +26,16 @@ def reviewed(parts, cycle, fixed, each, windows, *, now=0.0, messages=None):
     [
         # Passes of 270 µs: 3 x 3 x (27 + 5 x 16.2) = 972 µs of pool, 1122 - 270 + 108 = 960 alone.
         (27e-6, 16.2e-6, 1122e-6, None, 3),
-        # Half of a pass is fixed: two parts need 3 x 2 x 195 = 1170 µs of the pool.
-        (120e-6, 10e-6, 1122e-6, None, 1),
-        # The pool has no time left: 3 x 270 µs.
-        (27e-6, 16.2e-6, 810e-6, None, 1),
-        # Cohorts have fallen apart.
-        (27e-6, 16.2e-6, 1122e-6, 11, 1),
+        (120e-6, 10e-6, 1122e-6, None, 1),  # Two parts need 3 x 2 x 195 = 1170 µs of the pool.
+        (27e-6, 16.2e-6, 810e-6, None, 1),  # The pool has no time left: 3 x 270 µs.
+        (27e-6, 16.2e-6, 1122e-6, 11, 1),  # Cohorts have fallen apart.
     ],
 )
 def test_a_cohort_is_divided_where_shorter_passes_gain_more_than_more_passes_cost(
     fixed, each, seconds, messages, count
 ):
     _, counts = reviewed(Parts(), lambda _: seconds, fixed, each, 3, messages=messages)
-    assert counts[-1] == count
+    assert counts == [1, 1, count]
 
 
 def test_parts_that_gain_nothing_are_given_up_and_tried_again_much_later():

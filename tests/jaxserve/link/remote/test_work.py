@@ -29,14 +29,9 @@ class Work:
 
 
 @pytest.fixture
-def work() -> Work:
-    return Work()
-
-
-@pytest.fixture
-def ask(work):
+def ask():
     """Asks, waits for what that begins, and returns the refusal and whether to come back."""
-    preparations = Preparations(work, Mock(between=lambda action: action() or 0.0))
+    preparations = Preparations(work := Work(), Mock(between=lambda action: action() or 0.0))
 
     def ask(pieces, rows, together=1):
         try:
@@ -47,32 +42,33 @@ def ask(work):
             for thread in list(preparations._threads.values()):
                 thread.join(10)
 
+    ask.work = work
     return ask
 
 
-def test_a_failure_is_told_and_the_next_to_ask_has_it_tried_again(work, ask):
+def test_a_failure_is_told_and_the_next_to_ask_has_it_tried_again(ask):
     compiles = "compiles for messages of 2 pieces of 3, 5 rows", True
-    work.fails = "no space left"
+    ask.work.fails = "no space left"
     assert ask(2, [5, 3]) == compiles
     problem = "no programs for messages of 2 pieces of 3, 5 rows: OSError: no space left"
     assert ask(2, [5, 3]) == (problem, False)
-    work.fails = ""
+    ask.work.fails = ""
     assert ask(2, [5, 3]) == compiles
     assert ask(2, [5, 3]) is None
 
 
-def test_sizes_that_failed_leave_room_for_others(work, ask):
-    work.fails = "no space left"
+def test_sizes_that_failed_leave_room_for_others(ask):
+    ask.work.fails = "no space left"
     ask(1, range(1, MOST_SIZES + 1))
-    work.fails = ""
+    ask.work.fails = ""
     assert ask(2, [7]) == ("compiles for messages of 2 pieces of 7 rows", True)
     assert ask(2, [7]) is None
     ask(3, range(1, MOST_SIZES))
     assert ask(4, [1]) == ("4 pieces of 1 rows: more than 128 sizes of messages", False)
 
 
-def test_a_domain_beside_others_needs_programs_for_their_messages_together(work, ask):
+def test_a_domain_beside_others_needs_programs_for_their_messages_together(ask):
     ask(2, [3, 5])
     assert ask(2, [3, 5], together=3) == ("compiles for messages of 2 pieces of 3, 5 rows", True)
-    assert work.compiled == {MessageSize(2, rows, n) for rows in (3, 5) for n in (1, 2, 4)}
+    assert ask.work.compiled == {MessageSize(2, rows, n) for rows in (3, 5) for n in (1, 2, 4)}
     assert ask(2, [3, 5], together=4) is None
