@@ -200,7 +200,7 @@ def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "
     inside = deployment.topology.has("ffn") and not deployment.topology.crosses_runtimes
     if kind is None or kind.platform != "tpu" or not inside:
         return []
-    there = tpu_slice(name, kind, deployment.devices // kind.jax_devices)
+    there = tpu_slice(name, kind, deployment.devices)
     sizes, hosts = tuple(map(int, there.topology.split("x"))), there.hosts
     torus = Torus(sizes, rings(kind, sizes))
     devices = torus.devices(hosts, kind.jax_devices)

@@ -24,25 +24,26 @@ class TpuSlice(NamedTuple):
         return f"{self.kind.slice_type}-{self.chips * self.kind.counts}"
 
 
-def tpu_slice(name: str, hardware: Hardware, chips: int) -> TpuSlice:
-    """Returns the slice with `chips` chips.
+def tpu_slice(name: str, hardware: Hardware, devices: int) -> TpuSlice:
+    """Returns the slice with this number of JAX devices.
 
     Args:
       name: name of the hardware, for messages.
       hardware: a JAX device of it.
 
     Raises:
-      ConfigError: no such slice exists; lists the existing slices.
+      ConfigError: no such slice exists, or the last chip is not whole; lists the existing slices.
     """
     if hardware.tpu is None:
         raise ConfigError(f"hardware {name}: its file does not say how clusters name it (`tpu`)")
     flat, cores = hardware.torus == 2, hardware.jax_devices
-    if not hardware.slice_of(chips * cores):
+    chips = devices // cores
+    if not hardware.slice_of(devices):
         powers = (1 << power for power in range(LARGEST_SLICE.bit_length()))
         known = [str(power) for power in powers if hardware.slice_of(power * cores)]
         more = "" if flat else ", and other multiples of 64"
-        raise ConfigError(f"{chips} chips of {name}: there are slices of {', '.join(known)}{more}")
-    sizes = shape(hardware, chips * cores)
+        raise ConfigError(f"{devices / cores:g} chips of {name}: there are slices of {', '.join(known)}{more}")
+    sizes = shape(hardware, devices)
     whole = chips if flat and chips <= 8 else 4
     # A dimension of one chip comes last: 2x2x1.
     text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))

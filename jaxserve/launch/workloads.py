@@ -67,8 +67,8 @@ class Workload(NamedTuple):
         """Each of the slices of a worker, where it runs on TPUs."""
         if self.hardware is None or self.hardware.platform != "tpu":
             return None
-        chips = self.accelerators * self.processes // self.slices
-        return tpu_slice(self.hardware_name, self.hardware, chips)
+        devices = self.devices * self.processes // self.slices
+        return tpu_slice(self.hardware_name, self.hardware, devices)
 
 
 def host_processes(deployment: Deployment, work: Workload) -> list[str]:
@@ -187,7 +187,7 @@ def processes_on_hosts(devices: int, hardware: Hardware | None, name: str) -> in
     if hardware is None:
         return 1
     if hardware.platform == "tpu":
-        return tpu_slice(name, hardware, devices // hardware.jax_devices).hosts
+        return tpu_slice(name, hardware, devices).hosts
     host = hardware.devices_per_host
     if devices > host and devices % host:
         raise ConfigError(f"{devices} devices do not fill hosts of {host} {hardware.name}")

@@ -44,8 +44,7 @@ def compile_for(
 def slice_of(path, name: str) -> str:
     """The topology that `launch` asks for to run a deployment on this hardware."""
     hardware = load_hardware(name)
-    chips = load_deployment(path).devices // hardware.jax_devices
-    return f"{name}:{tpu_slice(name, hardware, chips).topology}"
+    return f"{name}:{tpu_slice(name, hardware, load_deployment(path).devices).topology}"
 
 
 def files_for_tpus() -> dict[str, str]:
