@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.varying import vary_like
@@ -39,7 +40,7 @@ def width_of(d_out: int) -> int:
     return next((size for size in range(TILE, least - 1, -1) if d_out % size == 0), d_out)
 
 
-def in_tiles(matrix: Array, width: int) -> Array:
+def in_tiles(matrix: Array | np.ndarray, width: int) -> Array:
     """Returns matrices [*stack, d_out, d_in] in the layout of `InputMajor.values`."""
     *stack, d_out, d_in = matrix.shape
     tiles = matrix.reshape(*stack, d_out // width, width, d_in)

@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from jaxserve.checkpoint.expert_stacks import join_stacks
+from jaxserve.checkpoint.expert_stacks import ExpertStack, join_stacks
 from jaxserve.checkpoint.families import FAMILIES, architecture, family_of
 from jaxserve.checkpoint.manifest import MANIFEST, read_manifest
 from jaxserve.checkpoint.packed import PackedTensor, Packing, join_parts
@@ -166,7 +166,9 @@ def _plain_parts(
     )
 
 
-def _is_kept(tensor: Tensor | PackedTensor, stored: StoredFormat, packing: Packing | None) -> bool:
+def _is_kept(
+    tensor: Tensor | PackedTensor | ExpertStack, stored: StoredFormat, packing: Packing | None
+) -> bool:
     """Whether this matrix can be kept in memory in the format `stored`."""
     if not isinstance(tensor, PackedTensor):
         several = packing is not None and packing.own_numbers

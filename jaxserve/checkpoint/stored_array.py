@@ -121,7 +121,8 @@ class Spread(NamedTuple):
     def read_into(self, ranges: Ranges, target: np.ndarray) -> int:
         """See `arrays.ReadableArray`."""
         rows, columns = self.rows[slice(*ranges[-2])], self.columns[slice(*ranges[-1])]
-        whole = *ranges[:-2], (rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)
+        ends = [(int(places[0]), int(places[-1]) + 1) for places in (rows, columns)]
+        whole = *ranges[:-2], *ends
         part = np.empty([stop - start for start, stop in whole], target.dtype)
         read = self.array.read_into(whole, part)
         target[...] = part[..., (rows - rows[0])[:, None], columns - columns[0]]

@@ -42,7 +42,9 @@ def tpu_slice(name: str, hardware: Hardware, devices: int) -> TpuSlice:
         powers = (1 << power for power in range(LARGEST_SLICE.bit_length()))
         known = [str(power) for power in powers if hardware.slice_of(power * cores)]
         more = "" if flat else ", and other multiples of 64"
-        raise ConfigError(f"{devices / cores:g} chips of {name}: there are slices of {', '.join(known)}{more}")
+        raise ConfigError(
+            f"{devices / cores:g} chips of {name}: there are slices of {', '.join(known)}{more}"
+        )
     sizes = shape(hardware, devices)
     whole = chips if flat and chips <= 8 else 4
     # A dimension of one chip comes last: 2x2x1.

@@ -74,7 +74,7 @@ _COST = "multiplies 8 rows at a time, one block after the other"
 def grouped_matmul(
     rows: Float[Array, "rows d_in"],
     weights: Float[Array, "groups d_out d_in"] | QuantArray | Words,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " window"],
     *,
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
@@ -132,7 +132,7 @@ def grouped_swiglu(
     gate_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
     up_weights: Float[Array, "groups d_ff d_model"] | QuantArray | InputMajor | Words,
     down_weights: Float[Array, "groups d_out d_ff"] | QuantArray | InputMajor | Words,
-    group_sizes: Int32[Array | np.ndarray, " groups"],
+    group_sizes: Int32[Array | np.ndarray, " window"],
     *,
     row_format: RowFormat | None = None,
     source: Int32[Array, " picked"] | None = None,

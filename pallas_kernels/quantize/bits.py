@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Num
+from jaxtyping import Array, Num, Shaped
 
 from pallas_kernels.quantize.quant_array import E8M0, FOUR_BITS
 from pallas_kernels.target import EVERY_KERNEL, current_target
@@ -40,7 +40,7 @@ def array_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
     return -(-size // 2) if dtype in FOUR_BITS else size * jnp.dtype(dtype).itemsize
 
 
-def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
+def in_bytes(x: Shaped[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
     """Packs two 4-bit numbers in a byte, uint8, the first one low, padded with a zero; returns
     other numbers of 8 bits as uint8, and wider ones unchanged. Neither collectives nor files take
     4 bits."""
@@ -54,8 +54,8 @@ def in_bytes(x: Num[Array, "*batch d"]) -> Num[Array, "*batch bytes"]:
 
 
 def from_bytes(
-    x: Num[Array, "*batch bytes"], like: Num[Array, "*batch d"] | jax.ShapeDtypeStruct
-) -> Num[Array, "..."]:
+    x: Num[Array, "*batch bytes"], like: Shaped[Array, "*batch d"] | jax.ShapeDtypeStruct
+) -> Shaped[Array, "..."]:
     """Undoes `in_bytes`: returns an array with the dtype and shape of `like`."""
     if like.dtype not in FOUR_BITS:
         return jax.lax.bitcast_convert_type(x, like.dtype).reshape(like.shape)

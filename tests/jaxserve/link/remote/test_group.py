@@ -13,6 +13,7 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.frames import Join, NamedMessage
 from jaxserve.link.remote.server import MessageServer, _DomainConnection
+from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.hello import Refusal, make_hello
 from jaxserve.link.session.messages import encode
 
@@ -174,6 +175,6 @@ def test_a_domain_that_left_long_ago_is_forgotten():
 
 @pytest.mark.parametrize("own", [(), (2,), (-1, 0), (0, 0), (1, 0)])
 def test_pieces_that_a_message_does_not_have_are_refused(own):
-    connection = _DomainConnection(Process(0, [0]).server, Mock())
+    connection = _DomainConnection(Process(0, [0]).server, Mock(Channel))
     with pytest.raises(Refusal, match=r"sends pieces .* of messages of 2 pieces"):
         connection._admit(Join(make_hello("ffn", {}), "d0", 2, (8,), own))
