@@ -30,6 +30,7 @@ def tpu_slice(name: str, hardware: Hardware, devices: int) -> TpuSlice:
     Args:
       name: name of the hardware, for messages.
       hardware: a JAX device of it.
+      devices: JAX devices, of which a chip may have two.
 
     Raises:
       ConfigError: no such slice exists, or the last chip is not whole; lists the existing slices.

@@ -46,6 +46,8 @@ class LaneState:
         self._sampling = {name: np.zeros(groups * slots, kind) for name, kind in kinds.items()}
         self._page_tables = _PageTables(groups, slots, pages * tables)
         self._before: tuple[Any, ...] = (None,)
+        """The last step that may be copied: what makes steps alike, its batch array, and the places
+        of its rows' lengths in it. (None,): the last step may not be."""
 
     def step(self, plan: StepPlan) -> StepArrays:
         """Updates the state from a plan and returns the arrays of its step. The page table is that
@@ -90,8 +92,10 @@ class LaneState:
         if plan.has_rules and not plan.bucket.drafts:
             # The rules array has the temperatures; in steps with drafts these are drawn first.
             fields["temperature"][...] = 0
-        places = layout.fields(np.arange(batch.size).reshape(batch.shape))["kv_length"]
-        self._before = None if alone else same, batch, places.reshape(-1)[plan.rows]
+        self._before = (None,)
+        if not alone:
+            places = layout.fields(np.arange(batch.size).reshape(batch.shape))["kv_length"]
+            self._before = same, batch, places.reshape(-1)[plan.rows]
         return batch
 
 
