@@ -19,9 +19,9 @@ def worker(mode: str, **options) -> Task:
     return Task(work, {"mode": mode}, **options)
 
 
-def children() -> list[str]:
+def children() -> set[str]:
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return file.read().split()
+        return set(file.read().split())
 
 
 def test_results_come_back_in_order():
@@ -39,7 +39,7 @@ def test_nobody_outlives_the_deadline():
     with pytest.raises(BenchError, match=r'work {"mode":"sleep"} took more than 2 s'):
         run_workers([worker("sleep"), worker("sleep")], 2)
     assert time.monotonic() - start < 30
-    assert children() == before
+    assert children() <= before  # another test's may have ended since
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin")

@@ -1,6 +1,8 @@
 """Hostile requests to a server in this process, with a fake engine that follows grammars."""
 
 import os
+import subprocess
+from subprocess import PIPE
 
 import pytest
 
@@ -29,10 +31,17 @@ def test_a_server_survives_hostile_requests(number, capsys):
 
 
 def test_what_a_process_holds():
-    before = hostile.Held.of(os.getpid())
-    with open(os.devnull, "rb"):
-        more = hostile.Held.of(os.getpid())
-    assert more.files == before.files + 1
+    held = []
+    with open(os.devnull, "rb") as file:  # in processes of its own: other tests' end in this one
+        for files in [(), (file.fileno(),)]:
+            with subprocess.Popen(["cat"], stdin=PIPE, stdout=PIPE, pass_fds=files) as cat:
+                cat.stdin.write(b"\n")
+                cat.stdin.flush()
+                assert cat.stdout.readline() == b"\n"  # all libraries are loaded
+                held.append(hostile.Held.of(cat.pid))
+                cat.stdin.close()
+    before, more = held
+    assert (more.files, more.threads, more.processes) == (before.files + 1, 1, 1)
     assert before.within(more)
     assert not more.within(before)
     assert hostile.Held.of(2**22 + 1) == hostile.Held()

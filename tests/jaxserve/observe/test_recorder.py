@@ -95,16 +95,18 @@ def test_memory_is_bounded_and_losses_are_counted(clock):
 
 
 def test_closing_ends_the_threads_and_restores_the_switch_interval():
-    before = threading.active_count(), sys.getswitchinterval()
+    before, interval = set(threading.enumerate()), sys.getswitchinterval()
     recorder = Recorder()
     ready = Gate()
     ready.event.set()
     for stage in STAGES:
         recorder.observe(stage, 0, 0, 0, ready)
-    assert threading.active_count() == before[0] + len(STAGES)
+    own = set(threading.enumerate()) - before
+    assert len(own) == len(STAGES)
     recorder.close()
     recorder.close()
-    assert (threading.active_count(), sys.getswitchinterval()) == before
+    assert not any(thread.is_alive() for thread in own)
+    assert sys.getswitchinterval() == interval
     recorder.observe("ffn", 0, 0, 0, Gate())
     assert recorder.dropped == 1
 

@@ -190,15 +190,15 @@ def test_message_that_is_an_error_is_raised_and_other_lanes_go_on(server):
         assert link.counters == LinkCounters(messages=1)
 
 
-def open_ports(pid: int) -> list[int]:
+def open_ports(pid: int) -> set[int]:
     """Ports on which a process listens."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     table = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return [
+    return {
         int(row[1].rpartition(":")[2], 16)
         for row in table
         if row[3] == "0A" and f"socket:[{row[9]}]" in links
-    ]
+    }
 
 
 def kept(pid: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def test_strangers_at_open_ports_stop_nothing_and_leave_nothing(server):
     """Four zero bytes, noise, half a handshake, and idle connections that are held."""
     before = open_ports(os.getpid())
     with client(server) as link:
-        assert open_ports(os.getpid()) == before
+        assert open_ports(os.getpid()) <= before  # another test's may have closed since
         (port,) = open_ports(server.pid)
         exchange(link, 0)
         settled = kept(server.pid)
