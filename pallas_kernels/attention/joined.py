@@ -25,7 +25,7 @@ MOST_BYTES = 128 * 2**20
 """Most bytes of rows that a step copies with several tokens a sequence."""
 
 MOST_ROWS = 512
-"""Most rows of a larger page on a TPU in a decode step."""
+"""Most rows of a copied page on a TPU in a decode step."""
 
 
 def joined_rows(cache: Cache, target: Target) -> int:
@@ -41,6 +41,12 @@ def joined_rows(cache: Cache, target: Target) -> int:
         return 0
     rows, least = (LANES, 32 // size if size > 1 else LANES) if on_tpu else (64, 8)
     return rows if page_size % least and rows % page_size == 0 else 0
+
+
+def decode_rows(rows: int, most: int) -> int:
+    """Returns the rows of copied pages in a decode step whose tokens see at most `most` rows: those
+    that a kernel requires, and more of them on a TPU, which starts fewer copies then."""
+    return rows * max(1, min(MOST_ROWS, most) // rows) if rows == LANES else rows
 
 
 def larger_pages(cache: Cache, rows: int) -> Cache:
@@ -74,8 +80,8 @@ def attend(
     queries, cache, (table, sequence, position) = call.queries, call.cache, call.where
     sequences, columns = table.shape
     _, _, page_size, width = cache.k_pages.shape
-    if rows == LANES and queries.shape[0] <= sequences:  # fewer copies to start
-        rows *= max(1, min(MOST_ROWS, columns * page_size) // rows)
+    if queries.shape[0] <= sequences:
+        rows = decode_rows(rows, columns * page_size)
     each = rows // page_size
     large = -(-columns // each)
     table = jnp.pad(table, ((0, 0), (0, large * each - columns)))

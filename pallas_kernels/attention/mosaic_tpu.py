@@ -104,16 +104,12 @@ def paged_attention(
         rope_dim=0 if rope_pages is None else rope_pages.shape[3],
         v_width=v_width,
         page_size=page_size,
-        pages_per_block=cut.pages_per_block,
-        tile=cut.tile,
-        item_tokens=cut.item_tokens,
         window=call.window,
         scale=call.scale * math.log2(math.e),
         dtype=dtype,
         query_dtype=queries.dtype,
         int8_products=int8_products,
-        together=cut.together,
-        buffers=cut.buffers,
+        **cut._asdict(),
     )
     if places is None:
         places = places_of(call, target, chosen)

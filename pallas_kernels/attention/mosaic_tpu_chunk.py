@@ -22,7 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.attention.mosaic_tpu_kernel import LOWEST, product
+from pallas_kernels.attention.mosaic_tpu import INTERPRETER
+from pallas_kernels.attention.mosaic_tpu_kernel import LOWEST, finished, product
+from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES
 from pallas_kernels.attention.reference import ChunkCall
 from pallas_kernels.attention.write_tpu import LANES
 from pallas_kernels.target import Target
@@ -30,11 +32,6 @@ from pallas_kernels.tuned import Fields, checked_fields, require
 
 TILE, INTERPRETED_TILE = 512, 8
 """Most queries, and keys, of a tile: a multiple of `LANES`, unless it is interpreted."""
-
-VMEM_BYTES = 56 * 2**20
-
-INTERPRETER = pltpu.InterpretParams(detect_races=True)
-"""Interpreter parameters for tests on a CPU."""
 
 
 class Pairs(NamedTuple):
@@ -224,11 +221,8 @@ def _kernel(
 
     @pl.when(k == pl.num_programs(2) - 1)
     def end() -> None:
-        sums = total[...]
-        nothing = sums == 0.0
-        out[0] = (mixed[...] / jnp.where(nothing, 1.0, sums)).astype(out.dtype)
-        logarithm = (largest[...] + jnp.log2(sums)) * math.log(2)
-        logarithm = jnp.where(nothing, -jnp.inf, logarithm)
+        rows, logarithm = finished(largest[...], total[...], mixed[...])
+        out[0] = rows.astype(out.dtype)
         # Mosaic cannot reshape a column to a row: repeat it along the lanes and transpose.
         square = jnp.broadcast_to(logarithm, (logarithm.shape[0], LANES))
         lse[0] = square.T[:1]

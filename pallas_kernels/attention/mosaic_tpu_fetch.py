@@ -148,8 +148,10 @@ class Fetcher:
 
     def fetch_first_queries(self, producer: Producer) -> None:
         """Starts the copies of an item's queries, if its first block is the next one."""
-        new = producer.left == self.items.pages[producer.item]
-        pl.when(new)(lambda: self.fetch_queries(producer.item))
+        item = producer.item
+        pl.when(producer.left == self.items.pages[item])(
+            lambda: each_token(self.items, item, lambda token: self.query_copy(item, token).start())
+        )
 
     def fetch_block(self, producer: Producer) -> None:
         """Starts the copies of a whole block without branches, so that other work can overlap."""
@@ -211,10 +213,6 @@ class Fetcher:
                 copy.wait()
 
         lax.fori_loop(0, pages, page, None)
-
-    def fetch_queries(self, item: Any) -> None:
-        """Starts the copies of an item's queries."""
-        each_token(self.items, item, lambda token: self.query_copy(item, token).start())
 
     def query_copy(self, item: Any, token: Any) -> Any:
         # Every item has a block, so the blocks fetched ahead belong to items at most `AHEAD` ahead,

@@ -405,13 +405,10 @@ class Kernel:
 
     def put(self, place: tuple[Any, ...], largest: Array, total: Array, mixed: Array) -> None:
         """Stores the results of a head's rows at a place of the buffers."""
-        group, rows = self.plan.group, len(mixed)
-        nothing = total == 0.0
-        output, buffer = mixed / jnp.where(nothing, 1.0, total), self.outputs[0].buffer
+        group, rows, buffer = self.plan.group, len(mixed), self.outputs[0].buffer
+        output, lse = finished(largest, total, mixed)
         buffer[place] = output.astype(buffer.dtype).reshape(-1, group, self.plan.v_width)
         if len(self.outputs) > 1:
-            lse = (largest + jnp.log2(total)) * math.log(2)
-            lse = jnp.where(nothing, -jnp.inf, lse)
             # From a column to a row a token: the diagonal of a square that repeats it.
             own = lax.rem(lax.broadcasted_iota(jnp.int32, (rows, group), 0), group)
             diagonal = own == lax.broadcasted_iota(jnp.int32, (rows, group), 1)
@@ -426,11 +423,8 @@ class Kernel:
         lane = lax.broadcasted_iota(jnp.int32, (tokens, plan.kv_heads * plan.group), 1)
         every_lse = jnp.zeros(lane.shape, jnp.float32)
         for head in range(plan.kv_heads):
-            total = state.total[tile, head, :rows]
-            nothing = total == 0.0
-            output = state.mixed[tile, head, :rows] / jnp.where(nothing, 1.0, total)
-            lse = (state.largest[tile, head, :rows] + jnp.log2(total)) * math.log(2)
-            lse = jnp.where(nothing, -jnp.inf, lse)
+            of = (state.largest, state.total, state.mixed)
+            output, lse = finished(*(array[tile, head, :rows] for array in of))
             for index in range(plan.group):
                 part, q_head = (
                     slice(index * tokens, (index + 1) * tokens),
@@ -458,6 +452,13 @@ class Kernel:
                 output.outside.at[self.items.first[item] + token],
                 self.written.at[slot],
             )
+
+
+def finished(largest: Array, total: Array, mixed: Array) -> tuple[Array, Array]:
+    """Returns results and log-sum-exps of rows, of which some have seen nothing."""
+    nothing = total == 0.0
+    lse = jnp.where(nothing, -jnp.inf, (largest + jnp.log2(total)) * math.log(2))
+    return mixed / jnp.where(nothing, 1.0, total), lse
 
 
 def _rounded(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import api
+from pallas_kernels.attention.joined import decode_rows
 from pallas_kernels.attention.reference import Cache, in_parts
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.quantize.bits import as_bits
@@ -23,9 +24,6 @@ from pallas_kernels.target import Target
 
 GATHERED_BYTES = 128 * 2**20
 """Most bytes of chosen rows that are copied at a time: 107 tokens of DeepSeek-V3.2 in 8 bits."""
-
-MOST_ROWS = 512
-"""Most chosen rows of a token that a TPU fetches at a time."""
 
 
 def gap(queries: Float[Array, "..."], cache: Cache, target: Target) -> str:
@@ -49,9 +47,8 @@ def attend_chosen(
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """`api.attend_chosen`, if `gap` finds nothing in the call."""
     page_size, width = cache.k_pages.shape[2:]
-    size, most = _page_size(target), where.chosen.shape[1]
-    if size == LANES:  # fewer copies to start
-        size *= max(1, min(MOST_ROWS, most) // size)
+    most = where.chosen.shape[1]
+    size = decode_rows(_page_size(target), most)
     pages = -(-most // size)
 
     def attend(some: tuple[Array, ...]) -> tuple[Array, Array]:

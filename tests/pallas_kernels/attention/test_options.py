@@ -18,11 +18,6 @@ SIZES = Sizes(kv_heads=2, head_dim=8, v_width=6)
 LATENT = SIZES._replace(kv_heads=1, shared=True)
 
 
-def make(sizes, chunks, seed=0):
-    pages = {"page_size": PAGE, "pages_per_sequence": PAGES_PER_SEQUENCE}
-    return make_case(sizes, chunks, seed=seed, **pages)
-
-
 @functools.cache
 def compiled(sizes):
     """The call with the options of cases of these sizes, their scales as the last arguments."""
@@ -33,17 +28,6 @@ def compiled(sizes):
         return paged_attention(*arguments, scale=SCALE, with_lse=True, **fixed, **scales)
 
     return jax.jit(attend)
-
-
-def run(case, sizes):
-    scales = {name: case.options[name] for name in ("k_scales", "v_scales")}
-    return compiled(sizes)(*case.arguments, scales)
-
-
-def check(case, sizes):
-    output, lse = run(case, sizes)
-    np.testing.assert_allclose(output, case.output, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(lse, case.lse, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +53,12 @@ def test_ragged_batches(sizes, lengths, new, seed):
     """Always three sequences and 24 tokens with padding, so that few programs are compiled."""
     chunks = [(length, min(length, most)) for length, most in zip(lengths, new, strict=True)]
     padding = TOKENS - sum(count for _, count in chunks)
-    check(make(sizes, [*chunks, *[PADDING] * padding], seed), sizes)
+    pages = {"page_size": PAGE, "pages_per_sequence": PAGES_PER_SEQUENCE}
+    case = make_case(sizes, [*chunks, *[PADDING] * padding], seed=seed, **pages)
+    scales = {name: case.options[name] for name in ("k_scales", "v_scales")}
+    output, lse = compiled(sizes)(*case.arguments, scales)
+    np.testing.assert_allclose(output, case.output, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, case.lse, rtol=1e-4, atol=1e-5)
 
 
 class TestMerge:
