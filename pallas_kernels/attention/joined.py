@@ -44,8 +44,8 @@ def joined_rows(cache: Cache, target: Target) -> int:
 
 
 def decode_rows(rows: int, most: int) -> int:
-    """Returns the rows of copied pages in a decode step whose tokens see at most `most` rows: those
-    that a kernel requires, and more of them on a TPU, which starts fewer copies then."""
+    """Returns the rows of copied pages in a decode step whose tokens see at most `most` rows. A
+    kernel requires `rows`. On a TPU pages are larger, for fewer copies to start."""
     return rows * max(1, min(MOST_ROWS, most) // rows) if rows == LANES else rows
 
 

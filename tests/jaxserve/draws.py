@@ -23,14 +23,14 @@ DEVICES = 8
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load(golden.text("engine/draw_models.yaml"))
 """Tiny models of all families with experts, and what each can have."""
 
+PLACES = "attention.weights", "ffn.weights", "cache.format", "link.dispatch"
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
     "cache fp8": {"cache.format": "fp8"},
     "cache int8": {"cache.format": "int8"},
     "wire int8": {"link.dispatch": "int8"},
-    "fp8": dict.fromkeys(
-        ("attention.weights", "ffn.weights", "cache.format", "link.dispatch"), "fp8"
-    ),
+    "fp8": dict.fromkeys(PLACES, "fp8"),
+    "int8": dict.fromkeys(PLACES, "int8"),
 }
 """Number formats that round the same values in every layout without tensor parallelism. Combine in
 INT8 does not: each rank of experts rounds its own part of a sum."""
@@ -155,7 +155,7 @@ def draw(seed: int) -> Draw:
 def _plan(rng: random.Random, model: str) -> dict[str, Any]:
     """Model, number format and the overrides of two engines."""
     has = MODELS[model]
-    format = rng.choice(["float32", "float32", *has.get("formats", FORMATS)])
+    format = rng.choice(["float32", "float32", *FORMATS])
     speculative = _drafts(rng, ("ngram", "mtp") if "module" in has else ("ngram",))
     decode, prefill = _engine(rng, format) | speculative, _engine(rng, format)
     prefill.pop("domains", None)
@@ -180,7 +180,7 @@ def _drafts(rng: random.Random, methods: tuple[str, ...]) -> dict[str, Any]:
 
 def _engine(rng: random.Random, format: str) -> dict[str, Any]:
     """Overrides of one engine."""
-    whole = format in ("wire int8", "fp8")
+    whole = format in ("wire int8", "fp8", "int8")
     overrides = dict(rng.choice(LAYOUTS if whole else LAYOUTS + SPLIT))
     page_size = rng.choice((8, 16, 16, 32))
     overrides |= {"cache.page_size": page_size, "lanes": rng.choice((1, 1, 2, 3))}

@@ -134,17 +134,22 @@ def hand_over(
 
 def check_handed_over(
     source: Engine, domain: Engine, prompts: list[list[int]], params: SamplingParams
-) -> list[list[int]]:
-    """Compares the tokens after a hand-off of each prompt with those that the domain gives alone,
-    and returns them."""
+) -> None:
+    """Compares the tokens after a hand-off of each prompt with those that the domain gives
+    alone."""
     expected = layouts.one_by_one(domain, prompts, params)
     assert hand_over(source, domain, prompts, params) == expected
+    check_counters(source, domain)
+
+
+def check_counters(source: Engine, domain: Engine) -> None:
+    """Checks that pages came over, that no transfer failed, and that nothing is left."""
     counters = domain.hand_offs.domains[0].client.counters
     assert counters.transfers > 0
     assert (counters.failures, counters.queued) == (0, 0)
     for engine in (source, domain):
         at_rest(engine)
-    return expected
+        assert engine.compilations_after_ready == 0
 
 
 def at_rest(engine: Engine) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from tests.jaxserve import hand_offs, layouts, long_prompts
-from tests.jaxserve.fleet import test_domains
 from tests.jaxserve.moving import move_at_random
 from tests.jaxserve.stepping import Sequences
 from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4, ENTRIES, LONG, WITH_MODULE
@@ -60,10 +59,6 @@ def test_tokens_of_layouts(folder, layout):
         assert layouts.generate(engine, questions(), GREEDY) == tokens
         if "moving" in layout:
             move_at_random(engine, questions(), GREEDY, tokens, 2)
-
-
-def test_tokens_over_pull(folder, monkeypatch):
-    test_domains.check_over_pull(folder, LIMITS, LONG, monkeypatch)
 
 
 def sharing() -> list[list[int]]:

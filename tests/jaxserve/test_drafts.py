@@ -46,14 +46,11 @@ def run_mixed(engine) -> list[tuple]:
         collector.submit(engine, prompt, params)
     outputs = collector.wait()
     layouts.idle(engine)
-    logprobs = [
-        [one.token_id for news in collector.outputs(name) for one in news.logprobs]
-        for name in outputs
-    ]
-    return [
-        (output.token_ids, output.finish_reason, logs)
-        for output, logs in zip(outputs.values(), logprobs, strict=True)
-    ]
+
+    def ranked(name):
+        return [one.token_id for news in collector.outputs(name) for one in news.logprobs]
+
+    return [(one.token_ids, one.finish_reason, ranked(name)) for name, one in outputs.items()]
 
 
 class Counted:

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.model import ModelConfig
 from jaxserve.model.ffn.traffic import exchange_of
 from tests import golden
 from tests.jaxserve import exchange_process, layouts
@@ -22,8 +21,6 @@ from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
-
-SECONDS = 400
 
 TABLES = yaml.safe_load(golden.text("roles/exchange_layouts.yaml"))
 EIGHT: dict[str, dict[str, Any]] = TABLES["eight"]
@@ -46,19 +43,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(model) -> ModelConfig:
-    return read_config(str(model), [])[0]
-
-
-@pytest.fixture(scope="module")
 def expected(model):
     """Tokens of the NumPy model; none depends on the last digits of a logit."""
     numpy_model = Step3Numpy.from_folder(model)
     return [numpy_model.greedy(prompt, OUTPUT_TOKENS) for prompt in PROMPTS]
-
-
-def overrides(layout: dict[str, Any], kind: str) -> dict[str, Any]:
-    return layout | {"ffn.exchange": kind}
 
 
 @pytest.mark.parametrize(
@@ -69,26 +57,28 @@ def overrides(layout: dict[str, Any], kind: str) -> dict[str, Any]:
     ],
 )
 def test_up_to_eight_devices(name, kind, model, expected):
-    assert exchange_process.tokens_of(model, overrides(EIGHT[name], kind)) == expected
+    assert exchange_process.tokens_of(model, EIGHT[name] | {"ffn.exchange": kind}) == expected
 
 
 def run(model, cases: list[dict[str, Any]], folder) -> list[list[list[int]]]:
     """The tokens of every case, from a process with as many devices as the largest needs."""
     written = folder / "written.json"
     arguments = ["-m", "tests.jaxserve.exchange_process", str(model), json.dumps(cases)]
-    output_of(*arguments, str(written), timeout=SECONDS, JAX_NUM_CPU_DEVICES="18")
+    output_of(*arguments, str(written), timeout=400, JAX_NUM_CPU_DEVICES="18")
     return json.loads(written.read_text())
 
 
 def test_sixteen_ranks(model, expected, tmp_path):
     """All that 16 ranks of FFN devices have more is in the matrix, below."""
-    assert run(model, [overrides(MORE["colocated EP 16"], "alltoall")], tmp_path) == [expected]
+    assert run(model, [MORE["colocated EP 16"] | {"ffn.exchange": "alltoall"}], tmp_path) == [
+        expected
+    ]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MORE)
 def test_every_layout_of_more_devices(name, model, expected, tmp_path):
-    cases = [overrides(MORE[name], kind) for kind in ("gather", "alltoall")]
+    cases = [MORE[name] | {"ffn.exchange": kind} for kind in ("gather", "alltoall")]
     assert run(model, cases, tmp_path) == [expected] * 2
 
 
@@ -103,5 +93,6 @@ def test_every_layout_of_more_devices(name, model, expected, tmp_path):
         ({"ffn.ep": 16, "ffn.exchange": "gather"}, "gather"),
     ],
 )
-def test_auto_takes_what_moves_less(layout, kind, model, config):
+def test_auto_takes_what_moves_less(layout, kind, model):
+    config, _ = read_config(str(model), [])
     assert exchange_of(config, layouts.deployment(model, layout)) == kind

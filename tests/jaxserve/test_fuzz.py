@@ -3,7 +3,7 @@
 Every answer is compared token for token, and by its log-probabilities, with the plain colocated
 engine's, which runs one request at a time. Afterwards no page, slot or lease may be left.
 
-`make test` runs draw 3, `make nightly` five more and two of each family, and `make fuzz DRAWS=60
+`make test` runs draw 3, `make nightly` nine more and two of each family, and `make fuzz DRAWS=60
 SEED=10` any others. A draw is printed with its seed; `FUZZ_DRAW=DRAW` runs that draw alone, or what
 is left of it.
 """
@@ -35,7 +35,7 @@ from tests.jaxserve.hand_offs import attach, limits
 from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_deepseek_v4 import WITH_MODULE
-from tests.reference.tiny_qwen3_next import QWEN3_5, QWEN3_NEXT, TinyNext
+from tests.reference.tiny_qwen3_next import QWEN3_5, QWEN3_NEXT
 from tests.reference.tiny_step3 import write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
@@ -50,11 +50,13 @@ SECONDS = 120.0
 MOST_RUNTIMES = 6
 """Compiled programs of a runtime take thousands of the mappings that a process may have."""
 
-NEXT: tuple[TinyNext, ...] = (QWEN3_NEXT, QWEN3_5)
 WINDOW = CATALOGUE["gpt_oss"]
 WRITERS = {name: entry.write for name, entry in CATALOGUE.items()} | {
     "step3": write_tiny_step3,
-    **{one.name: replace(one, sizes=replace(one.sizes, module=True)).write for one in NEXT},
+    **{
+        one.name: replace(one, sizes=replace(one.sizes, module=True)).write
+        for one in (QWEN3_NEXT, QWEN3_5)
+    },
     "deepseek_v4": WITH_MODULE.write,
     WINDOW.name: replace(WINDOW, sizes=replace(WINDOW.sizes, sliding_window=21)).write,
 }
@@ -394,9 +396,10 @@ def fuzz(tmp_path_factory):
 
 
 EVERY_FAMILY = range(draws.CHEAP, draws.CHEAP + 2 * len(draws.MODELS))
+EIGHT_BITS = 52, 79, 80, 111  # DeepSeek-V4 and Qwen: caches of either format, and all in 8 bits
 SEEDS = [
     pytest.param(seed, marks=() if seed == OFTEN else pytest.mark.nightly)
-    for seed in (*range(6), *EVERY_FAMILY)
+    for seed in (*range(6), *EVERY_FAMILY, *EIGHT_BITS)
 ]
 if GIVEN or COUNT:
     SEEDS = [-1] if GIVEN else [*range(FIRST, FIRST + COUNT)]

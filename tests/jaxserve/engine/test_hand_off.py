@@ -33,6 +33,7 @@ from tests.jaxserve.hand_offs import (
     Held,
     at_rest,
     attach,
+    check_counters,
     hand_over,
     limits,
     prefill,
@@ -93,12 +94,7 @@ def test_the_tokens_are_those_without_a_hand_off(pair, tmp_path):
             salted = [[*prompt[:-1], (prompt[-1] + 1) % VOCAB] for prompt in prompts]
             assert hand_over(source, domain, prompts, params) == expected
             assert hand_over(source, domain, salted, params) == alone(domain, salted, params)
-        counters = domain.hand_offs.domains[0].client.counters
-        assert counters.transfers > 0
-        assert (counters.failures, counters.queued) == (0, 0)
-        for engine in (source, domain):
-            at_rest(engine)
-            assert engine.compilations_after_ready == 0
+        check_counters(source, domain)
 
 
 def test_a_prediction_module_s_entries_come_along(tmp_path):
@@ -133,9 +129,7 @@ def test_a_prediction_module_s_entries_come_along(tmp_path):
         for here, there in zip(written("own"), written(""), strict=True):
             assert np.abs(here).max() > 0.1
             np.testing.assert_allclose(there, here, rtol=1e-4, atol=1e-5)
-        for engine in (source, domain):
-            at_rest(engine)
-            assert engine.compilations_after_ready == 0
+        check_counters(source, domain)
 
 
 def test_quantised_entries_are_converted_where_they_arrive(tmp_path):
@@ -154,8 +148,7 @@ def test_quantised_entries_are_converted_where_they_arrive(tmp_path):
             collector.submit(domain, prompt, params, request_id=f"got {number}", source=held)
         collector.wait()
         assert counters(domain).transfers == 4
-        for engine in (source, domain):
-            at_rest(engine)
+        check_counters(source, domain)
 
     def apart(name, other):
         """Difference of the likelier tokens' log-probabilities, and the tokens in both."""

@@ -35,6 +35,7 @@ from jaxserve.model.ffn.placement import EMPTY
 from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.model.ffn.test_placement import random_placement
 from tests.jaxserve.waiting import until
+from tests.reference import tiny_deepseek_v4, tiny_qwen3_next
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -103,8 +104,11 @@ def open_domain(model, server, name, first=None, changes=None, shards=()) -> Dom
     return Domain(engine, link)
 
 
-def check_over_pull(folder, limits, recorded, monkeypatch):
-    """Compares the tokens of a model of `long_prompts.py` with the recorded ones."""
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", [tiny_deepseek_v4, tiny_qwen3_next], ids=["v4", "next"])
+def test_the_tokens_of_transformers(family, tmp_path, monkeypatch):
+    recorded, limits = family.LONG, family.ENTRIES["limits"]
+    folder = recorded.model.write(tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "FFN", limits | {"mode": "afd"} | FFN)
     monkeypatch.setitem(DOMAINS, "long", (3, {"lanes": 2, "attention.dp": 2}))
     with serving(folder) as server:

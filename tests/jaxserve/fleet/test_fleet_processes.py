@@ -12,17 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.planner import acting
 from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
+from tests.jaxserve import test_deepseek_v4 as v4
 from tests.jaxserve.fleet.launched import started
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS
+from tests.jaxserve.test_fuzz import WRITERS
+from tests.jaxserve.text.letters import raw_letters
 from tests.jaxserve.waiting import until
+from tests.reference.tiny_sizes import VOCAB
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -62,18 +64,13 @@ def texts(reference, colocated_runtime):
     return reference, drawn, shared
 
 
-def with_tokenizer(tiny_model, folder):
+def with_tokenizer(tiny_model, folder, letters):
     """Links to the files of a model, beside a tokenizer: a letter a token, as many as it has."""
     model = folder / "tiny"
     model.mkdir()
     for file in tiny_model.iterdir():
         (model / file.name).symlink_to(file)
-    letters = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocab = {letter: number for number, letter in enumerate(letters[: layouts.SIZES.vocab_size])}
-    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(letters[:2])
-    raw.save(str(model / "tokenizer.json"))
+    raw_letters(letters).save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     return model
 
@@ -115,9 +112,9 @@ class Client:
 
 
 @contextlib.contextmanager
-def fleet(tiny_model, folder, workers, overrides, *arguments):
+def fleet(tiny_model, folder, workers, overrides, *arguments, letters=layouts.SIZES.vocab_size):
     """A running fleet whose processes of these numbers say that they are ready, and its client."""
-    model = with_tokenizer(tiny_model, folder)
+    model = with_tokenizer(tiny_model, folder, letters)
     faces = {"server.grpc_port": 0, "server.http_port": 0}
     command = ["-m", "jaxserve.launch.local", "--fleet", "--model", str(model), *arguments]
     for key, value in (layouts.LIMITS | faces | overrides).items():
@@ -132,23 +129,41 @@ def fleet(tiny_model, folder, workers, overrides, *arguments):
         assert run.end(SECONDS) == 0, run.output
 
 
-def generate(client):
+def generate(client, prompts=PROMPTS, begun=None):
     """The greedy tokens of all prompts, asked for at once."""
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool:
         asked = [
-            pool.submit(client.tokens, prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS
+            pool.submit(client.tokens, prompt, OUTPUT_TOKENS, begun, temperature=0)
+            for prompt in prompts
         ]
         return [one.result(SECONDS) for one in asked]
 
 
-def kill_in_a_stream(client, drawn, kill):
-    """Has `kill` end a process, by the workers' loads, while a stream runs, which goes on."""
+def kill_in_a_stream(client, drawn, kill, prompts=()):
+    """Has `kill` end a process, by the workers' loads, while a stream runs, or greedy ones of some
+    prompts, which go on."""
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
+        if prompts:
+            stream = pool.submit(generate, client, prompts, begun)
+        else:
+            stream = pool.submit(client.tokens, PROMPTS[1], 60, begun, **SEEDED)
         assert begun.wait(SECONDS)
         kill(client.load()["workers"])
         assert stream.result(SECONDS) == drawn
+
+
+def killer(run, *victims):
+    """Returns a call for `kill_in_a_stream` that kills the busy one among these processes."""
+    pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
+
+    def kill(workers):
+        busy = [f"{n + 1}" for n, worker in enumerate(workers) if worker["routed"]]
+        victim = next((one for one in busy if one in victims), victims[0])
+        os.kill(int(pids[victim]), signal.SIGKILL)
+        run.wait_for(rf"process {victim} .* ended with signal SIGKILL; it is not started")
+
+    return kill
 
 
 def roles(client, status=""):
@@ -191,8 +206,6 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, te
         "cluster.tls": str(golden.FOLDER / "tls" / "own"),
     }
     with fleet(tiny_model, tmp_path, range(1, 5), overrides) as (run, client):
-        pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
-
         admin = f"http://127.0.0.1:{overrides['server.admin_port']}"
         check_shared_prefixes(client, admin, shared)
 
@@ -207,15 +220,7 @@ def test_two_prefill_workers_two_domains_and_what_is_left_of_them(tiny_model, te
 
         # The domain that has the stream is killed; then a prefill worker, too: 2P1D, 1P1D.
         for victims in (("3", "4"), ("1",)):
-            killed = []
-
-            def kill(workers, victims=victims, killed=killed):
-                busy = {f"{n + 1}" for n, worker in enumerate(workers) if worker["routed"]}
-                killed.append(next(iter(busy & set(victims)), victims[0]))
-                os.kill(int(pids[killed[0]]), signal.SIGKILL)
-
-            kill_in_a_stream(client, drawn, kill)
-            run.wait_for(rf"process {killed[0]} .* ended with signal SIGKILL; it is not started")
+            kill_in_a_stream(client, drawn, killer(run, *victims))
             tokens = [client.tokens(prompt, OUTPUT_TOKENS, temperature=0) for prompt in PROMPTS[:6]]
             assert layouts.differences(greedy, tokens + greedy.tokens[6:]) == []
         assert client.load()["replays"] >= 1
@@ -294,7 +299,6 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
         "server.admin_port": (admin := free_port()),
     }
     with fleet(tiny_model, tmp_path, (1, 2, 3), overrides) as (run, client):
-        pids = dict(re.findall(r"process (\d): .*, pid (\d+)", run.output))
         for _ in range(2):
             assert layouts.differences(greedy, generate(client)) == []
         load = client.load()
@@ -312,11 +316,32 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
             until(lambda there=there: roles(client, "ready") == there, SECONDS)
             assert layouts.differences(greedy, generate(client)) == []
         before = client.load()["replays"]
-
-        def kill(workers):
-            victim = next(n for n in (1, 2) if workers[n]["routed"])
-            os.kill(int(pids[f"{victim + 1}"]), signal.SIGKILL)
-
-        kill_in_a_stream(client, drawn, kill)
+        kill_in_a_stream(client, drawn, killer(run, "2", "3"))
         assert layouts.differences(greedy, generate(client)) == []
         assert client.load()["replays"] > before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        *(("gpt_oss", "int8"), ("deepseek_v32", "fp8"), ("glm_moe_dsa", "auto")),
+        *(("deepseek_v4", "int8"), ("qwen3_next", "auto"), ("qwen3_5", "fp8")),
+    ],
+)
+def test_requests_to_the_models_of_2026_go_on_elsewhere(family, format, tmp_path):
+    """Windows, indexes, compressed rows and recurrent states of a killed domain, and then of the
+    prefill worker, are made again from prompts and emitted tokens."""
+    model, prompts = WRITERS[family](tmp_path / "model"), v4.sharing()
+    limits = v4.LIMITS | {"cache.format": format}
+    with layouts.running(model, limits) as engine:
+        greedy = layouts.generate(engine, prompts)
+    overrides = limits | {"domains": 2, "prefill.workers": 1}
+    with fleet(model, tmp_path, (1, 2, 3), overrides, letters=VOCAB) as (run, client):
+        assert generate(client, prompts) == greedy
+        load = client.load()
+        assert load["replays"] == 0
+        assert load["workers"][0]["pages_tokens"] > 250
+        for victims in (("2", "3"), ("1",)):
+            kill_in_a_stream(client, greedy, killer(run, *victims), prompts)
+        assert client.load()["replays"] >= 1

@@ -17,7 +17,7 @@ from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve import test_deepseek_v4 as v4
 from tests.jaxserve.fleet.launched import Launched, started
-from tests.reference.tiny_deepseek_v4 import DEEPSEEK_V4
+from tests.jaxserve.test_fuzz import WRITERS
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
@@ -122,16 +122,27 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("batching", "ranks", "form"), [("cohort", 1, ""), ("cohort", 2, "fp8"), ("merge", 2, "int8")]
+    ("batching", "ranks", "family", "form"),
+    [
+        ("cohort", 1, "", ""),
+        ("cohort", 2, "deepseek_v4", "fp8"),
+        ("merge", 2, "deepseek_v4", "int8"),
+        ("merge", 2, "gpt_oss", "fp8"),
+        ("cohort", 2, "deepseek_v32", "int8"),
+        ("merge", 1, "glm_moe_dsa", "fp8"),
+        ("cohort", 2, "qwen3_next", "int8"),
+        ("merge", 2, "qwen3_5", "fp8"),
+    ],
 )
 def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_worker(
-    batching, ranks, form, tiny_model, reference, tmp_path
+    batching, ranks, family, form, tiny_model, reference, tmp_path
 ):
     """Round 1 stops the last of three until the others have ended it, round 2 kills the ffn worker,
-    and round 3 kills the last. Requests to DeepSeek-V4, whose cache has 8 bits, share prefixes."""
+    and round 3 kills the last. Requests to the models of 2026, whose caches have 8 bits, share
+    prefixes."""
     model, limits, prompts, expected = tiny_model, layouts.LIMITS, layouts.PROMPTS, reference.tokens
-    if form:
-        model, prompts = DEEPSEEK_V4.write(tmp_path / "model"), 2 * v4.sharing()
+    if family:
+        model, prompts = WRITERS[family](tmp_path / "model"), 2 * v4.sharing()
         limits = v4.LIMITS | {"cache.format": form}
         with layouts.running(model, limits) as engine:
             expected = layouts.generate(engine, prompts)

@@ -104,23 +104,30 @@ def test_a_decode_bucket():
     assert ffn["weights"] * 4 / 1e9 == pytest.approx(58.0, rel=0.01)
 
 
+DECODE = {
+    "v6e:8x8": (32, "int8", "page_size: 128, pages: 1024", 32, 64),
+    "v7x:2x2x4": (16, "fp8", "page_size: 512, pages: 1024, format: fp8", 64, 16),
+}
+"""Topology -> devices of each role, the format of weights and rows, the cache, slots, and pages of
+a sequence."""
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("where", DECODE)
 @pytest.mark.parametrize(
-    ("model", "hardware", "weights", "cache", "bucket"),
-    [
-        ("deepseek-v4-flash", "v6e", "int8", "page_size: 128, pages: 4096", "64x64"),
-        ("deepseek-v4-flash", "v7x", "fp8", "page_size: 512, pages: 1024, format: fp8", "64x16"),
-        ("gpt-oss-120b", "v6e", "int8", "page_size: 128, pages: 4096", "64x64"),
-    ],
+    "model",
+    ["deepseek-v4-flash", "gpt-oss-120b", "deepseek-v3.2", "glm-5", "qwen3-next-80b-a3b"],
 )
-def test_a_decode_step(tmp_path, capsys, model, hardware, weights, cache, bucket):
+def test_a_decode_step(tmp_path, capsys, model, where):
     """V4-Flash has layers of five kinds, gpt-oss rows of 2,880 columns. Memory is that of
     `--check`, but for additions of the compiler. Pools, weights and embeddings are not copied."""
     path, entries = tmp_path / "deployment.yaml", golden.text("planner/decode_step.txt")
-    path.write_text(entries.format(CONFIGS / "models" / model, hardware, weights, cache))
-    where = ("--config", str(path), "--topology", slice_of(path, hardware), "--bucket", bucket)
-    code, found, errors = compile_for(*where, timeout=3500)
+    *own, slots, pages = DECODE[where]
+    first = CONFIGS / "models" / model, where.partition(":")[0]
+    path.write_text(entries.format(*first, *own, slots))
+    options = ("--config", str(path), "--topology", where, "--bucket", f"{slots}x{pages}")
+    code, found, errors = compile_for(*options, timeout=3500)
     assert code == 0, errors
     assert [program["name"] for program in found["programs"] if program["copied"]] == []
     check_memory(path, found["memory"], capsys)

@@ -13,10 +13,10 @@ from jaxserve.text.vocabulary import TokenizersVocabulary
 BOS, EOS = 0, 1
 
 
-def raw_letters() -> tokenizers.Tokenizer:
-    """<s> = 0, </s> = 1, and every byte's own letter from 2 on."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: index for index, letter in enumerate(["<s>", "</s>", *alphabet])}
+def raw_letters(count: int | None = None) -> tokenizers.Tokenizer:
+    """<s> = 0, </s> = 1, every byte's own letter from 2 on: `count` tokens, or all."""
+    letters = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {letter: index for index, letter in enumerate(letters[:count])}
     raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()

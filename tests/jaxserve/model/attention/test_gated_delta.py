@@ -19,16 +19,10 @@ from tests.pallas_kernels.gpu_aot import COMPILED, lines_of
 
 TPU, SEQUENCES, LANES = [pytest.mark.tpu_aot], 40, 2
 POOL = 3 * SEQUENCES * LANES
+DEVICES = {"v6e:2x4": TPU, "v7x:2x2x2": TPU, "h200:1x8": COMPILED}
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("v6e:2x4", marks=TPU),
-        pytest.param("v7x:2x2x2", marks=TPU),
-        pytest.param("h200:1x8", marks=COMPILED),
-    ],
-)
+@pytest.mark.parametrize("device", [pytest.param(d, marks=DEVICES[d]) for d in DEVICES])
 def test_a_layer_reads_and_writes_each_state_once(device):
     """XLA copies no pool, and moves less than 30 % of the states' bytes beside the kernel."""
     command = "tests.jaxserve.model.attention.test_gated_delta", device
