@@ -298,6 +298,11 @@ def placed(
     )
 
 
+def zeros_of(arrays: Iterable[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Makes zeroed arrays of these shapes and shardings."""
+    return [sharded_zeros(array.shape, array.dtype, array.sharding) for array in arrays]
+
+
 def sharded_zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
     """Makes a zeroed array on its devices. Of a host's memory it takes a page once it is written:
     memory that is given back to the system reads as zeros."""

@@ -26,7 +26,7 @@ from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.config.load import load_deployment
-from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
+from jaxserve.roles.attention_programs import AttentionWeights, LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 
@@ -152,7 +152,7 @@ def load_as(mode: str, folder: Path) -> None:
         programs = ColocatedPrograms(templates, deployment, meshes.attention)
         jax.block_until_ready(ColocatedWeights(source, names, programs).flat)
         return
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    attention = LayerPrograms(templates, deployment, meshes.attention)
     ffn = FFNPrograms(templates, deployment, meshes.ffn)
     held = AttentionWeights(source, names, attention), FFNWeights(source, names, ffn)
     jax.block_until_ready([(held[0].embedding, held[0].head), *(one.blocks for one in held)])

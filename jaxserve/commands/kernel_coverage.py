@@ -15,7 +15,7 @@ from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
+from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
 from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
@@ -84,6 +84,6 @@ def _programs(
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         found = wanted(colocated_executables, whole, buckets)
     else:
-        own = AttentionPrograms(templates, deployment, meshes.attention)
+        own = LayerPrograms(templates, deployment, meshes.attention)
         found = wanted(attention_executables, own, buckets)
     yield from (program for key, program in found.items() if key.name not in OPTIONS)

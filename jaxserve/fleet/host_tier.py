@@ -103,11 +103,11 @@ def tier_accesses[Access: PageAccess](
     found = []
     for domain in range(domains if driver.attends else 0):
         arrays = driver.kv_arrays(domain)
-        options: dict[str, Any] = {"stacked": arrays.stacked, "rings_last": True}
-        page_bytes, _ = page_sizes(PagePrograms(arrays.programs, smallest=size, **options))
-        fit = [pages for pages in PAGES if pages <= 2 or pages * page_bytes <= PIECE_BYTES]
-        options |= {"exports": True, "imports": [deployment.cache_format]}
-        options["pieces"] = [size * pages for pages in fit]
+        pages = PagePrograms(arrays.programs, smallest=size, rings_last=True)
+        page_bytes, _ = page_sizes(pages)
+        fit = [count for count in PAGES if count <= 2 or count * page_bytes <= PIECE_BYTES]
+        options: dict[str, Any] = {"exports": True, "imports": [deployment.cache_format]}
+        options |= {"pieces": [size * count for count in fit], "rings_last": True}
         found.append(access(arrays, domains + domain, **options))  # those of hand-offs come first
     return found
 

@@ -26,7 +26,7 @@ from jaxserve.fleet.role_runtime import RoleRuntime
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.ffn.block import FFNTemplates
-from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
+from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
 from jaxserve.roles.compilation import compile_steps, use_compilation_cache
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import deployment_buckets, token_sizes
@@ -76,7 +76,7 @@ def prepare(given: Sequence[str]) -> Prepared | None:
     given_to_all = runtime.config, deployment, AbstractSubmeshes(deployment)
     gc.freeze()  # as `open_role` does
     if role == "attention":
-        attention = AttentionPrograms(AttentionTemplates(*given_to_all), deployment, runtime.mesh)
+        attention = LayerPrograms(AttentionTemplates(*given_to_all), deployment, runtime.mesh)
         buckets = deployment_buckets(deployment)
         return Prepared(runtime, compile_steps(attention_executables, attention, buckets))
     ffn = FFNPrograms(FFNTemplates(*given_to_all), deployment, runtime.mesh)

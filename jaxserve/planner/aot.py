@@ -35,7 +35,7 @@ from jaxserve.planner.scheduled import (
     exchanged_bytes,
     waited_for,
 )
-from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
+from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
 from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import ProgramKey, wanted
@@ -213,7 +213,7 @@ def compile_deployment(
     elif deployment.pipeline == "step":
         made = whole_steps(templates, deployment, meshes, steps)
     else:
-        attention = AttentionPrograms(templates, deployment, meshes.attention)
+        attention = LayerPrograms(templates, deployment, meshes.attention)
         ffn = FFNPrograms(templates, deployment, meshes.ffn)
         made = wanted(attention_executables, attention, steps)
         made |= wanted(ffn_executables, ffn, [bucket.tokens for bucket in steps])

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import jax
 
 from jaxserve.link.dispatch.ends import Arrays, AttentionEnd, ReceiveAnswer, SendMessage
+from jaxserve.mesh import zeros_of
 from jaxserve.roles.attention_programs import (
     AttentionExecutables,
-    AttentionPrograms,
     AttentionWeights,
+    LayerPrograms,
     Passes,
 )
 from jaxserve.roles.drafting import StepEnd
@@ -30,7 +31,7 @@ from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import KVArrays, zeroed
+from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock, Leaves
 from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of
 
@@ -50,7 +51,7 @@ class AttentionWorker:
 
     def __init__(
         self,
-        programs: AttentionPrograms,
+        programs: LayerPrograms,
         executables: dict[Bucket, AttentionExecutables],
         weights: AttentionWeights,
         link: AttentionEnd,
@@ -82,10 +83,7 @@ class AttentionWorker:
         """Makes empty pages and forgets all sequences: at the start and after a lost step."""
         programs = self._programs
         self._pages: list[list[jax.Array]] = []  # the old ones are free before there are new ones
-        self._pages = [
-            zeroed(programs.pool(programs.config.layer(layer)).arrays, programs.mesh)
-            for layer in range(programs.config.all_layers)
-        ]
+        self._pages = [*map(zeros_of, programs.layer_pages)]
         self._lanes = TokenLanes(programs, self._weights.head)
 
     def held(self) -> list[HeldBlock]:
@@ -94,7 +92,7 @@ class AttentionWorker:
 
     def kv_arrays(self) -> KVArrays:
         """This worker's pages, for hand-offs."""
-        return KVArrays(self._programs, False, self._flat_pages, self._set_pages)
+        return KVArrays(self._programs, self._flat_pages, self._set_pages)
 
     def _flat_pages(self) -> list[jax.Array]:
         return [array for layer in self._pages for array in layer]

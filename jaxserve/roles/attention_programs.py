@@ -1,11 +1,12 @@
 """Programs of the attention role, compiled for each bucket, and the weights that they take.
 
-A step runs `enter` (embedding, first layer's attention), `attend` for each further layer, and
-`leave` (last answer, head, sampling); every layer of a kind shares one `attend`. A message leaves
-as one array with a piece on each attention device, and its answer comes back likewise
-(`link/dispatch/contract.py`).
+Where a host drives the layers, a step runs `enter` (embedding, first layer's attention), `attend`
+for each further layer, and `leave` (last answer, head, sampling); every layer of a kind shares one
+`attend`. A message leaves as one array with a piece on each attention device, and its answer comes
+back likewise (`link/dispatch/contract.py`).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +40,138 @@ from jaxserve.roles.worker import modules_of
 
 
 class AttentionPrograms(TokenPrograms):
-    """Programs of the attention mesh in a deployment with a separate ffn role."""
+    """Programs of the attention mesh in a deployment with a separate ffn role: those that end a
+    step or a prediction module's pass; and a layer's part, which other programs contain."""
 
     def __init__(self, templates: AttentionTemplates, deployment: Deployment, mesh: AnyMesh):
         super().__init__(templates, deployment, mesh)
         self.contract = Contract.of(templates.config, deployment)
         self.formats, self.answers = message_formats(self.contract), answer_format(self.contract)
-        self._shapes: dict[Bucket, Any] = {}
+
+    def leave(self, bucket: Bucket) -> Program:
+        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits), and with drafts
+        also the lengths (`TokenPrograms.draw`)."""
+
+        def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
+            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
+            return self.end_step(self.stream((x, *combined)), last, fields, head, bucket)
+
+        (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
+        lengths = [ROWS] if bucket.drafts else []
+        return Program(
+            "leave",
+            body,
+            self.mesh,
+            (x, last, batch, tuple(answers), *self.leaves(self.templates.head)),
+            (ROWS, REPLICATED, self.logits_spec, *lengths),
+            cuda_graphs="branches",
+        )
+
+    def first_pass(self, bucket: Bucket) -> Program:
+        """(batch, sampled, lengths, stream, head, embedding, module) → (x, batch): the input of the
+        module's layer, and the batch array, of the first pass."""
+        templates = self.templates
+
+        def body(
+            batch: Array, sampled: Array, lengths: Array, stream: Arrays, weights: Sequence[Arrays]
+        ) -> Arrays:
+            (head, *entered), x = weights, self.stream(stream)
+            own = sampled[jax.lax.axis_index("dp")]
+            start = first_pass(self, bucket.tokens, x, batch[0], own, lengths[0], head)
+            return enter_module(self, bucket.tokens, start, *entered), start.batch[None]
+
+        return Program(
+            "first_pass",
+            body,
+            self.mesh,
+            (
+                self.step_shapes(bucket)[1],
+                self.shape(self.groups, self.slots, 1 + bucket.drafts, spec=REPLICATED),
+                self.shape(self.groups, self.slots),
+                self.stream_shapes(bucket),
+                self.leaves(templates.head, templates.embedding, templates.prediction),
+            ),
+            (ROWS, ROWS),
+        )
+
+    def next_pass(self, bucket: Bucket, then: Literal["again", "further", "last"]) -> Program:
+        """Ends a pass and begins the next, of the same module or of a further one: (numbers, batch,
+        drafts, stream, module, head, embedding, next module) → (x, batch, drafts), see
+        `first_pass`. The last one takes neither embedding nor next module, and returns its drafts.
+
+        `numbers` is int32 [3]: the number of the pass, from 0; the distance of its draft's position
+        from the batch's KV lengths; and the number of positions that the page table has room for.
+        """
+        tokens, blocks = bucket.tokens, [self.templates.prediction, self.templates.head]
+        if then != "last":
+            blocks += [self.templates.embedding, self.templates.prediction]
+
+        def body(
+            numbers: Array, batch: Array, drafts: Array, stream: Arrays, weights: Sequence[Arrays]
+        ) -> Arrays:
+            (number, ahead, longest), (module, head, *entered) = numbers, weights
+            x = self.stream(stream)
+            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, module, head)
+            samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
+            kept = jnp.where(samples, draft, drafts[0, :, number])
+            drafts = drafts.at[0, :, number].set(kept)
+            if then == "last":
+                return (drafts,)
+            again = then == "again"
+            start = next_pass(self, tokens, hidden, batch[0], draft, again=again, longest=longest)
+            return enter_module(self, tokens, start, *entered), start.batch[None], drafts
+
+        return Program(
+            "next_pass",
+            body,
+            self.mesh,
+            (
+                self.shape(3, spec=REPLICATED),
+                self.step_shapes(bucket)[1],
+                self.shape(self.groups, self.slots, bucket.drafts),
+                self.stream_shapes(bucket),
+                self.leaves(*blocks),
+            ),
+            (ROWS,) * (1 if then == "last" else 3),
+        )
+
+    def _attend(
+        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Any]
+    ) -> tuple[Array, ...]:
+        """Runs one layer on the attention mesh; returns this device's piece of the message."""
+        block = self.templates.attention[kind].merge(leaves)
+        x, message, pages = block(x, pages, self.of_kind(batch, kind), self.sentinel)
+        with jax.named_scope("pack"):
+            packed = self.formats[kind.ffn.kind].pack(_share(message, "tp"))
+        return x, packed, *pages
+
+    def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens residual"]:
+        """Adds the ffn role's answer to the residual stream. Each device has the answer to its own
+        piece; the answers of several ffn instances are summed."""
+        with jax.named_scope("combine"):
+            shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
+            return added(self.config, x, self.answers.total(shares, x.dtype))
+
+
+class LayerPrograms(AttentionPrograms):
+    """Programs of single layers, for hosts that drive a step layer by layer.
+
+    Attributes:
+      layer_pages: shapes of the pages of each layer.
+    """
+
+    stacked = False
+
+    def __init__(self, templates: AttentionTemplates, deployment: Deployment, mesh: AnyMesh):
+        super().__init__(templates, deployment, mesh)
+        kinds = map(self.config.layer, range(self.config.all_layers))
+        self.layer_pages = [self.pool(kind).arrays for kind in kinds]
+        self._shared = functools.cache(self._shared_part)
+
+    @property
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The pages of all layers, layer after layer."""
+        return sum(self.layer_pages, ())
 
     def enter(self, bucket: Bucket, kind: LayerKind) -> Program:
         """(last_tokens, page_table, batch, pages, embedding, layer) → (x, message, pages…,
@@ -100,97 +226,10 @@ class AttentionPrograms(TokenPrograms):
             cuda_graphs="off",
         )
 
-    def first_pass(self, bucket: Bucket) -> Program:
-        """(batch, sampled, lengths, stream, head, embedding, module) → (x, batch): the input of the
-        module's layer, and the batch array, of the first pass."""
-        templates = self.templates
-
-        def body(
-            batch: Array, sampled: Array, lengths: Array, stream: Arrays, weights: Sequence[Arrays]
-        ) -> Arrays:
-            (head, *entered), x = weights, self.stream(stream)
-            own = sampled[jax.lax.axis_index("dp")]
-            start = first_pass(self, bucket.tokens, x, batch[0], own, lengths[0], head)
-            return enter_module(self, bucket.tokens, start, *entered), start.batch[None]
-
-        return Program(
-            "first_pass",
-            body,
-            self.mesh,
-            (
-                self.step_shapes(bucket)[1],
-                self.shape(self.groups, self.slots, 1 + bucket.drafts, spec=REPLICATED),
-                self.shape(self.groups, self.slots),
-                self.stream_shapes(bucket),
-                self.leaves(templates.head, templates.embedding, templates.prediction),
-            ),
-            (ROWS, ROWS),
-        )
-
     def predict(self, bucket: Bucket) -> Program:
         """`attend` of a prediction module's layer, with x as its pass begins, and the batch array:
         (x, page_table, batch, pages, layer) → (x, message, pages…)."""
         return self.attend(bucket, self.config.layer(self.config.layers), begins=True)
-
-    def next_pass(self, bucket: Bucket, then: Literal["again", "further", "last"]) -> Program:
-        """Ends a pass and begins the next, of the same module or of a further one: (numbers, batch,
-        drafts, stream, module, head, embedding, next module) → (x, batch, drafts), see
-        `first_pass`. The last one takes neither embedding nor next module, and returns its drafts.
-
-        `numbers` is int32 [3]: the number of the pass, from 0; the distance of its draft's position
-        from the batch's KV lengths; and the number of positions that the page table has room for.
-        """
-        tokens, blocks = bucket.tokens, [self.templates.prediction, self.templates.head]
-        if then != "last":
-            blocks += [self.templates.embedding, self.templates.prediction]
-
-        def body(
-            numbers: Array, batch: Array, drafts: Array, stream: Arrays, weights: Sequence[Arrays]
-        ) -> Arrays:
-            (number, ahead, longest), (module, head, *entered) = numbers, weights
-            x = self.stream(stream)
-            hidden, draft = leave_module(self, tokens, x, batch[0], ahead, module, head)
-            samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
-            kept = jnp.where(samples, draft, drafts[0, :, number])
-            drafts = drafts.at[0, :, number].set(kept)
-            if then == "last":
-                return (drafts,)
-            again = then == "again"
-            start = next_pass(self, tokens, hidden, batch[0], draft, again=again, longest=longest)
-            return enter_module(self, tokens, start, *entered), start.batch[None], drafts
-
-        return Program(
-            "next_pass",
-            body,
-            self.mesh,
-            (
-                self.shape(3, spec=REPLICATED),
-                self.step_shapes(bucket)[1],
-                self.shape(self.groups, self.slots, bucket.drafts),
-                self.stream_shapes(bucket),
-                self.leaves(*blocks),
-            ),
-            (ROWS,) * (1 if then == "last" else 3),
-        )
-
-    def leave(self, bucket: Bucket) -> Program:
-        """(x, last_tokens, batch, combined, head) → (last_tokens, sampled, logits), and with drafts
-        also the lengths (`TokenPrograms.draw`)."""
-
-        def body(x: Array, last: Array, batch: Array, combined: Arrays, head: Arrays) -> Arrays:
-            fields = BatchLayout(bucket.tokens, self.slots).fields(batch[0])
-            return self.end_step(self.stream((x, *combined)), last, fields, head, bucket)
-
-        (x, *answers), (last, batch, _) = self.stream_shapes(bucket), self.step_shapes(bucket)
-        lengths = [ROWS] if bucket.drafts else []
-        return Program(
-            "leave",
-            body,
-            self.mesh,
-            (x, last, batch, tuple(answers), *self.leaves(self.templates.head)),
-            (ROWS, REPLICATED, self.logits_spec, *lengths),
-            cuda_graphs="branches",
-        )
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residual stream after a layer: x, and the ffn role's answer to the layer's
@@ -203,38 +242,17 @@ class AttentionPrograms(TokenPrograms):
         """The residual stream: x plus the last layer's FFN output."""
         return self._add_combined(*parts)
 
-    def _attend(
-        self, kind: LayerKind, x: Array, pages: Pages, batch: RaggedBatch, leaves: Sequence[Any]
-    ) -> tuple[Array, ...]:
-        """Runs one layer on the attention mesh; returns this device's piece of the message."""
-        block = self.templates.attention[kind].merge(leaves)
-        x, message, pages = block(x, pages, self.of_kind(batch, kind), self.sentinel)
-        with jax.named_scope("pack"):
-            packed = self.formats[kind.ffn.kind].pack(_share(message, "tp"))
-        return x, packed, *pages
-
-    def _shared(self, bucket: Bucket) -> Any:
+    def _shared_part(self, bucket: Bucket) -> Any:
         """The part of a batch that layers share: a `RaggedBatch` of shapes, without page table."""
-        if bucket not in self._shapes:
 
-            def shared(batch: Array, table: Array) -> Any:
-                return _without_table(self.step_context(bucket, batch, table).batch)
+        def shared(batch: Array, table: Array) -> Any:
+            return _without_table(self.step_context(bucket, batch, table).batch)
 
-            mapped = jax.shard_map(
-                shared, mesh=self.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
-            )
-            made = jax.eval_shape(mapped, *self.step_shapes(bucket)[1:])
-            self._shapes[bucket] = jax.tree.map(
-                lambda array: self.shape(*array.shape, dtype=array.dtype), made
-            )
-        return self._shapes[bucket]
-
-    def _add_combined(self, x: Array, *combined: Array) -> Float[Array, "tokens residual"]:
-        """Adds the ffn role's answer to the residual stream. Each device has the answer to its own
-        piece; the answers of several ffn instances are summed."""
-        with jax.named_scope("combine"):
-            shares = [jax.lax.all_gather(part, "tp", axis=0, tiled=True) for part in combined]
-            return added(self.config, x, self.answers.total(shares, x.dtype))
+        mapped = jax.shard_map(
+            shared, mesh=self.mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
+        )
+        made = jax.eval_shape(mapped, *self.step_shapes(bucket)[1:])
+        return jax.tree.map(lambda array: self.shape(*array.shape, dtype=array.dtype), made)
 
 
 def _without_table(batch: RaggedBatch) -> Any:
@@ -348,11 +366,11 @@ class AttentionExecutables(NamedTuple):
     sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None
     passes: dict[str, jax.stages.Compiled]
-    """See `pass_executables`; and `AttentionPrograms.predict`."""
+    """See `pass_executables`; and `LayerPrograms.predict`."""
 
 
 def attention_executables(
-    programs: AttentionPrograms, buckets: Sequence[Bucket], get: Get
+    programs: LayerPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, AttentionExecutables]:
     """Collects the programs for the steps of each bucket. Buckets with equal tokens share the
     programs that read no pages."""
@@ -360,7 +378,7 @@ def attention_executables(
     later = dict.fromkeys(others)
 
     def step(bucket: Bucket) -> AttentionExecutables:
-        plain, made = bucket.undrafted, AttentionPrograms
+        plain, made = bucket.undrafted, LayerPrograms
         return AttentionExecutables(
             get(made.enter, plain, first),
             {kind: get(made.attend, plain, kind) for kind in later},
@@ -381,13 +399,13 @@ def build_attention(
     source: LeafSource,
     names: CheckpointNames,
     executables: dict[Bucket, AttentionExecutables] | None = None,
-) -> tuple[AttentionPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
+) -> tuple[LayerPrograms, dict[Bucket, AttentionExecutables], AttentionWeights]:
     """Loads weights and compiles programs: all arguments of `AttentionWorker` but its link.
 
     Args:
       executables: programs for this model, deployment and mesh; None: compiles them.
     """
-    programs = AttentionPrograms(templates, deployment, mesh)
+    programs = LayerPrograms(templates, deployment, mesh)
     buckets = deployment_buckets(deployment)
     with load_progress(source, 2 + templates.config.all_layers):
         weights = AttentionWeights(source, names, programs)

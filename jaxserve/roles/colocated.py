@@ -14,7 +14,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.dispatch.message import PackedRows, answer_format, message_formats
-from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh
+from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, AnyMesh, zeros_of
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
@@ -41,7 +41,7 @@ from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
 from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import TokenPrograms, zeroed
+from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
 from jaxserve.roles.whole_steps import WholeSteps
 from jaxserve.roles.worker import Observer
@@ -332,7 +332,7 @@ class ColocatedWorker(WholeSteps):
         super()._clear()
         programs = self._programs
         self._pages = []  # the old ones are free before there are new ones
-        self._pages = zeroed(programs.all_pages, programs.mesh)
+        self._pages = zeros_of(programs.all_pages)
         self._tokens = TokenLanes(programs, self._weights.head)
 
     def _take(self) -> list[StepPlan]:

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
-from jaxserve.model.attention.kv_cache import PAGES_SPEC, Entry, PagePool, row_arrays
+from jaxserve.model.attention.kv_cache import Entry, PagePool, row_arrays
 from jaxserve.roles.program import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms
+from pallas_kernels.quantize.words import Words
 
 
 class PageKey(NamedTuple):
@@ -45,7 +46,6 @@ class PagePrograms:
 
     Args:
       programs: of the role that holds the pages.
-      stacked: whether the pages of all layers are one array (`colocated.py`) or one each.
       smallest: tokens in the smallest piece.
       convert: used where pieces arrive in another format than the cache's; None: none do.
       rings_last: whether only pieces of the smallest size, a page, have entries of layers with a
@@ -56,7 +56,6 @@ class PagePrograms:
         self,
         programs: TokenPrograms,
         *,
-        stacked: bool,
         smallest: int = 0,
         convert: Convert = None,
         rings_last: bool = False,
@@ -70,8 +69,9 @@ class PagePrograms:
         self.no_page = max(self.pools[0].pages)
         """Page id that no pool has."""
         self.format: FormatName = deployment.cache_format
-        self._stacked, self._convert = stacked, convert
-        self.shape, self._all_pages = programs.shape, programs.all_pages
+        self._stacked, self._convert = programs.stacked, convert
+        self.shape, self._shared = programs.shape, programs.shared
+        self._all_pages = programs.all_pages
         self.entries = [entry for pool in self.pools for entry in pool.entries]
         self.heads = [pool.entries[0].heads for pool in self.pools]
         """KV heads of each pool."""
@@ -123,13 +123,6 @@ class PagePrograms:
         paged = [array for (pool, kind, _), array in parts if not self._last(pool, kind)]
         return sum(array.size * array.dtype.itemsize for array in paged) // self.page_size
 
-    def page_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the pages of all layers, as programs take them."""
-        if self._stacked:
-            return self._all_pages
-        owners = sorted((layer, pool.arrays) for pool in self.pools for layer in pool.layers)
-        return tuple(array for _, arrays in owners for array in arrays)
-
     def everywhere(self, wire: Iterable[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of arrays with one part for each device along the first axis."""
         devices = self.groups * self.tp
@@ -149,12 +142,12 @@ class PagePrograms:
         in these pages. The results have one part for each device along the first axis.
         """
 
-        def body(page_ids: Array, offset: Array, pages: Arrays) -> Arrays:
-            found = []
+        def body(page_ids: Array, offset: Array, held: Arrays) -> Arrays:
+            found, pages = [], self._opened(held)
             for number, kind, head in parts:
-                held = [pages[at] for at in places[number][kind]]
+                own = [pages[at] for at in places[number][kind]]
                 rows, _ = self._rows(self.pools[number], kind, page_ids)
-                found.append(self._gathered(held, head, rows, offset[0], tokens))
+                found.append(self._gathered(own, head, rows, offset[0], tokens))
             return tuple(found)
 
         parts, places = self.parts(tokens, self.format, own=True), self._places()
@@ -166,7 +159,7 @@ class PagePrograms:
             (
                 self.shape(self.groups, self.gather_pages(tokens) * self.tables),
                 self.shape(self.groups),
-                self.page_shapes(),
+                self._all_pages,
             ),
             (PIECES,) * len(parts),
         )
@@ -177,11 +170,10 @@ class PagePrograms:
         `page_ids` is `[dp, tokens / page_size * tables]`; ids that are not below `pages` are not
         written. The others of a table follow each other.
         """
-        shapes = self.page_shapes()
         parts = self.parts(tokens, cache_format, own=True)
 
         def body(page_ids: Array, arrived: Arrays, held: Arrays) -> Arrays:
-            pages = list(held)
+            pages = self._opened(held)
             for number, (pool, arrays) in enumerate(zip(self.pools, self._places(), strict=True)):
                 converted = self._converted(number, parts, arrived, cache_format)
                 for kind, heads in converted.items():
@@ -190,7 +182,7 @@ class PagePrograms:
                         split = jnp.split(rows, len(arrays[kind]))
                         for at, part in zip(arrays[kind], split, strict=True):
                             pages[at] = self._put(pages[at], own, there, head, part)
-            return tuple(pages)
+            return tuple(pages) if self._shared is None else self._shared.in_pools(pages)
 
         return Program(
             "scatter_pages",
@@ -199,11 +191,15 @@ class PagePrograms:
             (
                 self.shape(self.groups, tokens // self.page_size * self.tables),
                 self.everywhere(parts.values()),
-                shapes,
+                self._all_pages,
             ),
-            (PAGES_SPEC,) * len(shapes),
+            tuple(array.sharding.spec for array in self._all_pages),
             donates=(2,),
         )
+
+    def _opened(self, held: Arrays) -> list[Any]:
+        """Returns the page arrays; those that lie in pools as views."""
+        return [*held] if self._shared is None else self._shared.in_arrays(held)
 
     def _places(self) -> list[list[list[int]]]:
         """Returns the places of each pool's page arrays, kind of rows by kind; an array has the
@@ -235,7 +231,7 @@ class PagePrograms:
 
     def _gathered(
         self,
-        arrays: Sequence[Num[Array, "all_pages heads page_size *width"]],
+        arrays: Sequence[Any],
         head: int,
         places: Int[Array, "layers count"],
         offset: Int[Array, ""],
@@ -262,15 +258,18 @@ class PagePrograms:
 
     def _put(
         self,
-        array: Num[Array, "all_pages heads page_size *width"],
+        array: Any,
         places: Int[Array, "layers count"],
         there: Bool[Array, " count"],
         head: int,
         entries: Num[Array, "layers rows *width"],
-    ) -> Num[Array, "all_pages heads page_size *width"]:
+    ) -> Any:
         """Writes a head's entries into the pages of a page array that are there."""
         (layers, count), rows = places.shape, places.reshape(-1)
         blocks = entries.reshape(rows.shape[0], array.shape[2], *entries.shape[2:])
+        if isinstance(array, Words):
+            rows = jnp.where(jnp.tile(there, layers), rows, array.words.shape[0])
+            return array.holding(blocks, (rows, head))
         if self.mesh.devices.flat[0].platform != "cpu":
             rows = jnp.where(jnp.tile(there, layers), rows, array.shape[0])
             return array.at[rows, head].set(blocks, mode="drop")

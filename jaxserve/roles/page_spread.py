@@ -102,7 +102,7 @@ def page_access(arrays: KVArrays, number: int, *, tell: Tell = no_one, **options
     """
     programs = arrays.programs
     processes = {device.process_index for device in programs.mesh.devices.flat}
-    options |= {"stacked": arrays.stacked, "convert": in_own_format}
+    options["convert"] = in_own_format
     if len(processes) == 1:
         return LedPages(PageTransfer(programs, **options), arrays, number, no_one)
     return LedPages(SpreadPages(programs, **options), arrays, number, tell)

@@ -6,6 +6,7 @@ passed in must have arrived: an array whose computation failed would destroy the
 donated to the same program.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class PageTransfer:
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
         self._landings: dict[tuple[int, int, FormatName], list[jax.ShapeDtypeStruct]] = {}
-        self._nothing: dict[tuple[tuple[int, ...], str], Sequence[jax.Array]] = {}
+        self._zeros = functools.cache(self._empty)
 
     def warm_up(self, pages: Pages) -> Pages:
         """Runs every program once, without writing to any page of the pool."""
@@ -181,14 +182,11 @@ class PageTransfer:
         page_ids[run.group, : len(run.page_ids)] = run.page_ids
         return self._compiled[key](*self.rows(page_ids), *arguments, *pages)
 
-    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Sequence[jax.Array]:
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Sequence[jax.Array]:
         """Returns a shard of zeros of this shape for each of this process's devices."""
-        if (shape, str(dtype)) not in self._nothing:
-            whole = (self._devices.size * shape[0], *shape[1:])
-            take_apart, _ = fast_shards()
-            zeros = take_apart(sharded_zeros(whole, dtype, self._pieces))
-            self._nothing[shape, str(dtype)] = zeros
-        return self._nothing[shape, str(dtype)]
+        whole = (self._devices.size * shape[0], *shape[1:])
+        take_apart, _ = fast_shards()
+        return take_apart(sharded_zeros(whole, dtype, self._pieces))
 
     def _assembled(self, group: int, shards: Sequence[jax.Array]) -> jax.Array:
         """Builds one argument of `scatter`: the group's shards, arbitrary ones for others."""

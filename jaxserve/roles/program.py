@@ -13,25 +13,19 @@ from jaxtyping import Array
 
 CudaGraphs = Literal["default", "off", "branches"]
 """How XLA turns consecutive kernels of a program into command buffers, which are CUDA graphs. A
-graph keeps the addresses of its kernels' arguments. If a call passes other addresses, XLA records
-every node again and traces custom calls (our kernels) once more; it keeps 16 such traces.
+graph keeps the addresses of its kernels' arguments: a call with others records every node again.
 
 `default`: XLA decides.
 
-`off`: for programs that a step runs once a layer. One executable serves all layers, so weights,
-pages and messages have other addresses at every call, and no graph would be used twice. Launching
-a layer's kernels (24 in Step-3's `attend_moe` and 22 in its `ffn_moe`, as `plan estimate` counts
-them) should cost the host less than recording them and launching the graph; this was not timed on a
-card. Neither program has a condition or a loop.
+`off`: for programs that a step runs once a layer, with other weights, pages and messages at every
+call. Launching the 22 to 24 kernels of a layer of Step-3 should cost the host less than recording
+them and launching the graph; this was not timed on a card.
 
-`branches`: for programs with the sampler. Nearly all of their arguments keep their addresses.
-Conditions and loops become nodes of the graph, too. Outside a graph XLA's host thread waits at
-every condition until the device has finished everything enqueued before, and cannot enqueue the
-next step meanwhile. This needs a driver for CUDA 12.3 or later; under older drivers XLA leaves
-these nodes out of graphs. In Step-3's `leave` a step of greedy slots runs 20 nodes, one of which is
-the condition that skips all draws. Without conditions every step would draw: 8 windows for 128
-slots, with two searches of 31 rounds of 4 kernels each, are some 2,000 more nodes, or 3.4 ms at the
-1.7 µs that the estimate charges for each."""
+`branches`: for programs with the sampler, whose arguments mostly keep their addresses. Conditions
+and loops become nodes, too (drivers for CUDA 12.3 and later). Outside a graph the host waits at
+every condition until the device has finished everything before, and cannot enqueue the next step.
+Without the condition that skips all draws, a greedy step of 128 slots would run some 2,000 nodes
+more: 3.4 ms at the 1.7 µs that the estimate charges for each."""
 
 _ON_CPU = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
@@ -54,23 +48,20 @@ _RAGGED = {
     "xla_gpu_ragged_all_to_all_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
-"""For ragged all-to-alls between processes (jax 0.12), used by `ffn.exchange: alltoall` and by
-experts that move (`expert_programs.py`). XLA's default is a kernel for the GPUs of one process;
-between processes a call fails. With NCCL's sends and receives the host would wait for the device
-twice in each call, to read how many rows there are. The device kernel is one launch that reads the
-numbers itself and writes to other GPUs over NVLink and, from the device, over NICs: it needs NCCL
-2.29, and between hosts NICs that NCCL's GIN supports. It waits for rows from every device on other
-hosts, but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`),
-so `model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
-(`commands/self_tests.py`). The scheduler lets the program run work that does not need the rows
-while they arrive."""
+"""For ragged all-to-alls between processes (jax 0.12), by which rows go to experts and experts
+move. XLA's default is a kernel for the GPUs of one process; between processes a call fails. With
+NCCL's sends and receives the host would wait for the device twice in each call. The device kernel
+reads the numbers of rows itself and writes to other GPUs over NVLink and NICs: it needs NCCL 2.29,
+and between hosts NICs that NCCL's GIN supports. It waits for rows from every device on other hosts,
+but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_kernel_lib`), so
+`model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
+(`commands/self_tests.py`). The scheduler runs work that needs no rows while they arrive."""
 
 _PAIRED = {"xla_gpu_memory_limit_slop_factor": 1000}
 """For a program that exchanges messages with another one (`step_programs.py`): the memory, in
 percent of the device's, above which XLA computes results twice to save space. It counts pages twice
-that kernels write in place, and would receive messages twice, which the other program sends once.
-Seen with Step-3 for 16 + 16 H200, compiled without a card: 67 GB of arguments, 0.14 GB of temporary
-memory, and 61 messages more on one side than on the other."""
+that kernels write in place, and would then receive messages twice that are sent once (seen with
+Step-3 for 16 + 16 H200: 61 messages more on one side)."""
 
 
 def compiler_options(

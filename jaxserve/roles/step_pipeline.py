@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.shards import fast_shards
-from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, cached_sharding, zeros_of
 from jaxserve.model.attention.kv_cache import PAGES_SPEC
 from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
 from jaxserve.roles.compilation import compile_all
@@ -28,20 +28,11 @@ from jaxserve.roles.step_programs import (
     union_mesh,
 )
 from jaxserve.roles.token_lanes import TokenLanes
-from jaxserve.roles.token_programs import zeroed
 from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer, Passed, modules_of
 
 
-class RolePipeline(StepPipeline):
-    """One role's part of every step."""
-
-    def renew(self) -> bool:
-        """Returns False: after a lost step the two roles' processes cannot begin anew."""
-        return False
-
-
-class AttentionPipeline(RolePipeline):
+class AttentionPipeline(StepPipeline):
     """The attention role's part of every step."""
 
     def __init__(
@@ -60,7 +51,7 @@ class AttentionPipeline(RolePipeline):
             modules = add_modules(weights, templates, names)
         super().__init__(deployment.lanes, weights, observer=observer)
         self._compile(programs, options, embedding, head, modules)
-        self._union, self._pages = mesh, zeroed(programs.all_pages, mesh)
+        self._union, self._pages = mesh, zeros_of(programs.all_pages)
         self._tokens = TokenLanes(programs, head)
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
@@ -87,7 +78,7 @@ def _on(mesh: Mesh, pages: Sequence[jax.Array]) -> list[jax.Array]:
     return [assemble(array.shape, array.dtype, sharding)(shards(array)) for array in pages]
 
 
-class FFNPipeline(RolePipeline):
+class FFNPipeline(StepPipeline):
     """The ffn role's part of every step."""
 
     attends = False
@@ -118,7 +109,7 @@ class FFNPipeline(RolePipeline):
 
 def build_pipeline(
     model: OpenModel, deployment: Deployment, observer: Observer | None = None
-) -> RolePipeline:
+) -> StepPipeline:
     """Loads and compiles this process's role.
 
     Raises:

@@ -2,25 +2,22 @@
 
 The two roles run different programs over one mesh, the *union*: its first axis, `role`, has the
 attention devices and then the ffn devices, and its other axes are those of the role's own mesh. A
-process calls the program of its role, with arrays of which it has its own devices' shards. Device i
-of one role exchanges messages with device i of the other by `ppermute`s.
+process passes its own devices' shards to the program of its role. Device i of one role exchanges
+messages with device i of the other by `ppermute`s.
 
-The order is that of `schedule.Rotation` for lanes that begin together. In every turn a lane passes
+The order is that of `schedule.Rotation` for lanes that begin together: in every turn a lane passes
 a layer. A lane alone has two exchanges a turn, one each way. Two lanes have one: attention sends
-the message of the turn and receives the answer of the turn before, and an exchange after the last
-turn brings the last answer.
-
-Three lanes and more are a pipeline of three stages (Step-3, figure 7), so that no exchange waits
-for what is computed in the same turn. While attention computes a turn, it sends the message of the
-turn before and receives the answer of the one before that; the ffn role meanwhile computes, sends
-the answer of its turn before and receives the next message. A turn then takes as long as the
-longest of attention, FFN and both exchanges together. What is sent before the first turn and
+the message of the turn and receives the answer of the turn before; a last one brings the last
+answer. Three lanes and more are a pipeline of three stages (Step-3, figure 7), in which no exchange
+waits for what is computed in the same turn. While attention computes a turn, it sends the message
+of the turn before and receives the answer of the one before that; the ffn role meanwhile sends the
+answer of its turn before and receives the next message. What is sent before the first turn and
 received after the last is zeros.
 
 XLA orders collectives as it likes, and two programs with different orders would swap lanes without
 an error. Each exchange therefore depends on all before by a *token*, made of elements of what these
-received, and `exchanges` reads the order that was compiled. Everything received is used,
-because XLA removes a `ppermute` whose result is not.
+received, and `exchanges` reads the order that was compiled. Everything received is used, because
+XLA removes a `ppermute` whose result is not.
 """
 
 import functools
@@ -55,7 +52,7 @@ from jaxserve.roles.lane_steps import Dispatch, all_runs, runs_of
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
-from jaxserve.roles.token_programs import StepContext, TokenPrograms
+from jaxserve.roles.token_programs import StepContext
 from pallas_kernels.permute_order import permutes
 
 STAGES = 3
@@ -236,9 +233,6 @@ class AttentionStepPrograms(AttentionPrograms):
             cuda_graphs="branches",
             paired=True,
         )
-
-    stream_shapes = TokenPrograms.stream_shapes
-    stream = TokenPrograms.stream
 
 
 class FFNStepPrograms(FFNPrograms):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxserve.mesh import sharded_zeros
+from jaxserve.mesh import zeros_of
 from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
 from jaxserve.roles.sampling import Finished, SamplingExecutables, counts_shape
 from jaxserve.roles.step_arrays import rules_array, targets_array, wanted_array
@@ -33,8 +33,7 @@ class TokenLanes:
         state, put = (programs.groups, programs.slots), self.put.rows
         self._programs, self._head, self._lookup = programs, head, None
         self._last = [put(np.zeros(state, np.int32)) for _ in lanes]
-        counts = counts_shape(programs)
-        self._counts = [sharded_zeros(counts.shape, counts.dtype, counts.sharding) for _ in lanes]
+        self._counts = zeros_of([counts_shape(programs)] * len(lanes))
         if drafts := programs.deployment.drafts:
             self._lengths = [put(np.zeros(state, np.int32)) for _ in lanes]
             self._drafts = [put(np.zeros((*state, drafts), np.int32)) for _ in lanes]

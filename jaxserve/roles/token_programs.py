@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
-from jaxserve.link.dispatch.put import Put, fast_put
-from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed, sharded_zeros
+from jaxserve.link.dispatch.put import fast_put
+from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
 from jaxserve.model.attention.family import layer_table, with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
@@ -28,6 +28,7 @@ from jaxserve.roles.layout import NO_TOKEN, Bucket
 from jaxserve.roles.program import ROWS
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan
+from pallas_kernels.quantize.words import PoolLayout
 
 
 class StepContext(NamedTuple):
@@ -38,7 +39,15 @@ class StepContext(NamedTuple):
 
 
 class TokenPrograms:
-    """Shapes of a step, and its first and last part on the mesh that has embedding and head."""
+    """Shapes of a step, and its first and last part on the mesh that has embedding and head.
+
+    Attributes:
+      stacked: whether an array of `all_pages` has the pages of all layers of its pool, or of one.
+      shared: where page arrays lie in pools of other shapes (`shared_pools.py`); None: nowhere.
+    """
+
+    stacked = True
+    shared: PoolLayout | None = None
 
     def __init__(self, templates: AttentionTemplates, deployment: Deployment, mesh: AnyMesh):
         self.templates = templates
@@ -290,19 +299,11 @@ def drawn_tokens(
         return jnp.where(jnp.isfinite(largest), drawn, NO_TOKEN)
 
 
-def zeroed(arrays: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> list[jax.Array]:
-    """Makes zeroed pages of these global shapes on their devices."""
-    sharding = cached_sharding(mesh, PAGES_SPEC)
-    return [sharded_zeros(array.shape, array.dtype, sharding) for array in arrays]
-
-
 class KVArrays(NamedTuple):
     """A worker's pages, as hand-offs read and write them between its steps (`page_transfer.py`)."""
 
     programs: TokenPrograms
     """Programs of the role that holds the pages."""
-    stacked: bool
-    """Whether one array holds the pages of all layers."""
     load: Callable[[], Sequence[jax.Array]]
     """Returns all arrays, flat."""
     store: Callable[[Sequence[jax.Array]], None]
@@ -323,8 +324,8 @@ class GroupPut:
         ]
         own = self._sharding.addressable_devices_indices_map((self._groups,))
         self._own = [own[device] for device in programs.mesh.local_devices]  # each device's rows
-        self._make_put = fast_put()
-        self._puts: dict[tuple[tuple[int, ...], np.dtype], Put] = {}
+        make_put = fast_put()
+        self._put = functools.cache(lambda *kind: make_put(*kind, self._sharding))
         self._tables: dict[int, tuple[np.ndarray, jax.Array]] = {}
         """The last page table of each lane, on the host and on the devices."""
 
@@ -338,8 +339,4 @@ class GroupPut:
 
     def rows(self, array: np.ndarray) -> jax.Array:
         """Puts an array with one row for each DP group on the mesh."""
-        kind = array.shape, array.dtype
-        put = self._puts.get(kind)
-        if put is None:
-            put = self._puts[kind] = self._make_put(*kind, self._sharding)
-        return put([array[rows] for rows in self._own])
+        return self._put(array.shape, array.dtype)([array[rows] for rows in self._own])

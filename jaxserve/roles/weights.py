@@ -125,10 +125,6 @@ class RoleWeights:
         embedding = load("embedding", templates.embedding, names.embedding)
         return embedding, load("head", templates.head, names.head)
 
-    def bank(self, number: int) -> Leaves:
-        """All leaves of a bank's ffn block or blocks."""
-        return self.blocks[self._banks[number][0]]
-
     def of_slots(self, number: int) -> Leaves:
         """The arrays of a bank's slots: leaves with an entry for each slot."""
         block, places = self._banks[number]

@@ -91,7 +91,7 @@ class WholeSteps:
 
     def kv_arrays(self, domain: int = 0) -> KVArrays:
         """This worker's pages, for hand-offs."""
-        return KVArrays(self._programs, True, self._own_pages, self._set_pages)
+        return KVArrays(self._programs, self._own_pages, self._set_pages)
 
     def _own_pages(self) -> Sequence[jax.Array]:
         """Returns the pages as arrays of the mesh of `_programs`."""

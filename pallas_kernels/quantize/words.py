@@ -86,16 +86,25 @@ class Words:
 
     def array(self) -> Array:
         """Returns the array, copied."""
-        words = self.words[self._own]
+        return self[self._own]
+
+    def __getitem__(self, at: Any) -> Array:
+        """Returns whole matrices of the array, copied. The index counts `first`, too."""
+        words = self.words[at]
         array = jax.lax.bitcast_convert_type(words, self.dtype)
         if self.dtype.itemsize < 4:
             array = jnp.swapaxes(array, -1, -2).reshape(*words.shape[:-2], -1, words.shape[-1])
         return jnp.swapaxes(array, -1, -2) if self.swapped else array
 
-    def holding(self, array: Array) -> "Words":
-        """Returns the same view after these values were written to it."""
+    def holding(self, array: Array, at: Any = None) -> "Words":
+        """Returns the same view after these matrices were written to it.
+
+        Args:
+          at: their places, counting `first`; those beyond `words` are left out. None: all.
+        """
         words = in_words(jnp.swapaxes(array, -1, -2) if self.swapped else array)
-        return dataclasses.replace(self, words=self.words.at[self._own].set(words))
+        written = self.words.at[self._own if at is None else at].set(words, mode="drop")
+        return dataclasses.replace(self, words=written)
 
     @property
     def _own(self) -> slice:

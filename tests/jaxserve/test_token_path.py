@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from jaxserve.fleet.assembly import open_model
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.program import Program
@@ -72,7 +72,7 @@ def programs_of(runtime) -> Iterable[Program]:
     _, _, meshes, templates, _ = open_model(deployment)
     if deployment.topology.has("colocated"):
         return [ColocatedPrograms(templates, deployment, meshes.attention).step(bucket)]
-    attention = AttentionPrograms(templates, deployment, meshes.attention)
+    attention = LayerPrograms(templates, deployment, meshes.attention)
     ffn = FFNPrograms(templates, deployment, meshes.ffn)
     kinds = {runtime.config.layer(layer): None for layer in range(runtime.config.layers)}
     blocks = [attention.attend(bucket, kind) for kind in kinds]

@@ -17,7 +17,7 @@ from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.source import Source
 from jaxserve.mesh import Submeshes
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.attention_programs import AttentionPrograms, AttentionWeights
+from jaxserve.roles.attention_programs import AttentionWeights, LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from pallas_kernels.quantize.api import QuantArray
@@ -59,7 +59,7 @@ class Opened:
         given = self.templates, self.deployment, self.meshes.attention
         if self.deployment.mode == "colocated":
             return [ColocatedWeights(self.source, self.names, ColocatedPrograms(*given))]
-        attention = AttentionWeights(self.source, self.names, AttentionPrograms(*given))
+        attention = AttentionWeights(self.source, self.names, LayerPrograms(*given))
         return [attention, self.ffn()]
 
     def leaves(self) -> list[jax.Array]:

@@ -62,7 +62,8 @@ def slots_of(folder, overrides, source=None):
     """The routed experts' matrices of a layer as FP32 [slots, ...], by name, and the template."""
     opened = Opened(folder, overrides, source=source)
     if opened.deployment.mode == "colocated":
-        leaves = [leaf[LAYER] for leaf in opened.weights()[0].bank(0)]
+        (weights,) = opened.weights()
+        leaves = [leaf[LAYER] for leaf in weights.blocks[weights._banks[0][0]]]
     else:
         leaves = opened.ffn().blocks[LAYER]
     template = opened.templates.moe

@@ -14,14 +14,14 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.mesh import zeros_of
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.capacity import RoleBytes, check_capacity, memory_of
 from jaxserve.roles.capacity_report import describe
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.parameters import Parameters, count_parameters
 from jaxserve.roles.role_bytes import role_bytes
 from jaxserve.roles.shared_pools import one_program_bytes
-from jaxserve.roles.token_programs import zeroed
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
@@ -181,8 +181,8 @@ class TestAgainstWhatIsAllocated:
         overrides = layouts.LAYOUTS[layout] | {"cache.format": "int8"}
         deployment = layouts.deployment(tiny_model, overrides)
         config, _ = read_config(tiny_model)
-        programs = programs_of(AttentionPrograms, deployment, config)
-        layers = [zeroed(programs.pools[0].arrays, programs.mesh) for _ in range(config.layers)]
+        programs = programs_of(LayerPrograms, deployment, config)
+        layers = [zeros_of(programs.pools[0].arrays) for _ in range(config.layers)]
         pages = [array for layer in layers for array in layer]
         attention, _ = role_bytes(config, deployment)
         for device in programs.mesh.devices.flat:
@@ -261,14 +261,7 @@ class TestFit:
 
 
 class TestPasses:
-    @pytest.mark.parametrize(
-        ("memory", "used", "gb", "said"),
-        [
-            (76, 4, "4.75", "memory allows 32"),
-            (44, 4, "4.75", "memory allows 4"),
-            (39.5, 1, "1.22", "memory allows 1"),
-        ],
-    )
+    @golden.table("roles/passes.yaml")
     def test_they_have_as_many_messages_as_fit(self, memory, used, gb, said):
         """Weights and room for an expert take 38.15 GB."""
         config, deployment = load("step3-fleet", ffn_memory_gb=memory)

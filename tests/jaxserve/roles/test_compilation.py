@@ -13,7 +13,7 @@ from jax._src import distributed, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.roles import compilation
-from jaxserve.roles.attention_programs import AttentionPrograms, attention_executables
+from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
 from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
 from jaxserve.roles.compilation import (
     StepCompiler,
@@ -49,7 +49,7 @@ def compiled(monkeypatch):
 
 
 def attention_of(tmp_path):
-    return programs_of(AttentionPrograms, layouts.deployment(tmp_path, {}))
+    return programs_of(LayerPrograms, layouts.deployment(tmp_path, {}))
 
 
 def ffn_of(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from jaxserve.mesh import Submeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner import aot
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
 from tests.jaxserve.roles.building import programs_of
@@ -89,7 +89,7 @@ def compile_programs():
     """Names of the nodes in their compiled order."""
     config, deployment = load("step3")
     meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
-    attention = programs_of(AttentionPrograms, deployment, config, meshes)
+    attention = programs_of(LayerPrograms, deployment, config, meshes)
     ffn = programs_of(FFNPrograms, deployment, config, meshes)
     bucket = Bucket(128, 64)
     programs = (

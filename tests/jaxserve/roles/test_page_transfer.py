@@ -11,7 +11,7 @@ import pytest
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment
 from jaxserve.errors import ConfigError
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_spread import SpreadPages, in_own_format
@@ -43,20 +43,14 @@ class Holder:
         limits |= {key.replace("__", "."): value for key, value in overrides.items()}
         deployment = load_deployment(folder, limits)
         config, _ = read_config(folder, [])
-        kind = ColocatedPrograms if stacked else AttentionPrograms
+        kind = ColocatedPrograms if stacked else LayerPrograms
         self.programs = programs_of(kind, deployment, config)
         self.layers, self.stacked = config.layers, stacked
         self.dp = deployment.attention.dp
         self.size = deployment.cache.page_size
-        self.transfer = transfer(
-            self.programs,
-            stacked=stacked,
-            convert=in_own_format,
-            exports=True,
-            imports=imports,
-            pieces=[PIECE],
-        )
-        shapes = self.transfer.programs.page_shapes()
+        options = {"convert": in_own_format, "exports": True, "imports": imports}
+        self.transfer = transfer(self.programs, **options, pieces=[PIECE])
+        shapes = self.programs.all_pages
         draw = np.random.default_rng(seed)
         sharding = self.transfer.programs.gather(PIECE).arguments[-1].sharding
         self.pages = [jax.device_put(_random(draw, shape), sharding) for shape in shapes]

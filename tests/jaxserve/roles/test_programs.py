@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.checkpoint.families import architecture
 from jaxserve.model.quant import rows as quant_rows
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
@@ -19,7 +19,7 @@ from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
 
 
-def programs(tmp_path, cls=AttentionPrograms, sizes=layouts.SIZES, **overrides):
+def programs(tmp_path, cls=LayerPrograms, sizes=layouts.SIZES, **overrides):
     overrides = {key.replace("__", "."): value for key, value in overrides.items()}
     if cls is ColocatedPrograms:
         overrides |= layouts.COLOCATED

@@ -207,7 +207,7 @@ class TestPredictionModules:
         given = opened.templates, opened.deployment, opened.meshes.attention
         banks = ColocatedPrograms(*given).banks
         assert banks[-1].layers == (4,)
-        assert weights.bank(len(banks) - 1) == stacks[-rest:]
+        assert weights.blocks[-1] == stacks[-rest:]
 
     def test_only_those_that_are_asked_for(self, with_module):
         _, attention, ffn = load(with_module, {})

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.mesh import Submeshes
 from jaxserve.planner.aot import topology
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.layout import Bucket
 from pallas_kernels import aot, small_ops
 from tests.jaxserve.roles.building import programs_of
@@ -39,7 +39,7 @@ def rule_of_a_layer(device):
     sizes["scheduler_slots"], sizes["scheduler_token_buckets"] = SEQUENCES, [SEQUENCES, 512]
     config, deployment = load("qwen3-30b-a3b", model=model, **sizes)
     meshes = Submeshes(deployment, topology(device).devices)
-    programs = programs_of(AttentionPrograms, deployment, config, meshes)
+    programs = programs_of(LayerPrograms, deployment, config, meshes)
     (kind,) = (kind for kind in config.kinds() if hasattr(kind.attention, "convolution"))
     text = programs.attend(Bucket(SEQUENCES, 64), kind).compile().as_text()
     ones = list(small_ops.instructions(text, [POOL]))
