@@ -62,8 +62,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     every process has equally many devices of both roles, one program has both, if one of
     `attention.tp` and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights
     and pages of both roles; and compiled for TPUs (never run on one so far), where pages and
-    experts share memory, for GQA, MFA and MLA without indexers, experts in 8 or 16 bits, and
-    neither `cache.host_gb` nor hand-offs of pages. `auto`: `layer`."""
+    experts share memory, for GQA, MFA and MLA without indexers and experts in 8 or 16 bits. There a
+    lost step takes the experts along, too, which are then loaded again. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()

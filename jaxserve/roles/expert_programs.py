@@ -151,15 +151,10 @@ class ExpertPrograms:
     @property
     def room(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the room for arriving experts: the leaves of one expert for each rank."""
-        leaves = (self.template.leaves[place] for place in self.places)
-        ranks = self.sizes.all_ranks
-        return tuple(jax.ShapeDtypeStruct((ranks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
-
-    @property
-    def room_specs(self) -> tuple[PartitionSpec, ...]:
-        """Partition specs of `room`."""
+        ranks, leaves = self.sizes.all_ranks, [self.template.leaves[n] for n in self.places]
+        shapes = [jax.ShapeDtypeStruct((ranks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         specs = self.template.specs(self.rules)
-        return tuple(specs[place] for place in self.places)
+        return placed(self.mesh, shapes, [specs[place] for place in self.places])
 
     def fetch(self, bank: Bank) -> Program:
         """(moves, layer, piece, arrays of the slots…, leaves of the room…) → (leaves of the room…),
@@ -212,14 +207,11 @@ class ExpertPrograms:
 
             return tuple(map(fetched, self.places, arrays[count:]))
 
-        shapes, specs = self._arrays(bank)
-        count, end = len(shapes), 3 + len(shapes)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        given = self._moves, scalar, scalar, *shapes, *self.room
-        divided = REPLICATED, REPLICATED, REPLICATED, *specs, *self.room_specs
-        what = body, self.mesh, placed(self.mesh, given, divided), self.room_specs
-        room = tuple(range(end, end + len(self.places)))
-        return Program("fetch_experts", *what, donates=room, ragged=True)
+        (moves, layer), arrays, room = self._numbers, self._arrays(bank), self.room
+        count, end = len(arrays), 3 + len(arrays)
+        given, specs = (moves, layer, layer, *arrays, *room), _specs(room)
+        donated = tuple(range(end, end + len(room)))
+        return Program("fetch_experts", body, self.mesh, given, specs, donates=donated, ragged=True)
 
     def insert(self, bank: Bank) -> Program:
         """(moves, layer, leaves of the room…, arrays of the slots…) → (arrays of the slots…), for
@@ -240,15 +232,16 @@ class ExpertPrograms:
                 leaves[number] = jax.lax.dynamic_update_slice(leaves[number], value, start)
             return tuple(leaves)
 
-        count, (shapes, specs) = len(self.places), self._arrays(bank)
-        given = self._moves, jax.ShapeDtypeStruct((), jnp.int32), *self.room, *shapes
-        arguments = placed(self.mesh, given, (REPLICATED, REPLICATED, *self.room_specs, *specs))
-        slots = tuple(range(2 + count, 2 + count + len(shapes)))
-        return Program("insert_experts", body, self.mesh, arguments, specs, donates=slots)
+        count, arrays = len(self.places), self._arrays(bank)
+        given, first = (*self._numbers, *self.room, *arrays), 2 + count
+        slots = tuple(range(first, first + len(arrays)))
+        return Program("insert_experts", body, self.mesh, given, _specs(arrays), donates=slots)
 
     @property
-    def _moves(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.sizes.all_ranks, 2), jnp.int32)
+    def _numbers(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of `moves` and of a number."""
+        shapes = [jax.ShapeDtypeStruct(one, jnp.int32) for one in ((self.sizes.all_ranks, 2), ())]
+        return placed(self.mesh, shapes, [REPLICATED] * 2)
 
     def count(self, banks: Sequence[Bank]) -> Program:
         """(counts of each bank…) → [layers, ranks, experts], a copy for all banks."""
@@ -256,11 +249,9 @@ class ExpertPrograms:
         name, body = "count_experts", lambda *counts: jnp.concatenate(counts)
         return Program(name, body, self.mesh, counts, spec)
 
-    def _arrays(
-        self, bank: Bank
-    ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[PartitionSpec, ...]]:
-        """Returns shapes and partition specs of the arrays that have a bank's slots: its pool, if
-        it has one, and the leaves that are not there."""
+    def _arrays(self, bank: Bank) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shapes of the arrays that have a bank's slots: its pool, if it has one, and the
+        leaves that are not there."""
         outer, all_specs = [len(bank.layers)] * self._stacked, self.template.specs(self.rules)
         leaves = [self.template.leaves[place] for place in self._apart]
         shapes = [jax.ShapeDtypeStruct((*outer, *leaf.shape), leaf.dtype) for leaf in leaves]
@@ -268,7 +259,7 @@ class ExpertPrograms:
         if self._pools is not None:
             pool = jax.ShapeDtypeStruct(self._pools.over(self.mesh.size), jnp.int32)
             shapes, specs = [pool, *shapes], [PartitionSpec(tuple(self.mesh.axis_names)), *specs]
-        return tuple(shapes), tuple(specs)
+        return placed(self.mesh, shapes, specs)
 
     def _slot(self, bank: Bank, place: int, layer: Array) -> tuple[int, tuple[Array | int, ...]]:
         """Returns which array of `_arrays` has a leaf, and the index of the layer's first slot in
@@ -278,6 +269,10 @@ class ExpertPrograms:
             return 0, (first + layer * self.sizes.local,)
         number = self._apart.index(place) + (self._pools is not None)
         return number, (layer, 0) if self._stacked else (0,)
+
+
+def _specs(arrays: Iterable[Any]) -> tuple[PartitionSpec, ...]:
+    return tuple(array.sharding.spec for array in arrays)
 
 
 def add_load(

@@ -8,7 +8,7 @@ thread that enqueues its steps. Decides no moves (see `expert_balancer.py`).
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.errors import EngineFailedError
-from jaxserve.mesh import cached_sharding, sharded_zeros
+from jaxserve.mesh import cached_sharding, zeros_of
 from jaxserve.model.ffn.placement import (
     EMPTY,
     Placement,
@@ -35,7 +35,7 @@ from jaxserve.roles.actions import (
 )
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_moves import Counted
-from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms
+from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms, bank_arrays
 from jaxserve.roles.program import REPLICATED, Program
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights
 from pallas_kernels.quantize import array_bytes
@@ -55,8 +55,6 @@ def read_experts(
     one expert for each device is in memory beside the slots, twice while it is copied there.
 
     Args:
-      programs: programs of the mesh that the experts belong to.
-      names: names of the checkpoint's tensors.
       source: source of the worker's weights.
       experts: the expert of each rank; below 0: none.
 
@@ -132,20 +130,17 @@ class ExpertSlots:
         self._read_experts = read
         self._reading = threading.Thread()
         self._arrived: Leaves = ()
+        self._fetched_lost = False
         self.banks, self.sizes = tuple(banks), programs.sizes
         self._mesh: Mesh = programs.mesh
         self._weights, self._compiled = weights, compiled
         home = home_slots(self.sizes)
         self.placements: dict[int, Placement] = {n: home for bank in banks for n in bank.layers}
         self.tables = [self._table(bank) for bank in banks]
-        self._counts_spec = Bank.counts_spec(programs.axes)
-        self.counts = [self._no_counts(bank) for bank in banks]
-        self.room: Leaves = ()
-        if self.sizes.ranks > 1:
-            self.room = tuple(
-                sharded_zeros(leaf.shape, leaf.dtype, cached_sharding(self._mesh, spec))
-                for leaf, spec in zip(programs.room, programs.room_specs, strict=True)
-            )
+        self._counts, _ = bank_arrays(self._mesh, banks, programs.axes)
+        self.counts = zeros_of(self._counts)
+        self._room = programs.room if self.sizes.ranks > 1 else ()
+        self.room: Leaves = (*zeros_of(self._room),)
         self.counted: Snapshot | None = None
         """Latest snapshot of the counts."""
         self._renewals = 0
@@ -153,11 +148,14 @@ class ExpertSlots:
         """Reason why the latest `ReadExperts` failed; empty if it did not."""
 
     def renew(self) -> None:
-        """Resets counts to zero that were donated to a lost step."""
-        for number, bank in enumerate(self.banks):
-            if lost(self.counts[number]):
-                self.counts[number] = self._no_counts(bank)
+        """Resets counts to zero that were donated to a lost step. Experts fetched from pools that
+        a step took along are read from the checkpoint instead (`_move`)."""
+        for number, counts in enumerate(self.counts):
+            if lost(counts):
+                self.counts[number : number + 1] = zeros_of(self._counts[number : number + 1])
                 self._renewals += 1
+        if any(map(lost, self.room)):
+            self.room, self._fetched_lost = (*zeros_of(self._room),), True
 
     def read_counts(self, number: int) -> Counted:
         """Returns the counts of this process's ranks. Waits for them.
@@ -173,12 +171,6 @@ class ExpertSlots:
         if taken is None or taken.number != number:
             raise EngineFailedError(f"the counts of number {number} were not taken: {taken}")
         return Counted(counts_of_ranks(taken.counts), taken.renewals, self.unread)
-
-    def _no_counts(self, bank: Bank) -> jax.Array:
-        shape = bank.counts
-        return sharded_zeros(
-            shape.shape, shape.dtype, cached_sharding(self._mesh, self._counts_spec)
-        )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -219,17 +211,21 @@ class ExpertSlots:
         order.
         """
         self._bank(read.layer)
-        experts = [EMPTY] * self.sizes.all_ranks
-        for expert, target in read.experts:
-            experts[target // self.sizes.local] = expert
         self._arrived, self.unread = (), ""
-        order = read.layer, experts
+        order = read.layer, self._of_ranks(read.experts)
         self._reading = threading.Thread(
             target=self._arrive, args=order, name="jaxserve-read-experts", daemon=True
         )
         self._reading.start()
         if jax.process_count() > 1:
             self._reading.join()
+
+    def _of_ranks(self, experts: Iterable[tuple[int, int]]) -> list[int]:
+        """Returns the expert of each rank, from experts and the slots that they are for."""
+        found = [EMPTY] * self.sizes.all_ranks
+        for expert, target in experts:
+            found[target // self.sizes.local] = expert
+        return found
 
     def _arrive(self, layer: int, experts: Sequence[int]) -> None:
         try:
@@ -248,6 +244,9 @@ class ExpertSlots:
             if not self._arrived:
                 raise ValueError(f"layer {move.layer}: nothing was read for {move.copies}")
             self.room, self._arrived = self._arrived, ()
+        elif self._fetched_lost and move.copies:
+            own = self._of_ranks((move.placement[target], target) for _, target in move.copies)
+            self.room, self._fetched_lost = self._read_experts(move.layer, own), False
         bank = self.banks[number]
         with self.changing:
             if move.copies:

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
-from jaxserve.mesh import ATTENTION_RULES, cached_sharding, sharded_zeros
-from jaxserve.model.attention.kv_cache import PAGES_SPEC
+from jaxserve.mesh import ATTENTION_RULES, cached_sharding, sharded_zeros, zeros_of
 from jaxserve.roles.attention_programs import add_modules
 from jaxserve.roles.compilation import Get
 from jaxserve.roles.expert_slots import open_slots
@@ -43,6 +42,7 @@ class BothRolesPipeline(StepPipeline):
     """Runs the steps of all lanes of both roles."""
 
     _programs: BothRolesPrograms
+    _pooled: PooledWeights | None = None
 
     def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None = None):
         config, names, meshes, templates, source = model
@@ -54,19 +54,18 @@ class BothRolesPipeline(StepPipeline):
             of_ends = RoleWeights(source, programs.mesh)
             self._embedding, self._head = of_ends.add_ends(templates, names, ATTENTION_RULES)
             modules = add_modules(of_ends, templates, names)
-            weights, union, pooled = RoleWeights(source, programs.union), programs.union, None
-            if programs.shared is not None:
-                weights = pooled = PooledWeights(programs.shared, model, union, self._pages)
+            weights = RoleWeights(source, union := programs.union)
+            if (shared := programs.shared) is not None:
+                self._pooled = weights = PooledWeights(shared, model, union, self._pages)
             for run in programs.runs:
                 kind, first, stop, *_ = run
                 attention, ffn = names.attention[first:stop], names.ffn[first:stop]
                 block = templates.attention[kind]
                 weights.add("attention", block, attention, ATTENTION_RULES, first)
-                if pooled is not None and kind.ffn.router:
-                    pooled.add_experts(run, programs.rules)
+                if self._pooled is not None and kind.ffn.router:
+                    self._pooled.add_experts(run, programs.rules)
                 else:
                     weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
-            self._pools = [] if pooled is None else pooled.halves  # taken by `_clear`
         weights.held += of_ends.held
         self._compile(programs, ends, self._embedding, self._head, modules)
         self._halves = _Halves(programs)
@@ -74,24 +73,27 @@ class BothRolesPipeline(StepPipeline):
         super().__init__(deployment.lanes, weights, slots, observer)
 
     def renew(self) -> bool:
-        """Returns False with pools: a lost step has destroyed the experts in them."""
-        return self._programs.shared is None and super().renew()
+        """See `WholeSteps`. In pools a lost step has destroyed the experts as well: they are
+        loaded again, where the latest moves have put them."""
+        if self._pooled is not None:
+            placements = {} if self.slots is None else self.slots.placements
+            self._pooled.renew(self._programs.rules, placements)
+        return super().renew()
 
     def _clear(self) -> None:
         super()._clear()
-        programs, pools = self._programs, len(self._pools)
+        programs, pools = self._programs, [] if self._pooled is None else self._pooled.halves
         self._pages.clear()  # the old ones are free before there are new ones
-        own = [sharded_zeros(a.shape, a.dtype, a.sharding) for a in programs.pages[pools:]]
-        self._pages += [*map(self._halves.with_empty, self._pools, programs.pages), *own]
-        self._pools.clear()
+        self._pages += map(self._halves.with_empty, pools, programs.pages)
+        self._pages += zeros_of(programs.pages[len(pools) :])
+        pools.clear()
         self._tokens = TokenLanes(programs, self._head)
 
     def _own_pages(self) -> list[jax.Array]:
-        if self._programs.shared is not None:
-            raise ConfigError("pipeline = step on TPUs: pages cannot be handed over")
         # A program that a half is donated to takes the whole arrays along.
         self._apart = [self._halves.apart(array) for array in self._pages]
-        return [self._halves.taken(array, PAGES_SPEC) for array in self._pages]
+        specs = (array.sharding.spec for array in self._programs.all_pages)
+        return [*map(self._halves.taken, self._pages, specs)]
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
         kinds = zip(pages, self._apart, self._programs.pages, strict=True)

@@ -42,7 +42,7 @@ from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
 from jaxserve.roles.shared_pools import Run, SharedPools
 from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
-from jaxserve.roles.token_programs import StepContext, TokenPrograms
+from jaxserve.roles.token_programs import StepContext
 
 
 def refusal(deployment: Deployment) -> str:
@@ -83,14 +83,13 @@ class BothRolesPrograms(AttentionPrograms):
       union: the mesh of both roles.
       ranks, tensor: its axes that divide the experts, and the one that divides every expert's d_ff.
       rules: sharding rules of ffn blocks on it.
-      pages: shapes of the pages of all layers on it, or of the pools that hold keys and values.
-        The ffn role's half holds nothing but experts.
-      shared: where pages and experts lie in pools; None: they have arrays of their own.
+      pages: `all_pages` on it. The ffn role's half holds nothing but experts.
       runs: runs of equal layers, those of prediction modules last.
       banks, experts: see `ColocatedPrograms`.
     """
 
     templates: ModelTemplates
+    shared: SharedPools | None = None
 
     def __init__(self, templates: ModelTemplates, deployment: Deployment, meshes: Submeshes):
         super().__init__(templates, deployment, meshes.attention)
@@ -102,19 +101,25 @@ class BothRolesPrograms(AttentionPrograms):
         self.rules = {name: own[axes] for name, axes in FFN_RULES.items()}
         axes, combine = Axes(self.ranks, self.tensor, rows=everywhere), self.contract.combine
         self.exchanges = make_exchanges(templates.exchange, axes, self.dtype, combine=combine)
-        self.shared: SharedPools | None = None
-        self.pages = [self._on_both(array) for array in self.all_pages]
         self.runs: Sequence[Run] = [Run(*run) for run in all_runs(self.config)]
         if self.config.platform == "tpu":
-            self.shared = SharedPools(deployment, templates, meshes)
-            self.runs, pages = self.shared.runs, self.shared.arrays
-            pool = self._on_both(self.shape(*self.shared.over(self.mesh.size), spec=PIECES))
-            self.pages[: len(pages)] = [pool] * len(pages)
+            self.shared = pools = SharedPools(deployment, templates, meshes)
+            self.runs = pools.runs
+        self.pages = [self._on_both(array) for array in self.all_pages]
         self.banks = stacked_banks(self.runs, templates.slots)
         self.experts: ExpertPrograms | None = None
         if templates.moe:
             given = templates, deployment.experts, self.union, self.rules, self.ranks
             self.experts = ExpertPrograms(*given, stacked=True, pools=self.shared)
+
+    @property
+    def all_pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See `TokenPrograms`; pools in place of the arrays that lie in them."""
+        pages, shared = super().all_pages, self.shared
+        if shared is None:
+            return pages
+        pool = self.shape(*shared.over(self.mesh.size), spec=PIECES)
+        return *[pool for _ in shared.arrays], *pages[len(shared.arrays) :]
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Sharding of an array whose first half lies on the attention mesh as this spec says."""
@@ -169,7 +174,7 @@ class BothRolesPrograms(AttentionPrograms):
             made = map(self._add_combined, turn.x, turn.answers)
             return *made, *turn.pages, *map(add_load, counts, jax.lax.psum(turn.loads, ROLE))
 
-        of_lane = self.stream_shapes(bucket)[0], *self.step_shapes(bucket)[1:]
+        of_lane = *self.stream_shapes(bucket), *self.step_shapes(bucket)[1:]
         counts, tables = bank_arrays(self.union, self.banks, self.ranks)
         leaves = [
             (
@@ -192,9 +197,6 @@ class BothRolesPrograms(AttentionPrograms):
         held: Any = pages if shared is None else shared.in_arrays(pages)
         made: Any = self._attend(kind, self._add_combined(*stream), held, batch, leaves)
         return tuple(made) if shared is None else shared.in_pools(made)
-
-    stream_shapes = TokenPrograms.stream_shapes
-    stream = TokenPrograms.stream
 
     def _beside_pools(self, kind: LayerKind, layers: int) -> Sequence[Any]:
         """Returns the stacked leaves of ffn blocks; None for those that are in pools."""

@@ -71,7 +71,7 @@ class PageTransfer:
         self._devices = mesh.devices
         self._rows = cached_sharding(mesh, ROWS)
         self._pieces = cached_sharding(mesh, PIECES)
-        self._landings: dict[tuple[int, int, FormatName], list[jax.ShapeDtypeStruct]] = {}
+        self.landing = functools.cache(self._landing)
         self._zeros = functools.cache(self._empty)
 
     def warm_up(self, pages: Pages) -> Pages:
@@ -131,18 +131,15 @@ class PageTransfer:
         key = PageKey("gather", tokens, programs.format)
         return self._compiled[key](*self.rows(page_ids, offset), *pages)
 
-    def landing(
+    def _landing(
         self, group: int, tokens: int, cache_format: FormatName
     ) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings in which a piece must arrive for `scatter`: every KV
         head once, on a device that holds it."""
-        key = group, tokens, cache_format
-        if key not in self._landings:
-            self._landings[key] = [
-                array.update(sharding=SingleDeviceSharding(self._lands_on(group, pool, head)))
-                for (pool, _, head), array in self.programs.parts(tokens, cache_format).items()
-            ]
-        return self._landings[key]
+        return [
+            array.update(sharding=SingleDeviceSharding(self._lands_on(group, pool, head)))
+            for (pool, _, head), array in self.programs.parts(tokens, cache_format).items()
+        ]
 
     def _lands_on(self, group: int, pool: int, head: int) -> jax.Device:
         """Returns the device on which the arrays of a KV head arrive."""

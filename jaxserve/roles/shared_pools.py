@@ -112,14 +112,15 @@ def _of(sharding: NamedSharding, array: Any, layers: int = 1) -> jax.ShapeDtypeS
 
 def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Iterator[str]:
     """Yields the reasons why pages and experts cannot share memory."""
-    cache, prefill = deployment.cache, deployment.prefill
-    if cache.page_size % ROWS:
-        yield f"{cache.page_size=} must be a multiple of {ROWS}"
-    if cache.host_gb or deployment.weights.address or prefill.workers:
-        yield f"no {cache.host_gb=}, {prefill.workers=} and weights.address"
+    if (size := deployment.cache.page_size) % ROWS:
+        yield f"cache.page_size = {size} must be a multiple of {ROWS}"
+    if address := deployment.weights.address:
+        yield f"weights.address = {address}: experts in pools cannot be sent to other workers"
     for kind in config.kinds():
-        if not isinstance(one := kind.attention, GQA | MFA | MLA) or getattr(one, "indexer", None):
-            yield f"{type(one).__name__}: only attention with a row a token, without indexer"
+        if not isinstance(one := kind.attention, GQA | MFA | MLA):
+            yield f"{type(one).__name__} attention has no row for each token"
+        elif getattr(one, "indexer", None):
+            yield f"{type(one).__name__} attention with an indexer, which has pages of its own"
     for array in arrays:
         narrow = array.ndim == 3 and array.shape[-1] % LANES  # kernels do not swap experts
         if array.dtype in FOUR_BITS or narrow or not entry_words(array):

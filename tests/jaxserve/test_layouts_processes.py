@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.fleet.launched import output_of
 from tests.jaxserve.layouts import COLOCATED, Case, check
@@ -53,27 +54,14 @@ def test_domains_over_processes_give_the_colocated_tokens(tiny_model, reference,
     check(reference, run(tiny_model, overrides, 3, tmp_path)[0], "2 domains")
 
 
-TWO_RANKS = {"ffn.ep": 2, "ffn.exchange": "alltoall"}
 PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5]}
-FEW = {"cache.pages": 24}
-MODULES = {"speculative.method": "mtp", "speculative.modules": 2, "speculative.automatic": False}
 DEEPSEEK = TinyModel("two modules", TinyDeepseek(num_nextn_predict_layers=2), seed=3)
-STEPS = [
-    (2, None, TWO_RANKS | {"lanes": 2, "speculative.method": "ngram"}),
-    (2, None, FEW | {"lanes": 2, "attention.dp": 1, "attention.tp": 2, "ffn.ep": 2}),
-    (2, None, {"lanes": 4, "ffn.tp": 2}),
-    (4, None, TWO_RANKS | {"lanes": 3, "ffn.redundant_slots": 1}),
-    (2, QWEN3_NEXT, PAGES | {"lanes": 2, "ffn.tp": 2}),
-    (2, DEEPSEEK_V4, PAGES | {"lanes": 2, "ffn.tp": 2}),
-    (2, DEEPSEEK, FEW | MODULES | {"lanes": 3, "ffn.tp": 2}),
-]
-"""Processes, a model (None: the one of `layouts.py`), and keys. With four processes each has one
-device, and experts move. With few pages, requests are preempted and one is cancelled."""
+MODELS = {"qwen3_next": QWEN3_NEXT, "deepseek_v4": DEEPSEEK_V4, "two modules": DEEPSEEK}
 
 
 @pytest.mark.nightly
 @pytest.mark.multihost
-@pytest.mark.parametrize(("processes", "model", "sizes"), STEPS)
+@golden.table("roles/step_processes.yaml")
 def test_steps_of_one_dispatch_give_the_colocated_tokens(
     processes, model, sizes, tiny_model, reference, tmp_path
 ):
@@ -82,7 +70,7 @@ def test_steps_of_one_dispatch_give_the_colocated_tokens(
     overrides = {"pipeline": "step", "attention.dp": 2, "ffn.exchange": "gather"} | sizes
     overrides |= {"experts.move_gb_per_second": 10.0}
     options = ["--crowded"] * ("cache.pages" in sizes) + ["--moving"] * (processes > 2)
-    folder = model.write(tmp_path / "model") if model else tiny_model
+    folder = MODELS[model].write(tmp_path / "model") if model else tiny_model
     tokens = run(folder, overrides, processes, tmp_path, *options)[0]
     if model:
         with layouts.running(folder, PAGES | COLOCATED) as engine:
@@ -93,19 +81,13 @@ def test_steps_of_one_dispatch_give_the_colocated_tokens(
 
 @pytest.mark.nightly
 @pytest.mark.multihost
-@pytest.mark.parametrize(
-    ("processes", "sizes"),
-    [
-        (2, COLOCATED | {"attention.tp": 2, "lanes": 2}),
-        (3, {"attention.dp": 2, "attention.processes": 2, "ffn.processes": 1, "domains": 2}),
-        (2, {"attention.dp": 2, "attention.processes": 2, "ffn.ep": 2, "ffn.processes": 2}),
-    ],
-)
+@golden.table("roles/host_pages.yaml")
 def test_pages_in_host_memory_of_processes_that_share_a_mesh(
     processes, sizes, tiny_model, reference, tmp_path
 ):
     """The second start finds the pages that the first left in the folder."""
-    overrides = FEW | sizes | {"cache.host_gb": 0.01, "cache.storage": str(tmp_path / "pages")}
+    overrides = sizes | {"cache.host_gb": 0.01, "cache.storage": str(tmp_path / "pages")}
+    overrides |= {"cache.pages": 24}
     for _ in range(2):
         tokens, _, pages = run(tiny_model, overrides, processes, tmp_path, "--crowded")
         check(reference, tokens, sizes)
@@ -121,21 +103,14 @@ def test_roles_that_order_their_messages_otherwise_do_not_start(tiny_model, tmp_
         run(tiny_model, {"pipeline": "step"}, 2, tmp_path, "--reordered")
 
 
-BOTH_ROLES = [
-    (4, 2, Case("2A4F", 2, "alltoall", "device_put")),
-    (2, 4, Case("2A4F", 3, "gather", "ppermute")),
-    (2, 4, Case("2A4F", 3, "gather", "device_put")),
-]
-"""Devices of either role, and the rest."""
-
-
 @pytest.mark.nightly
 @pytest.mark.multihost
-@pytest.mark.parametrize(("attention", "ffn", "case"), BOTH_ROLES, ids=str)
+@golden.table("roles/hosts_of_both.yaml")
 def test_hosts_with_parts_of_both_roles_give_the_colocated_tokens(
-    attention, ffn, case, tiny_model, reference, tmp_path
+    attention, ffn, lanes, exchange, transport, tiny_model, reference, tmp_path
 ):
     """Two processes, each with half of the attention mesh and half of the ffn mesh."""
+    case = Case("2A4F", lanes, exchange, transport)
     sizes = {"attention.dp": attention, "attention.tp": 1, "ffn.ep": ffn, "ffn.tp": 1}
     overrides = case.overrides | sizes | {"attention.processes": 2, "ffn.processes": 2}
     check(reference, run(tiny_model, overrides, 2, tmp_path)[0], case)

@@ -245,6 +245,12 @@ class TestFit:
         with pytest.raises(ConfigError, match=said):
             check_capacity(config, deployment, memory_of(deployment), role_bytes)
 
+    @golden.table("roles/pools.yaml")
+    def test_what_pools_cannot_have_is_refused(self, model, changes, said):
+        changes |= {"pipeline": "step", "model": str(CONFIGS / "models" / model)}
+        with pytest.raises(ConfigError, match=f"pipeline = step on TPUs: .*{said}"):
+            one_program_bytes(*load("deepseek-v3-v7x", **changes))
+
     def test_memory_that_nobody_knows_is_not_checked(self):
         config, deployment = load("kimi-k2", attention_memory_gb=0, ffn_memory_gb=0, ffn_ep=1)
         assert memory_of(deployment) == {"attention": None, "ffn": None}

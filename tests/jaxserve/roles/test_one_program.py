@@ -1,88 +1,75 @@
 """Steps of both roles as one program give the colocated tokens."""
 
 import contextlib
+import itertools
+import random
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
+from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
+from tests import golden
 from tests.jaxserve import layouts
+from tests.jaxserve.hand_offs import at_rest, hand_over, workers
 from tests.jaxserve.layout_process import as_on_tpus, await_moves, crowded, move
 from tests.jaxserve.test_layouts_processes import run
 from tests.reference.tiny_models import TinyModel
-from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyGptOss
+from tests.reference.tiny_sizes import VOCAB, TinyDeepseek, TinyGptOss, TinyStep3p5
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 pytestmark = pytest.mark.unoptimised
 
-EIGHT_BITS = dict.fromkeys(("attention.weights", "ffn.weights", "cache.format"), "int8")
-MOVED = {
-    "ffn.redundant_slots": 1,
-    "experts.move_gb_per_second": 10.0,
-    "experts.move_mb_per_step": 0.05,
-    "experts.least_gain": 0.0,
-}
-TWO_RANKS = {"attention.dp": 2, "ffn.ep": 2} | MOVED
-HALVES = TWO_RANKS | {"attention.processes": 2, "ffn.processes": 2}
-FEW = {"attention.tp": 2, "ffn.tp": 2, "cache.pages": 24, "cache.host_gb": 0.02}
-PAGES = {"cache.page_size": 32, "scheduler.page_buckets": [5], "cache.pages": 7}
-LATENTS = {"cache.page_size": 128, "scheduler.page_buckets": [2], "cache.pages": 5}
-LATENTS |= {"scheduler.max_length": 192}
-ROTATED, WINDOWS = LATENTS | {"cache.format": "int8", "cache.rope": "bfloat16"}, {**PAGES}
-CASES = [
-    (3, {}, {"speculative.method": "ngram"}),
-    (2, {}, FEW),
-    (2, {}, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
-    (3, {}, TWO_RANKS | {"ffn.exchange": "alltoall"}),
-    (1, PAGES, {"attention.dp": 4, "ffn.ep": 2, "ffn.tp": 2} | MOVED),
-    (2, PAGES, {"attention.tp": 2, "ffn.ep": 2, "speculative.method": "ngram"} | MOVED),
-    (3, PAGES | EIGHT_BITS, {}),
-    (3, PAGES | EIGHT_BITS, TWO_RANKS),
-    pytest.param(3, PAGES, HALVES, marks=pytest.mark.multihost),
-    (3, LATENTS, TWO_RANKS | {"speculative.method": "mtp", "speculative.automatic": False}),
-    (2, ROTATED, TWO_RANKS),
-    (3, WINDOWS, {"speculative.method": "ngram"}),
-]
-"""Lanes, pages and formats, and a layout. With pages of whole tiles the programs are those of TPUs,
-where pages and experts share memory. In 8 bits sums of other experts are rounded otherwise: tokens
-are the same where sums are cut as in colocated mode, and where experts are back."""
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 256}
-WHOLE_TILES = TinyStep3(vocab_size=161, head_dim=128, share_expert_dim=42, **WIDE)
-WIDE_HEADS = WIDE | {"qk_nope_head_dim": 128}
-GPT_OSS = TinyModel("windows", TinyGptOss(hidden_size=128, intermediate_size=256, head_dim=128))
-DEEPSEEK = TinyModel("whole tiles", TinyDeepseek(num_nextn_predict_layers=1, **WIDE_HEADS))
+STEP3 = TinyStep3(vocab_size=161, share_expert_dim=42, head_dim=128, **WIDE)
+OSS = TinyGptOss(hidden_size=128, intermediate_size=256, head_dim=128)
+LATENT = TinyDeepseek(num_nextn_predict_layers=1, qk_nope_head_dim=128, **WIDE)
+MODELS = {
+    "step3": lambda folder: write_tiny_step3(folder, STEP3, seed=layouts.SEED),
+    "gpt_oss": TinyModel("windows", OSS).write,
+    "step3p5": TinyModel("layers that differ", TinyStep3p5(**WIDE)).write,
+    "deepseek": TinyModel("whole tiles", LATENT).write,
+}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("lanes", "given", "sizes"), CASES)
-def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_path):
-    """Experts move while requests run. With few pages requests are preempted and one is cancelled.
-    Each of two pools has one of Step-3's two layers with experts, DeepSeek's one pool both. Half of
-    gpt-oss's layers have a window. Two processes have half of each role."""
+@golden.table("roles/one_program.yaml", "multihost")
+def test_the_tokens_are_the_colocated_ones(case, lanes, model, given, sizes, tiny_model, tmp_path):
+    """Experts move while requests run, and in pools a step is lost meanwhile. With few pages
+    requests are preempted and one is cancelled. Each of two pools has one of Step-3's two layers
+    with experts, DeepSeek's one pool both. Half of gpt-oss's layers have a window, and most of
+    Step-3.5's. Two processes have half of each role."""
     folder, prompts = tiny_model, layouts.PROMPTS
     platform = as_on_tpus() if given else contextlib.nullcontext()
-    if "scheduler.max_length" in given:
-        folder = DEEPSEEK.write(tmp_path)
-        few = layouts.prompts_below(VOCAB)  # all of which outgrow a page
-        prompts = [(99 * prompt)[: 100 + n] for n, prompt in enumerate(few)]
-    elif given is WINDOWS:
-        folder, prompts = GPT_OSS.write(tmp_path), layouts.prompts_below(VOCAB)
-    elif given:
-        folder = write_tiny_step3(tmp_path, WHOLE_TILES, seed=layouts.SEED)
+    if given:
+        folder = MODELS[model](tmp_path)
+        prompts = layouts.prompts_below(read_config(folder)[0].vocab)
+    if "scheduler.max_length" in given:  # all outgrow a page
+        prompts = [(99 * prompt)[: 100 + n] for n, prompt in enumerate(prompts[:9])]
     with layouts.running(folder, given | layouts.COLOCATED) as engine:
         expected = layouts.generate(engine, prompts)
     overrides = given | {"pipeline": "step", "lanes": lanes, "ffn.exchange": "gather"} | sizes
     if "ffn.processes" in sizes:
-        found = run(folder, overrides, 2, tmp_path, "--as-on-tpus", "--crowded", "--moving")
-        assert found.tokens == expected
-        assert found.view["experts"]["moves"] > 20
+        arguments = "--as-on-tpus", "--crowded", "--moving"
+        tokens, view, pages = run(folder, overrides, 2, tmp_path, *arguments)
+        assert tokens == expected
+        assert view["experts"]["moves"] > 20
+        assert pages["hits"] > 0
         return
     with platform, layouts.running(folder, overrides) as engine:
         if "ffn.redundant_slots" in sizes:
-            home, alike = dict(engine.experts.placements), EIGHT_BITS.keys() - given.keys()
+            home, alike = dict(engine.experts.placements), "ffn.weights" not in given
             expected = expected if alike else layouts.generate(engine, prompts)
             move(engine, prompts, fails=False, expected=expected if alike else None)
+            if given:
+                with losing_a_step(engine):
+                    experts = engine.experts
+                    experts.place({n: own[::-1] for n, own in experts.placements.items()})
+                    await_moves(engine, prompts, expected if alike else None)
             check_counts(engine, prompts)
             if not alike:
                 engine.experts.place(home)
@@ -92,6 +79,49 @@ def test_the_tokens_are_the_colocated_ones(lanes, given, sizes, tiny_model, tmp_
         assert layouts.generate(engine, prompts) == expected  # with cached prefixes
         assert engine.compilations_after_ready == 0
         assert not engine.host_pages or engine.host_pages["bytes_restored"] > 0
+
+
+@contextlib.contextmanager
+def losing_a_step(engine):
+    """A step fails on the devices, and takes pages and experts along."""
+    driver, before, steps = engine.driver, engine.driver.observer, itertools.count()
+
+    def observe(*step):
+        if next(steps) == 9:
+            for array in driver._pages:
+                array.delete()
+            raise JaxRuntimeError("INTERNAL: a device lost its step")
+
+    driver.observer = SimpleNamespace(observe=observe)
+    yield
+    driver.observer = before
+    assert next(steps) > 9
+
+
+@pytest.mark.nightly
+def test_pages_of_pools_are_handed_over(tmp_path):
+    """From pools to pools with pages of half the size, which have room for few sequences: pages go
+    to host memory and come back, a request is cancelled, and a step is lost."""
+    folder, draw = MODELS["step3"](tmp_path), random.Random(3)
+    shared = [[draw.randrange(VOCAB) for _ in range(64)] for _ in "abc"]
+    prompts = [[*shared[n % 3], *range(n, 5 * n)] for n in range(12)]
+    with layouts.running(folder, layouts.COLOCATED) as engine:
+        expected = layouts.generate(engine, prompts)
+    step = {"mode": "afd", "pipeline": "step", "lanes": 2}
+    first = step | {"attention.dp": 2, "ffn.ep": 2, "cache.page_size": 64}
+    second = step | {"cache.page_size": 32, "cache.pages": 9, "cache.host_gb": 0.02}
+    with as_on_tpus(), workers(folder, prefill=first, decode=second) as (source, domain):
+        assert hand_over(source, domain, prompts, layouts.GREEDY) == expected
+        with losing_a_step(domain):
+            assert crowded(domain, prompts) == expected
+        salted = msgspec.structs.replace(layouts.GREEDY, cache_salt="again")
+        assert hand_over(source, domain, prompts, salted) == expected
+        counters = domain.hand_offs.domains[0].client.counters
+        assert (counters.transfers > 12, counters.failures) == (True, 0)
+        assert domain.host_pages["bytes_restored"] > 0
+        for engine in (source, domain):
+            at_rest(engine)
+            assert engine.compilations_after_ready == 0
 
 
 def check_counts(engine, prompts):
