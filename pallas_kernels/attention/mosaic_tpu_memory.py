@@ -28,7 +28,7 @@ VMEM_BYTES = 56 * 2**20
 SPILLED_BYTES = 2 * 2**20
 """Vector memory left to the compiler for registers that it spills."""
 
-MOST_TOGETHER, ROWS_TOGETHER = 4, 2048
+MOST_TOGETHER, ROWS_TOGETHER = 8, 2048
 """Most tokens that one round attends from, and most of the positions in their blocks."""
 
 AHEAD_BYTES, MOST_BUFFERS = 8 * 2**20, 32
