@@ -117,7 +117,7 @@ def test_pages_of_pools_are_handed_over(tmp_path):
         salted = msgspec.structs.replace(layouts.GREEDY, cache_salt="again")
         assert hand_over(source, domain, prompts, salted) == expected
         counters = domain.hand_offs.domains[0].client.counters
-        assert (counters.transfers > 12, counters.failures) == (True, 0)
+        assert (counters.transfers > 2, counters.failures) == (True, 0)
         assert domain.host_pages["bytes_restored"] > 0
         for engine in (source, domain):
             at_rest(engine)
@@ -125,7 +125,8 @@ def test_pages_of_pools_are_handed_over(tmp_path):
 
 
 def check_counts(engine, prompts):
-    """Each rank counts tokens for the experts in its slots, and every layer all tokens."""
+    """Each rank counts tokens for the experts in its slots, and every layer all tokens; a module's
+    passes leave out rejected drafts."""
     before = tokens_of_ranks(engine)
     layouts.generate(engine, prompts)
     totals = set()
@@ -135,7 +136,7 @@ def check_counts(engine, prompts):
             assert new.any()
             assert set(np.flatnonzero(new)) <= set(own)
         totals.add((tokens - before[layer]).sum())
-    assert len(totals) == 1
+    assert len(totals) <= 1 + engine.deployment.modules
 
 
 def tokens_of_ranks(engine):
