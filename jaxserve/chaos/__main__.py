@@ -95,8 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_victims(only: Sequence[str], there: Mapping[str, Sized], together: int) -> None:
-    """Raises ConfigError if `only` names a role that no process has, or if its roles have fewer
-    than `together` processes."""
+    """Raises ConfigError if `only` names absent roles, or roles of fewer than `together`."""
     if absent := [role for role in only if role not in there]:
         raise ConfigError(
             f"--only {','.join(absent)}: no such process here, but {', '.join(sorted(there))}; "

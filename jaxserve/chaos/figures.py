@@ -24,6 +24,8 @@ RECONNECT_SECONDS = 5.0
 attempt, which takes long on a machine that is busy with starts."""
 FEW = 100
 """Fewest gaps for which a p99 is computed."""
+MOMENTS = 10
+"""Moments of each time without faults at which delays of tokens are looked at."""
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -143,19 +145,25 @@ def gaps(
     ]
 
 
-def between(event: Event, records: Sequence[Record]) -> float:
+def between(begin: float, seconds: float, records: Sequence[Record]) -> float:
     """Returns the longest time between two tokens of a request, in seconds, of those that were
-    awaited at some moment from the fault until it was noticed."""
-    end = event.at + (event.noticed or 0.0)
-    pairs = [pair for record in records for pair in itertools.pairwise(record.arrivals)]
-    own = (later - earlier for earlier, later in pairs if earlier < end and later > event.at)
+    awaited at some moment of this time: from a fault until it was noticed, say."""
+    end = begin + seconds
+    near = (one for one in records if one.start < end and one.finish > begin)
+    pairs = [pair for record in near for pair in itertools.pairwise(record.arrivals)]
+    own = (later - earlier for earlier, later in pairs if earlier < end and later > begin)
     return max(own, default=0.0)
 
 
-def undisturbed(found: Found) -> list[float]:
-    """Returns the seconds between tokens at the calm beginning and in the pauses before faults."""
+def quiet_times(found: Found) -> list[tuple[float, float]]:
+    """Returns begin and end of the calm beginning and of the pauses before faults."""
     pauses = [(event.until, later.at) for event, later in itertools.pairwise(found.events)]
-    return [gap for begin, end in [found.calm, *pauses] for gap in gaps(found.records, begin, end)]
+    return [found.calm, *pauses]
+
+
+def undisturbed(found: Found) -> list[float]:
+    """Returns the seconds between tokens in times without faults."""
+    return [gap for begin, end in quiet_times(found) for gap in gaps(found.records, begin, end)]
 
 
 def _p99(found: Sequence[float]) -> float | None:
@@ -241,10 +249,19 @@ def _part(
     during, usual = _p99(others), _p99(calm)
     if usual:
         iteration = statistics.median(calm)
-        steps = [between(event, found.records) / iteration for event, _ in own]
-        title = "iterations from token to token at the fault"
-        measures.append(Measure(f"{title}, median", statistics.median(steps), "x"))
-        measures.append(Measure(f"{title}, most", max(steps), "x"))
+        faults = [(event.at, event.noticed or 0.0) for event, _ in own]
+        # A long wait is as likely to be under way at them, and as many tokens are awaited.
+        seconds = statistics.median(until for _, until in faults)
+        still = [
+            (begin + number * (end - begin) / MOMENTS, seconds)
+            for begin, end in quiet_times(found)
+            for number in range(MOMENTS)
+        ]
+        for when, moments in (("the fault", faults), ("moments without one", still)):
+            delays = [max(0.0, between(*one, found.records) / iteration - 1) for one in moments]
+            title = f"longest delay of a token at {when}, in iterations"
+            measures.append(Measure(f"{title}: median", statistics.median(delays), "x"))
+            measures.append(Measure(f"{title}: most", max(delays), "x"))
     if during is not None and usual:
         limit = P99_RATIO if has_others(kind, roles) else None
         title = "p99 between tokens of other requests ÷ undisturbed"

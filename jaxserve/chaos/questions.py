@@ -104,8 +104,7 @@ def questions(
 
 
 def _text(draw: random.Random, words: int, vocab: int, title: str) -> str | list[int]:
-    """Draws lines of source code below a title; for a model without words about as many token
-    ids."""
+    """Draws lines of source code below a title; token ids for a model without words."""
     if vocab:
         return [draw.randrange(vocab) for _ in range(7 * words)]
     return "\n".join([title, *draw.sample(WORDS, words)])
