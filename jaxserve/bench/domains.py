@@ -29,44 +29,44 @@ from jaxserve.ports import free_port
 LAYERS, LANES, ROWS, WORDS = 16, 2, 32, 512
 STAGES = {"8 ms; 6 + 0.5 ms": (8e-3, 6e-3, 0.5e-3, 1.5), "3 ms; 3 + 1 ms": (3e-3, 3e-3, 1e-3, 1.2)}
 """Attention; pass, fixed and a message; least gain over rotation with three domains."""
-_SECONDS, _TOKEN = 120.0, "bench"
+_SECONDS, _TOKEN, _PERIOD = 120.0, "bench", 0.2
 
 
 def measure(quick: bool) -> Iterator[Part]:
-    """Runs three domains and one under every policy."""
+    """Runs three domains and one under every policy, and three of which one pauses."""
     measures, details = [], {}
-    for name, (attend, fixed, each, limit) in STAGES.items():
-        for domains in (3, 1):
-            rates = {
-                batching: _run(batching, domains, attend, fixed, each, 0.5 if quick else 4.0)
-                for batching in ("rotation", "merge", "cohort")
-            }
+    for name, (*times, limit) in STAGES.items():
+        for domains, least in ((3, limit), (1, 0.98)):
+            rates = {each: _run(each, domains, times, quick) for each in POLICIES}
             details[f"{name}, {domains} domains"] = rates
-            measures.append(
-                Measure(f"{name}: {domains} domains, rotation", rates["rotation"], "/s")
-            )
-            for batching in ("merge", "cohort"):
-                gain = rates[batching] / rates["rotation"]
-                least = limit if domains > 1 else 0.98
-                wanted = least if batching == "cohort" else None
+            whole = sum(rates["rotation"])
+            measures.append(Measure(f"{name}: {domains} domains, rotation", whole, "/s"))
+            for batching, wanted in (("merge", None), ("cohort", least)):
+                gain = sum(rates[batching]) / whole
                 measures.append(Measure(f"  {batching} ÷ rotation", gain, "", wanted, "more"))
+            if domains > 1:
+                rates["paused"] = _run("cohort", domains, times, quick, 0.5)
+                others = sum(rates["paused"][1:]) / sum(rates["cohort"][1:])
+                title = "  cohort, one works half of the time: the others ÷ undisturbed"
+                measures.append(Measure(title, others, "", 0.95, "more"))
     notes = [f"Messages sent and answered a second; {LANES} lanes, {LAYERS} layers."]
     yield Part("domains", "domains on one ffn worker, stand-in stages", measures, notes, details)
 
 
 def _run(
-    batching: str, domains: int, attend: float, fixed: float, each: float, seconds: float
-) -> float:
-    """Returns messages a second of all domains together."""
+    batching: str, domains: int, times: Sequence[float], quick: bool, duty: float = 1.0
+) -> list[float]:
+    """Returns messages a second of each domain; the first one works for `duty` of the time."""
+    own = {"attend": times[0], "seconds": 0.5 if quick else 4.0}
+    server = {"batching": batching, "fixed": times[1], "each": times[2]}
     with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder:
         shared = {"address": f"127.0.0.1:{free_port()}", "folder": folder, "domains": domains}
-        server = {"batching": batching, "fixed": fixed, "each": each}
         workers = [Task(serve_messages, shared | server)]
         workers += [
-            Task(run_domain, shared | {"name": f"{n}", "attend": attend, "seconds": seconds})
+            Task(run_domain, shared | own | {"name": f"{n}", "duty": 1.0 if n else duty})
             for n in range(domains)
         ]
-        return sum(run_workers(workers, _SECONDS)[1:])
+        return run_workers(workers, _SECONDS)[1:]
 
 
 class _Sleeps:
@@ -112,7 +112,7 @@ def serve_messages(
 
 
 def run_domain(
-    address: str, folder: str, domains: int, name: str, attend: float, seconds: float
+    address: str, folder: str, domains: int, name: str, attend: float, seconds: float, duty: float
 ) -> float:
     """Returns messages answered a second while all domains run."""
     mesh = Mesh(np.array([[jax.devices()[0]]]), ("dp", "tp"))
@@ -137,6 +137,8 @@ def run_domain(
             if number:
                 link.receive(lane)
             time.sleep(attend)
+            part = time.monotonic() % _PERIOD
+            time.sleep(_PERIOD - part if part > duty * _PERIOD else 0.0)
             link.send(lane, "moe", number % LAYERS, ROWS, message)
         now = time.monotonic()
         if not begun and now > warm:
