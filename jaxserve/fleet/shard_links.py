@@ -99,6 +99,7 @@ def links(
     for shard in range(ffn.instances):
         own = [address for worker in workers[shard :: ffn.instances] for address in worker]
         clients.append(link(role._replace(instance=shard), own))
+        clients[-1].wanted = f"ffn worker of shard {shard}"
     return ShardClients(clients)
 
 
@@ -167,8 +168,7 @@ class ShardExperts:
         ), [span for _, spans in found for span in spans]
 
     def rebalance(self, *, dry_run: bool) -> Proposal:
-        """Has every shard rebalance; raises as `ExpertBalancer.rebalance`. Shards behind one that
-        cannot are not asked."""
+        """Rebalances shard by shard up to one that cannot; see `ExpertBalancer.rebalance`."""
         made = [shard.rebalance(dry_run=dry_run) for shard in self._shards]
         return Proposal(
             balance_now=min(one.balance_now for one in made),

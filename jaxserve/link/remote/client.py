@@ -118,6 +118,8 @@ class MessageClient:
         """Each lane's last answered message, where other processes may lack its answer."""
         self._numbers = itertools.count()
         self._active: Sequence[MessageConnection] = ()
+        self.wanted = "ffn worker"
+        """What the addresses are of, in errors."""
         self.last_used = ""
         """Address of the ffn worker in use, or of the one that was."""
         self._closed = False
@@ -295,7 +297,8 @@ class MessageClient:
                     clock = AwakeClock(longest=2 * WAIT_SECONDS)
                 if clock.tick() > self._deadlines.absent:
                     raise EngineFailedError(
-                        f"no ffn worker for {self._deadlines.absent:g} s: {self._whereabouts()}"
+                        f"no {self.wanted} for {self._deadlines.absent:g} s (link.absent_seconds): "
+                        f"{self._whereabouts()}"
                     )
                 refused = all(peer.state is PeerState.REFUSED for peer in self.peers)
                 if refused and give_up_when_refused:
