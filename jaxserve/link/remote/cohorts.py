@@ -106,6 +106,9 @@ FORGETS = 0.9
 """Factor by which a lane's `waited` shrinks with every layer."""
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
+UNSTEADY, STEADY = 0.7, 0.9
+"""Part of the way to 1 that a domain's `unsteady` goes when it is left behind; factor by which it
+shrinks with every iteration."""
 USUAL = 14
 """Mean deviations up to which a late message is taken to come at once. Of hundreds of calm lanes
 one is always late; only beyond what chance explains does one stall."""
@@ -130,10 +133,11 @@ class _Lane:
         self.answered = self.due = self.came = self.usual = 0.0
         """When the last answer was computed; when the next message is due, when the last one came,
         and the seconds by which a message is late as usual."""
-        self.late = self.waited = 0.0
+        self.late = self.waited = self.unsteady = 0.0
         """Seconds that the messages of others waited for this lane: at its last layer, and lately
         at layers that followed one at which they waited as long. A straggler is late at every
-        layer, by less than its price each time; a single stall foretells nothing."""
+        layer, by less than its price each time; a single stall foretells nothing. And how surely
+        its domain stops again and again, from 0 to 1: its cohort lately went on without it."""
         self._means, self._deviations = [0.0] * 4, [0.0] * 4
         """Seconds, for each of the first three layers and for the others. The last deviation is one
         of all layers, because those of the first ones are learned slowly."""
@@ -168,6 +172,10 @@ class _Lane:
         take as long again."""
         late = now - self.due - others
         return 0.0 if 0 < late < self.usual else abs(late)
+
+    def worth(self, price: float) -> float:
+        """Returns what it costs to leave the lane behind, less what others have waited for it."""
+        return (1 - self.unsteady) * max(price - self.waited, LEAST * price)
 
 
 class _Cohort:
@@ -330,7 +338,7 @@ class Cohorts(Turns):
         oldest = next(iter(self._messages.values()))
         overdue = oldest.arrived + self._longest * self.iteration
         if idle and now >= overdue:
-            return self._overdue(oldest, now), now
+            return self._alone(oldest, now), now
         looks = dict[tuple[int, _Cohort], float]()
         for (_, part), cohort in self._cohorts.items():
             if cohort.waiting:
@@ -373,15 +381,18 @@ class Cohorts(Turns):
                 self.iteration += 0.3 * (lasted - self.iteration)
             cohort.began = now
         self._note_waits(cohort, layer)
-        self.left_behind += len(cohort.in_step - lanes)
+        left = cohort.in_step - lanes
+        self.left_behind += len(left)
+        if 2 * len(left) < len(cohort.in_step):  # else the cohort falls apart: no fault of theirs
+            for one in {one for lane in left for one in lane.siblings}:
+                one.unsteady += UNSTEADY * (1 - one.unsteady)
         cohort.layer, cohort.ran, cohort.look, cohort.late = layer, now, 0.0, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
         self._parts.layers += 1
         return self._at(cohort, layer)
 
     def _note_waits(self, cohort: _Cohort, layer: int) -> None:
-        """Charges lanes in step for the time in which the idle pool and their cohort waited for
-        them at a layer."""
+        """Charges lanes in step for the time in which the idle pool waited for them at a layer."""
         waiting, before, waited = cohort.waiting[layer], self._ended, 0.0
         for present, (lane, message) in enumerate(waiting.items()):
             if message.arrived > before:
@@ -390,13 +401,14 @@ class Cohorts(Turns):
             if lane in cohort.in_step:
                 lane.waited = FORGETS * lane.waited + min(lane.late, waited)
                 lane.late = waited
+                lane.unsteady *= STEADY if layer <= cohort.layer else 1.0
 
-    def _overdue(self, oldest: Waiting, now: float) -> list[Waiting]:
-        """Takes the message that waited longest, with those of its cohort that wait beside it. They
+    def _alone(self, message: Waiting, now: float) -> list[Waiting]:
+        """Takes a message that waits no longer for its cohort, with those that wait beside it. They
         go on as the cohort if lanes in step are among them, or if they are more than these: else a
         cohort that fell apart would never be whole again, since passes of few messages keep the
         pool busy."""
-        cohort, layer = self._lanes[oldest.key].home, oldest.layer
+        cohort, layer = self._lanes[message.key].home, message.layer
         beside = cohort.waiting[layer]
         joined = layer == cohort.position and not cohort.in_step.isdisjoint(beside)
         if joined or len(beside) > len(cohort.in_step):
@@ -428,10 +440,7 @@ class Cohorts(Turns):
             return now
         price = self._price * self.iteration
         late = max(cohort.late, 0.0) / max(len(cohort.in_step) - len(cohort.missing), 1)
-        waits = sorted(
-            (lane.further(now, late), max(price - lane.waited, LEAST * price))
-            for lane in cohort.missing
-        )
+        waits = sorted((one.further(now, late), one.worth(price)) for one in cohort.missing)
         present, cost, left = len(cohort.waiting[cohort.position]), 0.0, 0
         # Leave the last ones behind if waiting for them costs more than they are worth.
         while left < len(waits):

@@ -45,6 +45,18 @@ def test_cohorts_run_in_parts_where_passes_are_bound_by_rows_and_links_are_slow(
     assert own.tokens > 1.005 * turns.tokens
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_worker_that_is_stopped_half_of_the_time_costs_the_others_nothing(seed):
+    """Had they the same patience each time, they would be at 0.8."""
+    stages = {"fixed": 6e-3, "row": 5e-4, "attend": (8e-3, 0.0, 0.0), "head": 0.0}
+    pool = ExpertPool(workers=3, lanes=2, layers=16, rows=1, **stages)
+    own, calm = (
+        simulate_pool(each, Cohorts(3), seed=seed, iterations=40)
+        for each in (msgspec.structs.replace(pool, duty=0.5), pool)
+    )
+    assert own.tokens > 0.95 * calm.tokens
+
+
 def test_a_worker_takes_its_answers_in_the_order_of_its_lanes():
     workers = _Workers(POOL, np.random.default_rng(0))
     for lane, at in ((1, 0.0), (2, 3.0), (0, 2.0)):

@@ -64,8 +64,7 @@ def test_lateness_at_the_first_layer_is_usual_after_a_step_alone():
 
 
 def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
-    """Domain b takes the answer to its older message, of lane 1, before it sends lane 0's next.
-    When a has to wait so, b's, which was left behind, does not take the cohort from it."""
+    """Domain b takes lane 1's answer first. Nor does b, left behind, take the cohort from a."""
     policy, now = Cohorts(most=8), 0.0
     steps = {"a01 b01": "ab", "a00 b00": "ab", "b11": "", "a10 b10": "ab", "a20": "a"}
     steps |= {"a11": "ba", "a30 b20": "a", "a21": "", "a40": "a", "": "", "b21": "ab"}
