@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def proved[F](private: F, public: F, works: Callable[[F], bool]) -> F:
-    """Returns the private function if it works as expected on this process's devices, else the
-    public one."""
+    """Returns the private function if it works on this process's devices, else the public one."""
     try:
         if works(private):
             return private

@@ -66,8 +66,7 @@ class Route(NamedTuple):
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        """Copies that bring all pieces to the ffn mesh, one for each slot. Later slots hold the
-        pieces for further instances."""
+        """Copies that bring all pieces to the ffn mesh, one a slot; later slots: more instances."""
         places = [(piece, *self.ingress(piece)) for piece in range(self.attention)]
         part, legs = self.ffn // self.instances, []
         for slot in range(self._own * self.instances):

@@ -142,16 +142,17 @@ class MessageConnection(Session):
     def wait_for(self, message: Unanswered, end: float = math.inf) -> None:
         """Waits until a posted message has the pieces that cross this connection, from here or from
         another worker, or an error, or one of its connections has failed, or `time.monotonic` has
-        reached `end`."""
+        reached `end` and all frames that came until then are read."""
         with self._reading:
+            left, came = 1.0, True
             while (
                 any(place not in message.pieces for place in self.places)
                 and message.error is None
                 and not message.lost
+                and (left > 0 or came)
             ):
-                if (left := end - time.monotonic()) <= 0:
-                    return
-                self.read_frame(min(left, TICK_SECONDS))
+                left = max(0.0, end - time.monotonic())
+                came = self.read_frame(min(left, TICK_SECONDS))
 
     def _drop(self) -> None:
         self._ended.set()

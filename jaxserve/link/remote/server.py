@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 MOST_CONNECTIONS = 1024
 """Most processes of domains at a time."""
 HELPERS = 16
-"""Threads that send answers, of which a peer that reads nothing holds one up for 2 s at most, and
-that answer questions."""
+"""Threads that answer questions and send answers; a peer that reads nothing holds one for 2 s."""
 
 _report = msgspec.msgpack.Decoder(frames.NamedMessage)
 _order = msgspec.msgpack.Decoder(list[frames.NamedMessage])

@@ -73,8 +73,7 @@ class Listener:
         return address_of(listening)
 
     def close(self, seconds: float) -> None:
-        """Accepts no more, ends all connections and waits for their threads. Idempotent, and
-        allowed before `start`."""
+        """Ends all connections and waits for threads. Idempotent, allowed before `start`."""
         self._closing = True
         deadline = time.monotonic() + seconds
         if self._socket is not None:

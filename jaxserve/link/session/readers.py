@@ -43,14 +43,12 @@ class Readers:
             self._threads[-1].start()
 
     def add(self, descriptor: int, session: ServedSession) -> None:
-        """Reads a session, whose channel has this descriptor, until it has failed; then calls its
-        `end`."""
+        """Reads a session, whose channel has this descriptor, until it fails; calls its `end`."""
         self.sessions[descriptor] = self._idle[descriptor] = session
         self._epoll.register(descriptor, ONCE)
 
     def close(self, seconds: float) -> None:
-        """Ends all sessions, and waits up to `seconds` for the threads. Idempotent, and allowed
-        before `start`."""
+        """Ends all sessions within about `seconds`. Idempotent, allowed before `start`."""
         self._closed = True
         for session in list(self.sessions.values()):
             session.fail("the worker ends")
@@ -68,8 +66,7 @@ class Readers:
                     self._read(descriptor, 0.0)
 
     def _read(self, descriptor: int, seconds: float | None) -> None:
-        """Reads the bytes of a session and watches its deadlines, unless another thread does; that
-        one arms it again."""
+        """Reads a session and watches its deadlines, unless another thread does so already."""
         if (session := self._idle.pop(descriptor, None)) is None:
             return
         try:

@@ -87,16 +87,16 @@ class Session:
 
     def read_frame(self, seconds: float | None = TICK_SECONDS) -> bool:
         """Handles the next frame, if it comes within `seconds`, and watches deadlines; called by
-        one thread at a time. Returns whether another frame may be read at once.
+        one thread at a time. Returns whether a frame came.
 
         Args:
           seconds: longest wait; None: bytes have come.
         """
         try:
-            if self._channel.wait(seconds):
+            if came := self._channel.wait(seconds):
                 self.handle(self._channel.receive())
             self._tick(self._clock.tick())
-            return bool(self._channel.unread)
+            return came
         except (EOFError, OSError) as error:
             self.fail(f"the connection closed ({error or 'end of file'})")
         except (RuntimeError, msgspec.DecodeError) as error:

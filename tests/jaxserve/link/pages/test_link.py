@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import PagesClient
 from jaxserve.link.pages.ends import FetchedPiece, FetchJob
+from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
 from tests import golden
@@ -211,7 +213,7 @@ def _changing(monkeypatch, pieces: set[int]) -> None:
                 parts[-1] = memoryview(other)
             channel.send(frame, parts)
 
-        return bulk.send_arrays(SimpleNamespace(send=send), *arguments, **options)
+        return bulk.send_arrays(Mock(Channel, send=send), *arguments, **options)
 
     monkeypatch.setattr(pages_server, "send_arrays", changed)
 

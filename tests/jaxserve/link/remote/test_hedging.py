@@ -21,7 +21,7 @@ from jaxserve.clock import AwakeClock
 from jaxserve.link.remote import client, connection, frames, hedging
 from jaxserve.link.remote.peer import RETRY_SECONDS, PeerState
 from jaxserve.link.session import session
-from jaxserve.link.session.channel import TICK_SECONDS, Deadlines
+from jaxserve.link.session.channel import TICK_SECONDS, Channel, Deadlines
 from jaxserve.link.session.hello import make_hello
 from jaxserve.link.session.messages import Bulk, Echo, Ready, encode
 
@@ -35,7 +35,16 @@ FAULTS = st.lists(st.tuples(st.floats(0, 8), st.integers(0, 1), KINDS, st.floats
 notes = msgspec.msgpack.Decoder(frames.Note | Echo)
 
 
-class Line:
+class Message(SimpleNamespace):
+    """A message of one piece on the attention mesh."""
+
+    __class__ = jax.Array
+
+    def __init__(self, rows):
+        super().__init__(addressable_shards=[SimpleNamespace(data=rows)])
+
+
+class Line(Channel):
     """The channel and the transfers of one connection."""
 
     unread = b""
@@ -133,7 +142,9 @@ class World:
             deadlines=DEADLINES,
         )
         self.link._usual = 0.004  # before it is known, lost messages wait for `answer` seconds
-        self.link._answer_shape = lambda *_: connection.AnswerShape([None], lambda rows: rows[0])
+        self.link._answer_shape = lambda *_: connection.AnswerShape(
+            [None], lambda rows: jax.device_put(rows[0])
+        )
         self.link._changed = changed = contextlib.nullcontext()
         changed.notify_all, changed.wait = lambda: None, self.advance
         for peer, holder in zip(self.link.peers, self.holders, strict=True):
@@ -156,7 +167,7 @@ class World:
         if holder.until > self.now:
             return self.at(RETRY_SECONDS, partial(self.connect, peer, holder))
         holder.line = line = Line(self, holder)
-        end = connection.MessageConnection(line, DEADLINES, line, peer._allowed)
+        end = connection.MessageConnection(line, DEADLINES, "", peer._allowed)
         line.end = weakref.ref(end)
         end.places = end._own = (0,)
         peer.connection = end
@@ -185,9 +196,26 @@ def world_of(random):
             stack.enter_context(patch.object(module, "AwakeClock", ticking))
         for module in (connection, hedging):
             stack.enter_context(patch.object(module, "time", clock))
-        stack.enter_context(patch.object(connection, "opens", lambda line: lambda _: line))
+        stack.enter_context(patch.object(connection, "opens", lambda _: lambda line: line))
         world = World(random)
         yield world
+
+
+def test_the_standby_of_a_late_shard_is_asked_and_nobody_s_where_an_answer_waits_unread():
+    """Before the shard is suspected, and without giving it up."""
+    draws = {"random": lambda: 0.1, "choice": min, "randrange": lambda count: 0}
+    with world_of(SimpleNamespace(**draws)) as world:
+        link = world.link
+        world.advance(hedging.PAUSE_SECONDS)
+        for step, resends in enumerate((0, 2, 2)):
+            if step == 1:
+                world.holders[0].fail("stop", 60.0)
+            for lane in (0, 1):
+                link.send(lane, "moe", 3, 1, Message(np.array([lane])))
+            world.advance(0.09)
+            assert [int(link.receive(lane)[0]) for lane in (0, 1)] == [3, 5]
+            assert (link.counters.resends, link.counters.failures) == (resends, 0)
+        assert world.now < hedging.PAUSE_SECONDS + 0.4
 
 
 @given(st.integers(0, 1 << 32), FAULTS)
@@ -208,9 +236,8 @@ def test_every_message_gets_its_own_answer_in_time_whatever_the_holders_do(seed,
                 assert world.now <= max(begun, world.read[before]) + TICK_SECONDS
             rows, sent[lane] = np.array([number]), (number, layer)
             arrays.append(weakref.ref(rows))
-            message = SimpleNamespace(addressable_shards=[SimpleNamespace(data=rows)])
-            link.send(lane, "moe", layer, 1, message)
-            del rows, message
+            link.send(lane, "moe", layer, 1, Message(rows))
+            del rows
             world.advance(random.choice([0, 0, 0, 0.05, 0.5]))
         for lane, (one, layer) in sent.items():
             assert link.receive(lane) == 2 * one + layer

@@ -3,6 +3,7 @@
 import threading
 from unittest.mock import Mock
 
+import jax
 import pytest
 
 from jaxserve.link.remote.batching import Turns, Waiting
@@ -17,13 +18,13 @@ def put(passes, domain, lane=0):
 def ran(passes, result=None):
     """Takes a batch, whose result is this; returns its domains."""
     batch = passes.take()
-    passes.enqueued(batch, result or Mock())
+    passes.enqueued(batch, result or Mock(__class__=jax.Array))
     return "".join(one.domain for one in batch)
 
 
 @pytest.mark.parametrize(("shared", "waited"), [(True, 2), (False, 0)])
 def test_the_devices_queue_is_short_where_domains_share(shared, waited):
-    passes, results = Passes(Turns(), lambda: shared), [Mock(), Mock(), Mock()]
+    passes, results = Passes(Turns(), lambda: shared), [Mock(__class__=jax.Array) for _ in range(3)]
     results[0].block_until_ready.side_effect = RuntimeError("its domain's affair")
     for result in results:
         put(passes, "a")
@@ -37,7 +38,7 @@ def test_the_devices_queue_is_short_where_domains_share(shared, waited):
 def test_a_merged_pass_begins_once_the_one_before_has_ended():
     passes, ended = Passes(Turns(most=4), lambda: True), threading.Event()
     put(passes, "a")
-    assert ran(passes, Mock(block_until_ready=ended.wait)) == "a"
+    assert ran(passes, Mock(__class__=jax.Array, block_until_ready=ended.wait)) == "a"
     put(passes, "b")
     taken = []
     thread = threading.Thread(target=lambda: taken.append(ran(passes)))

@@ -24,8 +24,7 @@ class Work:
             raise OSError(self.fails)
         self.compiled.update(sizes)
 
-    def warm_up(self, sizes):
-        pass
+    def warm_up(self, sizes): ...
 
 
 @pytest.fixture
