@@ -72,8 +72,7 @@ def mutations(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | ast.stmt, 
 
 
 def mutants(path: str) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """Keys of all mutants of a file, and its text with each; `place` counts those with the same
-    texts within a function."""
+    """Keys of a file's mutants, and its text with each; `place` counts equal texts."""
     source = (ROOT / path).read_bytes()
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     for function, tree in functions(ast.parse(source)):

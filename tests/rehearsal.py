@@ -224,8 +224,7 @@ def cut_off(cluster: Cluster) -> None:
 
 
 def firewalled(ports: str, port: str) -> Callable[[Cluster], None]:
-    """Host 0's answers to host 1 from these ports are dropped. (Rules of routing do that in every
-    kernel; nftables may be absent.)"""
+    """Drops host 0's answers to host 1 from these ports, by rules of routing."""
 
     def case(cluster: Cluster) -> None:
         rule = f"ipproto tcp sport {ports} to {NETWORK}.2 blackhole".split()

@@ -37,8 +37,7 @@ LAYOUTS = {
     "1A1F": ["attention.dp=1", "ffn.ep=1"],
     "1A1F, 1 lane": ["attention.dp=1", "ffn.ep=1", "lanes=1", "scheduler.slots=32"],
 }
-"""The first two have the lanes of the demo's file; one lane holds the same sequences in a single
-batch."""
+"""The first two use the demo's lanes; one lane holds the same sequences in one batch."""
 PIPELINES = ("layer", "step")
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 960
@@ -176,8 +175,7 @@ def _measured(
     vocab: int = 0,
     processes: int = 1,
 ) -> tuple[Found, int]:
-    """Returns the figures of a layout's mixes, and the number of programs that were compiled after
-    the start."""
+    """Returns the figures of a layout's mixes, and the programs compiled after the start."""
     joins: dict[str, Any] = {"processes": processes, "token": secrets.token_hex(16)}
     for name in ("coordinator", "control_address"):
         joins[name] = f"127.0.0.1:{free_port()}"
@@ -256,8 +254,7 @@ def measure_options(quick: bool) -> Iterator[Part]:
 
 
 def measure_sampling(quick: bool) -> Iterator[Part]:
-    """Measures core time of steps that draw from a large vocabulary, with one option each, relative
-    to greedy ones."""
+    """Measures core time of steps with one sampling option each, relative to greedy ones."""
     counts = (1, 8, 32)
     ways: dict[str, dict[str, Any]] = {
         "greedy": {},

@@ -26,8 +26,7 @@ Tensors = MutableMapping[str, np.ndarray]
 
 
 def write_outliers(source: Path, target: Path) -> int:
-    """Writes the folder of a Step-3 checkpoint in one file; returns the number of channels that
-    were made wider."""
+    """Writes a Step-3 checkpoint in one file; returns the number of widened channels."""
     path = source / "model.safetensors"
     tensors = load_file(path)
     layers = sorted(

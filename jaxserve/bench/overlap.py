@@ -188,8 +188,7 @@ def run_lanes(settings: Deployment, driver: Cell, lanes: int, steps: int) -> tup
 def run_apart(
     process: int, width: int, transport: str, address: str, steps: int, rounds: int
 ) -> dict[str, Any]:
-    """Runs one of two runtimes: the attention side measures, and the ffn side answers until the
-    attention side has left."""
+    """Runs one of two runtimes: attention measures, and ffn answers until attention leaves."""
     token, settings = "bench", deployment(max(LANES), transport, address)
     config = balanced_config(width)
     role: Role = "ffn" if process else "attention"

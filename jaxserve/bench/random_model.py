@@ -66,8 +66,7 @@ def deployment_of(*, slots: int, max_length: int, page_size: int, **overrides: A
 
 
 def one_bucket(slots: int, max_length: int, page_size: int) -> dict[str, Any]:
-    """Returns the keys of a deployment with one bucket of one token a slot, and pages for every
-    sequence of one lane."""
+    """Returns keys of a deployment with one token a slot, and pages for all of a lane."""
     pages = -(-max_length // page_size)
     return {
         "cache.page_size": page_size,
@@ -87,8 +86,7 @@ def templates_of(deployment: Deployment, config: ModelConfig) -> tuple[ModelTemp
 
 
 def random_engine(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Engine:
-    """Builds an engine of a model with random weights that ends no request early. The caller starts
-    it."""
+    """Builds an engine with random weights that ends no request early, not yet started."""
     runtime = build_runtime(deployment, Options(config=config, names=names, weights=open_random))
     warm_up(runtime)
     return make_engine(runtime, eos_token_ids=frozenset())

@@ -183,8 +183,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that `percent` of the values do not exceed (nearest rank); nan for
-    no values."""
+    """Returns the nearest-rank percentile of the values; nan without values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan

@@ -44,8 +44,7 @@ tails. The shape of public conversation logs, not one of them."""
 
 
 class Planned(NamedTuple):
-    """One request: the time at which it is sent, in seconds after the start, and its lengths in
-    tokens."""
+    """A request: seconds after the start at which it is sent, and its lengths in tokens."""
 
     at: float
     prompt: int

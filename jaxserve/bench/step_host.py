@@ -82,8 +82,7 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def part_of(name: str, sizes: SchedulerSizes, times: Times) -> Part:
-    """Builds the report: medians, and the mean of the whole, as ends and admissions come in
-    bursts."""
+    """Builds the report: medians, and the whole's mean, as admissions and ends come in bursts."""
     total, sequences = times.total(), sizes.groups * sizes.slots
     limit, median = LIMIT_MS if sequences == 2048 else None, statistics.median
     measures = [

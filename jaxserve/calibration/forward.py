@@ -50,8 +50,7 @@ Leaves = Mapping[str, np.ndarray]
 """Float leaves of a block by name."""
 
 Inputs = dict[str, Array]
-"""Inputs [tokens, d_in] of matrices, by leaf. Matrices with the same input share an entry under the
-first leaf."""
+"""Inputs [tokens, d_in] by leaf; matrices with one input share the first leaf's entry."""
 
 
 class RoutedRows(NamedTuple):

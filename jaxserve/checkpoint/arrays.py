@@ -363,8 +363,7 @@ def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int
 
 @functools.lru_cache(maxsize=256)
 def quantiser(values: Leaf, scales: Leaf) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns a compiled function that quantises a whole matrix on the devices to values and
-    scales."""
+    """Compiles a function that quantises a whole matrix on the devices to values and scales."""
     block = block_of(values.shape, scales.shape)
     kinds: dict[str, WeightFormat] = {"int8": "int8", "int4": "int4", "float4_e2m1fn": "mxfp4"}
     kind = kinds.get(values.dtype.name, "fp8" if block == (1, 0) else "fp8_block")

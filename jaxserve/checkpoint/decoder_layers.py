@@ -12,7 +12,6 @@ def decoder_layers(
     moe: FFN | None = None,
     experts: Collection[int] = (),
 ) -> tuple[LayerKind, ...]:
-    """Kinds of decoder layers with the same attention. The layers in `experts` have the FFN `moe`,
-    the others `dense`."""
+    """Decoder layers with one attention: FFN `moe` in layers of `experts`, else `dense`."""
     ffns = (moe if moe and layer in experts else dense for layer in range(layers))
     return tuple(LayerKind(attention, ffn) for ffn in ffns)

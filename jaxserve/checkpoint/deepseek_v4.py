@@ -125,8 +125,7 @@ def _ropes(entries: Entries) -> tuple[Rope, Rope, int]:
 
 
 def _ffns(entries: Entries, layers: int, d_ff: int, decoder: dict[str, Any]) -> list[FFN]:
-    """Reads the FFNs of all layers, the module's last: the experts of the first follow from the
-    token's id."""
+    """Reads all FFNs, the module's last; a token's id chooses the first layers' experts."""
     kinds = entries.names("mlp_layer_types")
     hashed = kinds.count("hash_moe") if kinds else entries.size("num_hash_layers", least=0)
     if kinds:

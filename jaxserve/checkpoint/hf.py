@@ -265,8 +265,7 @@ def _unpacker(leaf: Leaf) -> Callable[[jax.Array], jax.Array]:
 
 
 def _packing(folder: Path) -> Packing | None:
-    """How the folder's matrices are packed, by its config.json (checked earlier by
-    `read_config`)."""
+    """How the folder's matrices are packed, by the config.json that `read_config` checked."""
     path = folder / "config.json"
     return packing_of(json.loads(path.read_text())) if path.is_file() else None
 

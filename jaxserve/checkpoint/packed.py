@@ -178,8 +178,7 @@ def _own(packing: Packing, shape: Shape, tensors: Mapping[str, Tensor], base: st
 
 
 def _parts(packing: Packing, shape: Shape) -> tuple[dict[str, list[Shape]], dict[str, list[Shape]]]:
-    """Allowed shapes of the tensors of a matrix, by suffix: required tensors (the main one first),
-    then optional ones."""
+    """Allowed shapes by suffix: required tensors (the main one first), then optional ones."""
     (d_out, d_in), words = shape, packing.words
     groups = -(-d_in // packing.group) if packing.group else 1
     if packing.layout == "scaled":

@@ -194,8 +194,7 @@ class PeerCheckpoint(BlockReader):
 
     @property
     def storage(self) -> FolderReader:
-        """The checkpoint in the folder, opened on first use; raises CheckpointError if that
-        fails."""
+        """The checkpoint in the folder, opened on first use; raises CheckpointError."""
         if self._storage is None:
             self._storage = self._open()
             self._storage.checks = self.checks

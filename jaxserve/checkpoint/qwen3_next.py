@@ -95,8 +95,7 @@ def module_spellings(config: model.ModelConfig) -> tuple[tuple[str, str], ...]:
 
 
 def mixing(config: model.ModelConfig, sizes: model.Attention, name: str) -> source.Sources:
-    """The leaves of a layer's attention; `name` is the prefix that it has in layers that see all
-    tokens."""
+    """Leaves of a layer's attention; `name` is their prefix where all tokens are seen."""
     if not isinstance(sizes, model.DeltaNet):
         return source.grouped_query(config, sizes, name)
     d, name = config.d_model, f"{name.removesuffix('self_attn.')}linear_attn."

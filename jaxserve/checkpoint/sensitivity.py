@@ -219,8 +219,7 @@ class _MeasuredModel:
         return self._on_mesh(attend)
 
     def _log_probabilities(self, head: dict[str, Array], rows: np.ndarray) -> np.ndarray:
-        """Log probabilities of the next token after every row but the last, FP32 [tokens - 1,
-        vocab]."""
+        """Log probabilities of the token after each row but the last, FP32 [tokens - 1, vocab]."""
         logits = self._head([*head.values()], rows[:-1])
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 

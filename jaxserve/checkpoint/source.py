@@ -40,8 +40,7 @@ class Source(NamedTuple):
     plus: float = 0.0
     """Number that is added to the tensors' elements, in the leaf's dtype."""
     expert_stack: bool = False
-    """Whether a tensor has the matrices of all experts, or one expert's, in a layout of
-    `expert_stacks.py`."""
+    """True for a tensor of all experts, or one expert's, in a layout of `expert_stacks.py`."""
 
     def per(self, columns: int) -> "Source":
         """The source of an array with one number for every `columns` columns of these tensors."""
@@ -148,8 +147,7 @@ def swiglu(
 def per_expert(
     config: ModelConfig, ffn: FFN, prefix: str, matrices: tuple[str, ...] = PROJECTIONS
 ) -> Sources:
-    """The leaves of the routed experts, one tensor per expert. `matrices` are the names of gate, up
-    and down."""
+    """Leaves of the routed experts, a tensor each; `matrices` names gate, up and down."""
     d_ff, d_model = ffn.expert_d_ff, config.d_model
     shapes = (d_ff, d_model), (d_ff, d_model), (d_model, d_ff)
     return {

@@ -62,8 +62,7 @@ def step3p5_config(entries: Entries) -> ModelConfig:
 
 
 def _attention(entries: Entries, d_model: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the attention of layers that see all tokens, and of those with a window, as fields of
-    `GQA`."""
+    """Reads the attention of full and of windowed layers, as fields of `GQA`."""
     gate = "heads" if entries.flag("use_head_wise_attn_gate", default=True) else "none"
     full = entries.heads(d_model) | {"gate": gate}
     other = entries.inside("attention_other_setting", entries.section("attention_other_setting"))

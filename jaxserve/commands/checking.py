@@ -43,8 +43,7 @@ BY_DEVICES = frozenset(("attention.dp", "attention.tp", "cache.pages"))
 
 
 def named_machine(deployment: Deployment) -> UsableDevices | None:
-    """A host of the hardware that `attention.hardware` names; None where JAX knows no such
-    accelerator."""
+    """A host of `attention.hardware`; None where JAX knows no such accelerator."""
     kind = device_kind(deployment.attention.hardware)
     if not kind.startswith(("TPU", "NVIDIA")):
         return None
@@ -279,8 +278,7 @@ def _on_hardware(
 
 
 def _on_every_platform(config: ModelConfig, deployment: Deployment) -> tuple[list[str], list[str]]:
-    """A line for each platform, and refusals: with `strict_kernels`, where no platform has all
-    kernels."""
+    """A line for each platform; `strict_kernels` refuses where no platform has all kernels."""
     lacking = {}
     for kind in PLATFORMS:
         kinds = dict.fromkeys(deployment.topology.roles, kind)

@@ -45,8 +45,7 @@ def with_tested_links(deployment: Deployment, arguments: Sequence[str]) -> Deplo
 
 
 def _doubtful(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
-    """Section and key of each value to test, which is the test's name, and the value to fall back
-    to."""
+    """Section and key of each value to test (the test's name), and the value to fall back to."""
     platform = choose_platform()
     if platform == "cuda" and deployment.ffn.exchange == "alltoall":
         yield "ffn", "exchange", "gather"

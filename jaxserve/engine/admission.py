@@ -156,8 +156,7 @@ class Fetches:
         return PageRun(group.index, group.with_rings(page_ids, fetch.sequence.ring, begin))
 
     def written(self, ticket: int, tokens: int) -> Sequence | None:
-        """Counts tokens whose entries are written. After the last one the sequence goes on, and is
-        returned."""
+        """Counts written tokens; returns the sequence after the last one, to go on."""
         fetch = self._fetches[ticket]
         fetch.written += tokens
         if fetch.written < fetch.order.stop:

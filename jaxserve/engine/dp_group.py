@@ -65,8 +65,7 @@ class DPGroup:
         self.held: dict[str, HeldPages] = {}
         """Pages held for another worker to fetch, by request id."""
         self.stalled: set[Sequence] = set()
-        """Residents that missed their last step for lack of a page. They get pages before residents
-        that are due later."""
+        """Residents that lacked a page in their last step; they get pages first."""
         self._lanes = lanes
         self._slots = sizes.slots
         self._states = sizes.ring_pages // (sizes.slots * sizes.lanes) * sizes.recurrent
@@ -267,8 +266,7 @@ class DPGroup:
                 self.rings.free([page_id])
 
     def suspect(self, sequence: Sequence) -> None:
-        """Marks a resident whose logits were not finite. No sequence reuses its cache entries,
-        shared ones included."""
+        """Marks a resident with non-finite logits. None of its cache entries is reused."""
         sequence.suspect = self.changed = True
         if self.cache is not None and sequence.prefix:
             self.cache.condemn(sequence.prefix)
@@ -329,8 +327,7 @@ class DPGroup:
         return pages_for(sequence.longest_cache, self._page_size) - len(sequence.page_ids)
 
     def integrity(self) -> Iterator[None]:
-        """Raises RuntimeError if pages or slots do not add up; yields as
-        `PageAllocator.integrity`."""
+        """Raises RuntimeError if pages or slots do not add up; see `PageAllocator.integrity`."""
         residents = list(self.residents())
         held = list(self.held.values())
         owners: list[Sequence | HeldPages] = [*residents, *held]

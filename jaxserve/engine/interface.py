@@ -36,8 +36,7 @@ class TokenEngine(StepLoop, Protocol):
         """The engine's current load; from any thread."""
 
     def pipeline(self) -> PipelineView:
-        """Returns a view of the last measured steps. Each call asks for further steps to be
-        measured."""
+        """Returns a view of the last measured steps, and asks for more measurements."""
 
     def submit(
         self,

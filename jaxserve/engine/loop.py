@@ -222,8 +222,7 @@ class Loop:
         self._page_actions.append(ExportPages(run, stop - start, reply))
 
     def arrived(self, domain: int, ticket: int, first: int, tokens: int, piece: Any) -> None:
-        """Queues the writing of the next piece of a fetch, which has arrived whole. Raises as
-        `Fetches.run`."""
+        """Queues the writing of a fetched piece; raises as `Fetches.run`."""
         run = self.schedulers[domain].fetches.run(ticket, first, tokens)
         if run is not None:
             self._imports.append(ImportPages(domain, ticket, run, tokens, piece))

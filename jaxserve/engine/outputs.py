@@ -268,8 +268,7 @@ def _append_one(
 
 
 def _output(sequence: Sequence, **fields: Any) -> TokenOutput:
-    """Returns an output of a sequence, with the log-probabilities of its prompt if it has any that
-    were not reported."""
+    """Returns a sequence's output, with unreported log-probabilities of its prompt."""
     scores, sequence.scores = sequence.scores, None
     return TokenOutput(
         request_id=sequence.request.request_id,

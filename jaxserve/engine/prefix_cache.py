@@ -102,8 +102,7 @@ class PrefixCache:
         self._page_size = page_size
         self._roots: dict[bytes, PageNode] = {}
         self._forgotten: set[PageNode] = set()
-        """Roots from before a reset or a condemnation; sequences still use pages below them, and
-        nothing matches there."""
+        """Roots from before a reset or condemnation: pages in use that match nothing."""
         # Nodes without users, least recently used first. A path is released from its end, so a
         # node comes after everything below it, and the first one is always a leaf.
         self._idle: OrderedDict[PageNode, None] = OrderedDict()

@@ -125,8 +125,7 @@ class TierFetches(Fetches):
             self._tier.prefetch(self._names(sequence, cached), cached, self._groups[0].rings, disk)
 
     def begin(self, sequence: Sequence) -> None:
-        """Lets an admitted sequence wait, if its source or the tier has entries that its cache
-        lacks."""
+        """Lets an admitted sequence wait for entries that only its source or the tier has."""
         if sequence.source is not None or sequence.home is None:
             return super().begin(sequence)
         slots, row = self._row(sequence)

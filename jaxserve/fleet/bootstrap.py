@@ -146,8 +146,7 @@ def joined(
 
 
 def cause_of(error: BaseException, peers: Peers) -> BaseException:
-    """Returns the cause of an error: one that is not ours may be a transfer that broke because
-    another process is gone."""
+    """Returns an error's cause: a transfer may have broken because another process is gone."""
     if isinstance(peers, Follower):
         peers.fail(describe(error))
     if not isinstance(error, Exception) or isinstance(error, JaxserveError):

@@ -67,8 +67,7 @@ class PassLog:
         self._recorder = Recorder(capacity=MOST_SPANS, paused=True)
 
     def add(self, layer: int, messages: int, rows: int, result: StageResult | None) -> None:
-        """Counts a pass that was enqueued now, with its messages and the rows of all of them;
-        `result` is ready with it."""
+        """Counts a pass just enqueued, its messages and their rows; `result` is ready with it."""
         places, left_behind = self._policy.places, self._policy.left_behind
         self._sums.update(passes=1, messages=messages, rows=rows, places=places)
         if result is not None and time.monotonic() < self._measured_until:

@@ -12,8 +12,7 @@ from jaxserve.roles.expert_view import ExpertView
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Asks where experts are; `watch`: also for the latest passes, which are then measured for a
-    while."""
+    """Asks where experts are; `watch` also asks for the latest passes and measures more."""
 
     watch: bool = False
 

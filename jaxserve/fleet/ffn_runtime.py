@@ -300,8 +300,7 @@ class FFNMessages:
     def _answer(
         self, kind: str, layer: int, size: MessageSize, messages: Sequence[Arrays]
     ) -> list[list[jax.Array]]:
-        """Runs messages whose slots lie side by side. Padding fills up their number to a power of
-        two."""
+        """Runs messages side by side; padding fills their number up to a power of two."""
         landing, count = self._landings[size.pieces], 1 << (len(messages) - 1).bit_length()
         slots = [slot for message in messages for slot in message]
         each = len(slots) // len(messages)

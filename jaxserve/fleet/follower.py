@@ -139,8 +139,7 @@ class Follower:
         self.last_turn = time.monotonic()
         """Time (`time.monotonic`) when the loop over boundaries last came round."""
         self.position: Callable[[], str] = str
-        """Returns where the driver is, in words; called by a session's thread, so it must
-        be quick."""
+        """Describes where the driver is. A session's thread calls it, so it must be quick."""
         self.progress: Callable[[], int] = advances
         """Returns a number that changes while this process loads or compiles; quick, too."""
         self._token = token
@@ -309,8 +308,7 @@ class Follower:
         self._send(control.MessageArrived(data))
 
     def request_drain(self, reason: str) -> None:
-        """Asks the leader to drain and end the whole deployment, with the next sign of life. Safe
-        in a signal handler."""
+        """Asks the leader to drain and end the deployment. Safe in a signal handler."""
         self._state.drain = reason
 
     def fail(self, problem: str, timeout: float = 2.0) -> None:

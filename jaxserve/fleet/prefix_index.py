@@ -68,8 +68,7 @@ class PrefixIndex:
 
 
 def blocks_of(token_ids: list[int], salt: str) -> list[int]:
-    """Returns a number for each full block of a prompt, which stands for all tokens up to its
-    end."""
+    """Numbers each full block of a prompt; a number stands for all tokens up to its end."""
     data = np.asarray(token_ids, "<i4").tobytes()
     state = hash(salt)
     found = []

@@ -13,8 +13,7 @@ class ProcessArguments(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defa
     worker: int = 0
     """Number of this worker among those of its role in a fleet."""
     stand_in: bool = False
-    """Whether this prefill worker plays a domain, or this domain a prefill worker, until a router
-    says otherwise."""
+    """True if the worker plays the other role until a router says otherwise."""
     devices: int | None = None
     """The most devices that its role may have here; None: as many as the deployment says."""
     host_processes: int = 1

@@ -136,8 +136,7 @@ class Rolling:
         return self._status(place, None, {address: "removed"})
 
     def want(self, domains: int) -> list[WorkerStatus]:
-        """Has this many workers be domains, whatever they were started as; errors as of
-        `StandIns.want`."""
+        """Makes this number of workers domains, whatever their start; errors as `StandIns.want`."""
         self._stand_ins.want(domains, len(self._registry.places()))
         return self.workers()
 

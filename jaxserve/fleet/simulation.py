@@ -154,8 +154,7 @@ class _Seen(msgspec.Struct):
     domain_wait: float = 0.0
     first: float = -1.0
     early: float = 0.0
-    """Seconds by which the first token comes earlier than at the end of a step that stands for
-    several."""
+    """Seconds from the first token to the end of a step that stands for several."""
     last: float = -1.0
     tokens: int = 0
 

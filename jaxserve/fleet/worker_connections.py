@@ -60,8 +60,7 @@ class WorkerConnection(Session):
         self.joined = False
         """True once its first state has come and says that it is well."""
         self.cause = ""
-        """Why the connection was given up, in one word: closed, silent, stuck, failed, unread or
-        removed."""
+        """Why the connection ended: closed, silent, stuck, failed, unread or removed."""
 
     def fail(self, reason: str, cause: str = "") -> None:
         """See `Session`."""

@@ -117,8 +117,7 @@ class Adopt(Frame):
 
 
 class Prefill(Frame):
-    """Hands a prompt to a prefill worker, which answers with `Held`. `trace`: as of
-    `SamplingParams`."""
+    """Hands a prompt to a prefill worker (answer: `Held`). `trace`: see `SamplingParams`."""
 
     request_id: str
     prompt: bytes
@@ -141,8 +140,7 @@ class Renew(Frame):
 
 
 class Withdraw(Frame):
-    """Lets a request go elsewhere: if it still waits for a slot, it is `Rejected`; otherwise it
-    runs on."""
+    """Lets a request go elsewhere: `Rejected` if it still waits for a slot, else it runs on."""
 
     request_id: str
 

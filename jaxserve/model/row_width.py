@@ -1,5 +1,4 @@
-"""Width of a packed row in words and bytes, for code that packs rows and code that plans: plain
-Python."""
+"""Width of a packed row, for code that packs rows and code that plans: plain Python."""
 
 from typing import NamedTuple
 
@@ -19,8 +18,7 @@ class RowBytes(NamedTuple):
     result: int
     """Bytes of a result, or of a part of its sum, on its way back."""
     added: int = 0
-    """Bytes of a part of a sum that is added up on the way, in the model's dtype; 0: same as
-    `result`."""
+    """Bytes of a part of a sum on the way, in the model's dtype; 0: same as `result`."""
 
 
 def row_words(d_model: int, top_k: int, word_bytes: int, *, has_scale: bool) -> int:

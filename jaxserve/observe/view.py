@@ -50,8 +50,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Steps in it, over all lanes."""
     busy: dict[AnyStage, float] = {}
-    """Share of the window in which each measured stage ran. In colocated mode the only stage is the
-    whole step."""
+    """Share of the window in which each stage ran; colocated, a whole step is one stage."""
     bubble: float | None = None
     """1 − the busier role's share: 0 where that role never waits. None where a role is missing."""
     timeline: list[Span] = []

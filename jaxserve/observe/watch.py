@@ -87,8 +87,7 @@ class Watch:
         return self._view
 
     def next(self) -> bool:
-        """Called by the step loop at every boundary; returns whether the next steps are
-        measured."""
+        """Called at every step boundary; returns whether the next steps are measured."""
         if self._left:
             self._left -= 1
             if not self._left:

@@ -164,8 +164,7 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.999
 
     def hosts(self, used: int) -> int:
-        """Spare servers of a role that uses `used` servers: the number of failed ones at a moment
-        is Poisson's."""
+        """Spare servers of a role that uses `used`, by Poisson's number of failed ones."""
         if not self.between or not used:
             return self.count if used else 0
         away, failed = used * self.repair / (self.between + self.repair), np.arange(used)

@@ -164,8 +164,7 @@ class Sizer:
         return f"no deployment meets it: {told}"
 
     def _together(self, fleet: Fleet) -> FleetPlan | None:
-        """The deployment of one colocated unit that computes prompts, too; None: it misses a
-        target."""
+        """A colocated unit's deployment that also computes prompts; None: it misses a target."""
         rate = self.demand.rate
         name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
         busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests)

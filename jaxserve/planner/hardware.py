@@ -77,8 +77,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ring: Count = 4
     """A dimension whose length is a multiple of this number of chips is a ring; others are open."""
     tile_rows: Count = 1
-    """Rows to which attention kernels pad the query heads of a KV head: the products' smallest
-    tile."""
+    """Rows to which kernels pad the query heads of a KV head: the products' smallest tile."""
     int8_attention: Positive = 1.0
     """Speed-up of attention by `attention.int8_products` over BF16 products, both on INT8 pages, if
     the products set the time; 1: no kernel."""
@@ -121,8 +120,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def gpu_product(self) -> str:
-        """Value of the node label `nvidia.com/gpu.product` (GPU feature discovery); empty:
-        unknown."""
+        """Node label `nvidia.com/gpu.product` (GPU feature discovery); empty: unknown."""
         return self.device_kinds[0].replace(" ", "-") if self.device_kinds else ""
 
     def slice_of(self, devices: int) -> bool:
@@ -137,8 +135,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return number_format != "fp8" or self.platform != "tpu" or "fp8" in self.teraflops
 
     def flops(self, number_format: str) -> float:
-        """Peak FLOP/s of matrix products in this format; BF16's if the format is not
-        supported."""
+        """Peak FLOP/s of products in this format; BF16's if it is not supported."""
         return self.teraflops.get(number_format, self.teraflops["bfloat16"]) * 1e12
 
     @property
@@ -259,8 +256,7 @@ def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
 
 
 def hops(hardware: Hardware, devices: int) -> int:
-    """Links between the two devices of a slice that are farthest from each other; 0 with a
-    switch."""
+    """Links between the farthest devices of a slice; 0 with a switch."""
     if not hardware.torus:
         return 0
     sizes = shape(hardware, devices)

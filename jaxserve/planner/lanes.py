@@ -33,8 +33,7 @@ def undisturbed(stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
 
 
 class Busy(NamedTuple):
-    """Busy seconds so far, averaged over the devices of a role or direction and over the
-    domains."""
+    """Busy seconds so far, averaged over a role's or direction's devices and the domains."""
 
     attention: float
     ffn: float

@@ -34,8 +34,7 @@ def usable(hardware: Hardware, reserve: float) -> float:
 
 
 def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
-    """Dotted keys of a decode unit's meshes, over whose `domains` runtimes the DP groups are
-    divided."""
+    """Dotted keys of a decode unit's meshes; `domains` runtimes divide the DP groups."""
     colocated = layout.topology.has("colocated")
     return {
         "mode": "colocated" if colocated else "afd",

@@ -78,8 +78,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
 
 
 def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
-    """TPOT against cost, a line for each mode, on logarithmic axes, with the target and the chosen
-    plan."""
+    """TPOT against cost on logarithmic axes: a line a mode, the target, the chosen plan."""
     fronts = {MODES[mode]: _front(found, mode) for mode in target.modes}
     points = {
         name: [(plan.tpot * 1e3, plan.dollars) for plan in plans] for name, plans in fronts.items()

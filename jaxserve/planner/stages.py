@@ -174,8 +174,7 @@ class Calculator(NamedTuple):
         return float(self.measured.seconds(self._key("host", hardware), Terms(0.0, 0.0), 0.0))
 
     def host(self, layout: Layout, attention: Hardware, ffn: Hardware) -> float:
-        """Host seconds of the busiest process for a layer and lane; 0 where one call runs all
-        layers."""
+        """Host seconds of the busiest process a layer and lane; 0 where one call runs all."""
         if layout.whole_steps or layout.topology.has("colocated"):
             return 0.0
         devices = layout.attention_devices, layout.ffn_devices

@@ -70,8 +70,7 @@ class Child:
 
 
 def run_on_devices(process: ProcessArguments, given: Sequence[str]) -> int:
-    """Runs the processes of `--host-processes`, each a preflight of its own; returns the largest
-    exit code."""
+    """Runs a preflight in each of `--host-processes`; returns the largest exit code."""
     children = start(process, "jaxserve.preflight", given, start_new_session=False)
     return max(child.wait() for child in children)
 

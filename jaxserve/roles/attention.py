@@ -150,8 +150,7 @@ class AttentionWorker:
     def _predict(
         self, passes: Passes, end: StepEnd, calls: Sequence[_Layer]
     ) -> Generator[jax.Array | None, None, jax.Array]:
-        """Yields the stages of the prediction modules' passes, like those of further layers, and
-        returns the drafts."""
+        """Yields the stages of the modules' passes, as further layers, and returns the drafts."""
         pages, state = self._pages, passes.first(end)
         for number, (layer, attend, send, receive, leaves) in enumerate(calls):
             x, batch, _ = state

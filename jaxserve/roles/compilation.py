@@ -141,8 +141,7 @@ class StepCompiler:
         return msgspec.structs.replace(plan, bucket=bucket)
 
     def close(self) -> None:
-        """Ends the thread, once the program is compiled that it is at: the interpreter may not end
-        while XLA compiles."""
+        """Ends the thread after the present program: the interpreter may not end inside XLA."""
         self._closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(PROGRAM_SECONDS)

@@ -262,8 +262,7 @@ class ExpertPrograms:
         return placed(self.mesh, shapes, specs)
 
     def _slot(self, bank: Bank, place: int, layer: Array) -> tuple[int, tuple[Array | int, ...]]:
-        """Returns which array of `_arrays` has a leaf, and the index of the layer's first slot in
-        it."""
+        """Returns the array of `_arrays` that has a leaf, and the layer's first slot there."""
         if self._pools is not None and place in self._pooled:
             first = self._pools.firsts(bank.first, len(bank.layers))[place]
             return 0, (first + layer * self.sizes.local,)

@@ -83,8 +83,7 @@ class PageRun(NamedTuple):
 
 
 def step_multiple(deployment: Deployment) -> int:
-    """Returns the number that a DP group's tokens are a multiple of, so that all pieces of a
-    message are equal."""
+    """Returns the divisor of a DP group's tokens that makes all pieces of a message equal."""
     return 1 if deployment.topology.has("colocated") else deployment.attention.tp
 
 

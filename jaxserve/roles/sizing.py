@@ -202,8 +202,7 @@ class _Sizes:
             self._budget(TOKEN_BUDGET, "a prompt's chunk of a quarter of a second")
 
     def _layouts(self) -> Iterator[tuple[tuple[int, int], RoleBytes]]:
-        """The (dp, tp) that the model can be cut into, for each tp with the largest dp, and the
-        bytes of a device."""
+        """For each tp the largest dp into which the model can be cut, and a device's bytes."""
         own = self._now.attention
         most = max(self._machine.devices, 1)
         if self._on_cpu:

@@ -246,8 +246,7 @@ class TokenPrograms:
     def shape(
         self, *shape: int, dtype: Any = jnp.int32, spec: PartitionSpec = ROWS
     ) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of an array; int32 and a row a DP group, unless said
-        otherwise."""
+        """Shape, dtype and sharding of an array; by default int32, a row a DP group."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=cached_sharding(self.mesh, spec))
 
     def leaves(self, *blocks: Template) -> list[tuple[jax.ShapeDtypeStruct, ...]]:

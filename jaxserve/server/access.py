@@ -136,8 +136,7 @@ class Access:
         return cls(keys, tls, server.open)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Returns the tenant of a key, see `ApiKeys.tenant`; without keys, every client is the
-        tenant ""."""
+        """Returns the tenant of a key; without keys, every client is the tenant ""."""
         return "" if self.keys is None else self.keys.tenant(authorization)
 
 

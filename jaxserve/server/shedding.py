@@ -49,8 +49,7 @@ class Uptake:
         self._last: float | None = None
 
     def taken_up(self, now: float, waiting: int) -> None:
-        """Notes that a request was taken up, and how many wait now; the first gap counts from then
-        on."""
+        """Notes that a request was taken up, and how many wait now; begins the first gap."""
         if not waiting:
             self._last = None
             return

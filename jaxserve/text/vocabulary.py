@@ -56,8 +56,7 @@ class Vocabulary:
         return None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token (of a special token: of its name); empty for an unknown
-        id."""
+        """Returns the bytes of a token, for a special one of its name; empty: unknown id."""
         return b""
 
     def has_text(self, token_id: int) -> bool:

@@ -123,8 +123,7 @@ def read(text: str) -> Draw:
 
 
 def draw(seed: int) -> Draw:
-    """The draw of a seed. Every other seed has hand-offs; seeds from `CHEAP` on take turns in the
-    families."""
+    """The draw of a seed. Odd or even decides hand-offs; from `CHEAP` on families take turns."""
     rng = random.Random(f"deployment {seed}")
     models = [*MODELS]
     if seed < CHEAP:

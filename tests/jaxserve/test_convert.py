@@ -174,8 +174,7 @@ def test_calibration_refuses_what_it_does_not_compute(tmp_path, capsys):
 
 
 def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
-    """Folder of a DeepSeek with groups of experts, biased scores, a low-rank query and a prediction
-    module, which stays in floats."""
+    """Folder of a DeepSeek: expert groups, biased scores, low-rank queries, an MTP module."""
     folder = CATALOGUE["deepseek_v3"].write(tmp_path / "source")
     text = tmp_path / "text"
     text.write_text("7 2 9")

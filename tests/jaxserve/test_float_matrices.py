@@ -22,8 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(folder: Path, overrides: dict[str, Any]) -> list[Any]:
-    """Results of every prompt: log-probabilities of the tokens, and of the 20 likeliest at each
-    place."""
+    """Log-probabilities of each prompt's tokens, and of the 20 likeliest at each place."""
     collector = layouts.Collector()
     with layouts.running(folder, overrides) as engine:
         names = [collector.submit(engine, prompt, GREEDY) for prompt in layouts.PROMPTS[:6]]

@@ -20,8 +20,7 @@ def tokens_of(model, overrides):
 
 
 def test_the_reference_decides(reference):
-    """16 prompts and more, each with all its tokens, none of which hangs on the last digits
-    of a logit."""
+    """At least 16 whole prompts, none of which hangs on the last digits of a logit."""
     assert [len(tokens) for tokens in reference.tokens] == [layouts.OUTPUT_TOKENS] * 18
     assert len(set(map(tuple, reference.tokens))) == 18
     assert reference.smallest_margin > 1e-3

@@ -115,8 +115,7 @@ class Fake:
         cost = bowl(tiles["call"])
         return {"seconds": cost} if tiles["call"]["rows"] < 8 else {"failed": "does not fit"}
 
-    def stop(self):
-        pass
+    def stop(self): ...
 
 
 def test_what_is_better_is_written(tmp_path, monkeypatch, capsys):

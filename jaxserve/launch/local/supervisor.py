@@ -103,8 +103,7 @@ class Supervisor:
         self._deadline = math.inf  # when those that are left are ended
 
     def run(self) -> int:
-        """Starts all, and returns the exit code of the first, or 128 + its signal; 1 if it had to
-        be ended."""
+        """Starts all; returns the exit code of the first, 128 + its signal, or 1 if ended here."""
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda n, frame: self._signals.append(n))
         try:
@@ -178,8 +177,7 @@ class Supervisor:
                 self._calm = 0.0
 
     def _prepare(self) -> None:
-        """Replaces spares that were taken or have ended, while no process starts: they would
-        compete with it."""
+        """Replaces spares that were taken or ended, while no start could compete with them."""
         if self._due or time.monotonic() < self._calm:
             return
         try:

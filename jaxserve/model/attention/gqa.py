@@ -121,8 +121,7 @@ class GroupedQueryAttention(nnx.Module):
 def _norm_columns(
     own: Float[Array, "rows own"], weight: Float[Array, " own"], epsilon: float, count: int
 ) -> Float[Array, "rows own"]:
-    """RMSNorm over `count` columns. Where this device holds fewer, the `tp` devices add up their
-    sums of squares."""
+    """RMSNorm over `count` columns, of which each `tp` device may hold a part."""
     own32 = own.astype(jnp.float32)
     squares = jnp.sum(own32 * own32, axis=-1, keepdims=True)
     if own.shape[1] < count:

@@ -1,5 +1,4 @@
-"""Keys and values of every head in the paged cache: attention to them. Called by `gqa.py` and
-`mfa.py`."""
+"""Attention to keys and values of every head in the paged cache, for `gqa.py` and `mfa.py`."""
 
 import jax
 import jax.numpy as jnp

@@ -43,8 +43,7 @@ def _interpolated(yarn: Yarn, theta: float, dimensions: int) -> np.ndarray:
     divided by the scaling factor."""
 
     def dimension(turns: float) -> float:
-        """The (fractional) pair index that makes this many rotations within the training
-        context."""
+        """The (fractional) pair index that rotates this many times in the training context."""
         position = yarn.original_positions / (turns * 2 * math.pi)
         return dimensions * math.log(position) / (2 * math.log(theta))
 

@@ -92,8 +92,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """Axes of the attention mesh."""
     ffn: str
     layers: int
-    """Number of the model's layers; layers of the timeline from there on are passes of prediction
-    modules. 0: not known."""
+    """Number of the model's layers, before those of prediction modules. 0: not known."""
     max_length: int
     """Tokens of prompt and output together."""
     chat: bool

@@ -82,8 +82,7 @@ def concatenated(first: CompletionLogprobs, second: CompletionLogprobs) -> Compl
 def chat_logprobs(
     tokenizer: Tokenizer, found: Sequence[TokenLogprobs], *, ids: bool = False, own: bool = False
 ) -> ChatLogprobs:
-    """The log-probabilities of an answer's tokens, named by their `ids` or texts; `own`: each is
-    among its rivals."""
+    """Log-probabilities of an answer's tokens; `own`: each is among its rivals."""
     content, name = [], _id_of if ids else _text
     for one in found:
         rivals = [

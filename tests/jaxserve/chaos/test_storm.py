@@ -1,5 +1,4 @@
-"""Short storms: processes of a tiny fleet are killed under load. Tokens must be right on any
-machine. Times depend on the machine, so these tests do not judge them."""
+"""Short storms: processes of a tiny fleet are killed under load. Times are not judged."""
 
 import json
 import os

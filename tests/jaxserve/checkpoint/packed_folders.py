@@ -1,5 +1,4 @@
-"""Folders in the Hub's quantised formats, packed number by number from their libraries'
-descriptions."""
+"""Folders in the Hub's quantised formats, packed by their libraries' descriptions."""
 
 from typing import Any
 

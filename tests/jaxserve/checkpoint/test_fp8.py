@@ -149,8 +149,7 @@ class TestProblems:
 
 
 def test_config_may_say_nothing_of_it(folder, floats, tmp_path):
-    """The files' dtypes decide; where config.json does not speak of FP8, matrices come out as
-    floats."""
+    """The files' dtypes decide. Without FP8 in config.json, matrices come out as floats."""
     other = MODEL.write(tmp_path)
     edit_config(other, quantization_config=None)
     (_, _, leaves), *_ = Opened(other, {"dtype": "float32"}).blocks()

@@ -36,8 +36,7 @@ GPTQMODEL = yaml.safe_load(golden.text("checkpoint/gptqmodel.yaml"))
 def check(
     folder: Path, section: Any, parts: dict[str, np.ndarray], cut: tuple[slice, slice]
 ) -> Packing:
-    """Checks that a loader reads a rectangle of the matrix as the library does; returns how
-    it is packed."""
+    """Checks that a loader reads a rectangle as the library does; returns its packing."""
     expected = parts.pop("expected")
     stored = {name: as_stored(name, part) for name, part in parts.items()}
     save_file({f"m.{name}": part for name, part in stored.items()}, folder / "model.safetensors")

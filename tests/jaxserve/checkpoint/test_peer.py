@@ -171,8 +171,7 @@ class Dying:
     def held(self):
         return self._held.held()
 
-    def warm_up(self):
-        pass
+    def warm_up(self): ...
 
     def read(self, block, leaf, ranges):
         self._left -= 1

@@ -1,5 +1,4 @@
-"""The shared expert in slots of ranks of its own: parts of its matrices, from both kinds of folders
-and in every format."""
+"""The shared expert in slots of ranks of its own, from both kinds of folders, in every format."""
 
 import dataclasses
 from pathlib import Path

@@ -30,8 +30,7 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
 
 
 def test_what_folders_say(tmp_path: Path) -> None:
-    """`golden/config/token_files.txt` lists files by name with their contents; the first are of
-    Kimi K2, Qwen3 and Step-3."""
+    """`golden/config/token_files.txt` lists files: first Kimi K2, Qwen3 and Step-3."""
     default = msgspec.to_builtins(SpecialTokens(), order="deterministic")
 
     def said(files: str) -> str:

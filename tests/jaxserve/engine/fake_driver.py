@@ -30,8 +30,7 @@ class FakeArray:
     def __init__(self, value: np.ndarray, wait: Callable[[], None]):
         self._value, self._wait = value, wait
 
-    def copy_to_host_async(self) -> None:
-        pass
+    def copy_to_host_async(self) -> None: ...
 
     def addressable_data(self, index: int) -> np.ndarray:
         assert index == 0

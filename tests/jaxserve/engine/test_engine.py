@@ -38,8 +38,7 @@ class Everything:
     def mask(self):
         return self.words
 
-    def accept(self, token_id):
-        pass
+    def accept(self, token_id): ...
 
 
 @pytest.fixture

@@ -393,8 +393,7 @@ def test_one_that_waits_is_given_back_with_what_is_held_for_it(pair):
 
 
 def test_other_processes_are_told_of_every_piece(pair, monkeypatch):
-    """Orders that followers would get: the pieces in their order, before the steps that
-    need them."""
+    """Orders that followers would get: pieces in order, before the steps that need them."""
     source, domain = pair
     told = {"source": [], "domain": []}
     for name, engine in zip(told, pair, strict=True):

@@ -72,8 +72,7 @@ def log_softmax(logits):
 
 
 def expected(model, prompt, params):
-    """Tokens, raw log-probabilities of the vocabulary at each, and those of the prompt's tokens,
-    from the definitions."""
+    """Tokens and raw log-probabilities, also of the prompt's, from the definitions."""
     tokens, logs = list(prompt), []
     stops, grammar = set(params.stop_token_ids), params.grammar
     while len(tokens) < len(prompt) + params.max_tokens:

@@ -14,8 +14,7 @@ from jaxserve.planner.options import Parser, add_command
 
 
 def planned(line: str, folder: Path) -> dict[str, Any]:
-    """A scenario's plan, in USD an hour, beside its neighbours, and times of its file over what was
-    asked for."""
+    """A plan in USD an hour, beside its neighbours, and times over what was asked for."""
     parser = Parser()
     add_command(parser, "deploy")
     options = parser.parse_args([*line.split(), "--write", str(folder / "plan.yaml")])

@@ -353,8 +353,7 @@ class TestServiceLevel:
 
 
 def test_what_no_prefill_worker_holds_waits_at_the_router_in_order():
-    """Prompts of less than a page: one runs, one waits at the domain, three at the router, and the
-    sixth is refused."""
+    """Short prompts: one runs, one waits at the domain, three at the router, one is refused."""
     world = World(fleet__domain_waiting=1, fleet__prefill_waiting=3)
     world.join("p0")
     world.join("d0", slots=1)

@@ -129,8 +129,7 @@ UNTUNED = f"{APART} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=fals
 
 @pytest.mark.parametrize(("several", "flags"), [(False, APART), (True, UNTUNED)])
 def test_no_process_waits_for_the_autotuning_of_another(environment, several, flags) -> None:
-    """Nor tunes where others play its role, whatever compiles afterwards: XLA reads its flags at
-    the first program."""
+    """Nor tunes where others play its role: XLA reads its flags at the first program."""
     code = """
 import os
 import socket

@@ -104,8 +104,7 @@ def test_a_stranger_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_name_is_every_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them, as of Debian's 127.0.1.1 beside that of the network, is not where others come
-    to."""
+    """Debian's 127.0.1.1, beside the network's address, is not where others come to."""
     name, real = "many.example", socket.create_server
 
     def first_only(address: tuple[str, int], **options: Any) -> socket.socket:

@@ -187,8 +187,7 @@ def test_a_process_a_gpu_where_a_runtime_has_both_roles(command: str, count: int
 
 
 def test_options_of_a_cluster_with_gpus() -> None:
-    """Network cards need locked memory, and so root. No label of a node is required but those
-    given."""
+    """Network cards need locked memory, and so root. Only given labels of nodes are required."""
     golden.check("launch/options-kubernetes.yaml", files_of(EVERY[-2])["kubernetes.yaml"])
 
 

@@ -1,5 +1,4 @@
-"""Deployments, hardware and images that a target cannot start: `golden/launch/refused.txt` lists
-them."""
+"""What a target cannot start: `golden/launch/refused.txt` lists deployments and images."""
 
 import pytest
 

@@ -22,8 +22,7 @@ def test_devices_are_numbered_by_hosts() -> None:
 
 
 def test_a_role_a_host() -> None:
-    """Each device sends two rows down. Two messages share the links between rows 1 and 2. The ffn
-    group is a square."""
+    """Each device sends two rows down; rows 1 and 2 share links. The ffn group is a square."""
     rows = [[(x, y) for y in (0, 1) for x in (0, 1)], [(0, 2), (1, 2), (1, 3), (0, 3)]]
     pairs = [((x, y), (x, y + 2)) for y in (0, 1) for x in (0, 1)]
     assert count(GRID, pairs, [[place] for place in rows[0]], rows[1:]) == Hops(2.0, 2, 0, 1)

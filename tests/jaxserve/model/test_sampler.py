@@ -131,8 +131,7 @@ class TestGreedy:
 )
 @settings(max_examples=25)
 def test_candidates_and_search_keep_the_smallest_set(seed, top_k, top_p):
-    """Rows of 1,000 tokens, many with equal logits; steep rows are decided by 64 candidates, flat
-    ones are not."""
+    """1,000 tokens a row, many with equal logits; 64 candidates decide steep rows alone."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(2, 1000)) * [[4.0], [0.5]], 1).astype(np.float32)
     scaled = in_blocks(jnp.asarray(logits - logits.max(axis=1, keepdims=True)))

@@ -32,8 +32,7 @@ class FakeProbe:
         self.taken.release()
         return self.measured
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 def lane_of_steps(stage, milliseconds, *, offset=0, process=0, steps=5):

@@ -1,5 +1,4 @@
-"""A fleet whose workers change their role by the measured advice, to the cheapest number of domains
-and back when the load has gone."""
+"""A fleet whose workers change their role by the measured advice, and back."""
 
 from typing import Any
 
@@ -71,8 +70,7 @@ class Table:
     ("requests", "domains"), [(10, {1}), (40, {2}), (130, {3}), (500, {3, 4, 5})]
 )
 def test_a_fleet_comes_to_rest(monkeypatch, requests, domains):
-    """From any number of domains; where the load would ask for a worker back, it stays, and it
-    keeps slots for what is there."""
+    """From any number of domains. A worker that would be asked for again stays."""
     for start in range(1, WORKERS):
         fleet = Table(monkeypatch, start, requests)
         assert (found := fleet.check()) in domains
@@ -89,8 +87,7 @@ def test_a_fleet_comes_to_rest(monkeypatch, requests, domains):
 
 @pytest.mark.parametrize(("requests", "domains"), [(126, 2), (180, 3)])
 def test_prompts_get_workers_while_first_tokens_are_late(monkeypatch, requests, domains):
-    """A domain becomes a prefill worker, unless the others lack slots for its requests then; it is
-    one again once fewer prompts come."""
+    """Unless the others lack slots for its requests; back once fewer prompts come."""
     fleet = Table(monkeypatch, 3, requests, {"fleet.ttft_seconds": 2.0})
     fleet.rate = 40
     assert (fleet.check(), fleet.changes) == (domains, [2] * (domains == 2))

@@ -18,8 +18,7 @@ def afd(dp: int, lanes: int = 3, **sizes: int) -> Layout:
 
 
 def test_seconds_of_a_layer():
-    """One lane takes the sum, three balanced lanes cycles of max(t_a, t_f, t_a2f + t_f2a), and
-    lanes are never faster than their own stages."""
+    """One lane takes the sum, three balanced ones cycles of max(t_a, t_f, t_a2f + t_f2a)."""
     assert layer_seconds([5, 1, 4, 2], 1) == 12
     assert layer_seconds([4, 1, 4, 2], 3) == 3 * 4
     assert layer_seconds([4, 3, 4, 2], 3) == 3 * 5
@@ -194,8 +193,7 @@ def test_a_module_takes_the_memory_of_a_layer():
 
 
 def test_time_between_tokens():
-    """Drafts that are never accepted cost their passes and wider batches, which take less than
-    steps of their own."""
+    """Drafts never accepted cost passes and wider batches: less than steps of their own."""
     plain = drafting().evaluate(with_drafts(0), 1)
     never = drafting(0.0, 0.0).evaluate(with_drafts(2), 1)
     always = drafting(1.0, 1.0).evaluate(with_drafts(2), 1)

@@ -46,8 +46,7 @@ def priced(mix: str, **dollars: float) -> Case:
 
 
 def test_advice_names_where_afd_costs_least():
-    """The range is of published systems: EP reached 0.64 to 0.92 of its predicted speed, AFD 1.04
-    to 1.08."""
+    """Published systems: EP reached 0.64 to 0.92 of its predicted speed, AFD 1.04 to 1.08."""
     won, lost = priced("h20", ep=0.5, afd=0.4, tp=0.6), priced("h800", tp=0.4, afd=0.5)
     assert won.likely == pytest.approx((0.8 * 0.6391 / 1.0764, 0.8 * 0.9218 / 1.036))
     assert priced("h20", afd=0.4).likely is None

@@ -140,8 +140,7 @@ OVERLAPPED = Assumptions(overlapped=True, whole_dense=True)
     ],
 )
 def test_one_plan_three_ways(mode, lanes, assumed, apart):
-    """The search, the sizing of a deployment and the simulation give one plan the same TPOT:
-    16 DP groups of 8 unequal sequences of 4,064 tokens on the mean."""
+    """16 DP groups of 8 unequal sequences of 4,064 tokens on the mean."""
     plan = layout(mode, dp=16, ep=16, lanes=lanes)
     search = searcher("deepseek-v3", context=4064, assumed=assumed)
     searched = search.evaluate(plan, 8).tpot

@@ -32,8 +32,7 @@ LAYERS = 6
     ("attend", "ffn", "link"), [(9, 2, 1), (4, 4, 0.5), (2, 5, 0.5), (8, 1.7, 6), (10, 3, 0)]
 )
 def test_advised_workers_cost_least_in_simulated_time(lanes, attend, ffn, link):
-    """Within 5 % of the cheapest of up to nine workers on one ffn role, which costs three times one
-    worker; from any number of them."""
+    """Within 5 % of the cheapest of up to nine on one ffn role, which costs as much as three."""
     attended, moved = np.full((LAYERS, 1), float(attend)), np.full(LAYERS, float(link))
     times = StepTimes(attended, moved, np.full(LAYERS, float(ffn)), moved, 0.0)
     costs = {
@@ -52,8 +51,7 @@ def test_advised_workers_cost_least_in_simulated_time(lanes, attend, ffn, link):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_running_demo_is_watched():
-    """Over HTTP, while requests come: what it measures stands beside the plan at /metrics, an alarm
-    is printed of a plan for other hardware, and a server that has gone leaves no old figures."""
+    """Over HTTP: figures beside the plan, an alarm for other hardware, none of a server gone."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     run = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE}
     demo = [sys.executable, "-m", "jaxserve.serve", "--config", "configs/demo.yaml"]

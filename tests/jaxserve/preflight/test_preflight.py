@@ -176,8 +176,7 @@ class LateChild:
     def wait(self, seconds):
         raise Failed("no end")
 
-    def end(self):
-        pass
+    def end(self): ...
 
 
 def test_a_late_check_keeps_what_it_had_measured(monkeypatch):

@@ -8,8 +8,7 @@ STEP = StepSizes(10, 4, 3, drafts=1, d_model=16, residual=24, vocab=20, packed=1
 
 
 def test_bytes_on_an_attention_device():
-    """tp 2: each lane has 10 rows of 24 numbers, 5 messages of 18 bytes and 5 answers, and the
-    counts of 4 slots and 20 tokens."""
+    """tp 2: a lane has 10 rows of 24 numbers, 5 messages and answers, and 24 counts."""
     lane = 10 * 24 * 2 + 5 * (18 + 16 * 2)
     counts = 4 * 20 * 4
     # A layer: normed rows, 4 heads of 7 numbers, and the output in FP32.

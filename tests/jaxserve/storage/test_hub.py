@@ -25,8 +25,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def log_request(self, code="-", size="-"):
         FOUND.extend([self.path.partition("?")[0]] * (code == http.HTTPStatus.OK))
 
-    def log_error(self, *_):
-        pass
+    def log_error(self, *_): ...
 
     def end_headers(self):
         self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')

@@ -96,8 +96,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text, chunk):
     """Pure: the same tokens in other portions give the same text, ids and reason."""
 
     class NoEngine(FakeEngine):
-        def __post_init__(self) -> None:
-            pass
+        def __post_init__(self) -> None: ...
 
         def submit(self, prompt, params, on_output, *, request_id, deadline=None):  # type: ignore[no-untyped-def]
             ids = ids_of(text)
@@ -105,8 +104,7 @@ def test_what_comes_out_does_not_depend_on_the_chunks(text, chunk):
                 on_output(TokenOutput(request_id=request_id, token_ids=ids[start : start + chunk]))
             on_output(TokenOutput(request_id=request_id, finish_reason="length"))
 
-        def cancel(self, request_id: str) -> None:
-            pass
+        def cancel(self, request_id: str) -> None: ...
 
         def add_failure_callback(self, callback) -> None:  # type: ignore[no-untyped-def]
             pass

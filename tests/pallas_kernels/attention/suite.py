@@ -325,8 +325,7 @@ class PagedAttentionSuite:
 
 
 class RotatedPartSuite(PagedAttentionSuite):
-    """With what not every backend does: latents whose rotated part has an array of its own, and
-    products in INT8."""
+    """Latents whose rotated part has its own array, and INT8 products: not every backend's."""
 
     products: int = 32
     """Positions whose probabilities share a scale."""

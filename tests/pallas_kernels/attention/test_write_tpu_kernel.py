@@ -19,8 +19,7 @@ def four_buffers(monkeypatch):
 
 
 def batch(runs, order=None):
-    """Three sequences of two pages, the last one outside of the pool; runs of (owner, start,
-    tokens), then padding."""
+    """Three sequences of two pages, one outside of the pool; (owner, start, tokens) runs."""
     table = jnp.asarray([[3, 0], [7, 8], [4, POOL]], jnp.int32)
     sequence = [owner for owner, _, count in runs for _ in range(count)]
     position = [start + token for _, start, count in runs for token in range(count)]

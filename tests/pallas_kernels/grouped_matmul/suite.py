@@ -185,8 +185,7 @@ def swiglu_numpy(rows, sizes, weights, dtype, row_format=None):
 
 
 def assert_near(output, expected, tolerance):
-    """Compares, within `tolerance` of the largest of a row: a hidden value near the middle of two
-    roundings may go to either."""
+    """Compares within `tolerance` of a row's largest: roundings may go either way."""
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert np.all(np.abs(np.asarray(output, np.float64) - expected) <= tolerance * scale)
 

@@ -44,8 +44,7 @@ ROWS = (8, 16, 128, 192, 256, 384, 576, 768, 1536, 3064, 3072, 6136, 6144, 12288
 
 
 def test_tiles():
-    """Choices by call and rows: a tile's rows, columns, inner columns and stages, and the other
-    fields."""
+    """Choices by call and rows: the tile's sizes and stages, and the other fields."""
 
     def said(call):
         weights, options = eval(f"(lambda *one, **more: (one, more))({call}\n)", globals())

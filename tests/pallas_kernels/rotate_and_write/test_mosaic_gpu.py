@@ -1,5 +1,4 @@
-"""The Hopper kernel as it ships, replayed in NumPy: its results, the order of its copies, and what
-it covers."""
+"""The Hopper kernel replayed in NumPy: results, order of copies, and coverage."""
 
 import functools
 

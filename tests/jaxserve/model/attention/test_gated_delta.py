@@ -1,5 +1,4 @@
-"""Bytes that a layer of Qwen3-Next moves in a decode step, compiled for devices that are not
-there."""
+"""Bytes that a layer of Qwen3-Next moves in a decode step, by AOT-compiled programs."""
 
 import json
 import re

@@ -68,8 +68,7 @@ class TestMLA(layers.BiasesSuite):
 
 
 class TestOffTPUs(TestMLA):
-    """Chunks of seven tokens and more attend to expanded keys and values, eight positions at a
-    time."""
+    """Chunks of seven tokens or more attend to expanded keys and values, eight at a time."""
 
     variants = {  # noqa: RUF012
         name: TinyModel(name, replace(sizes, qk_nope_head_dim=4, v_head_dim=2), seed=5)

@@ -74,8 +74,7 @@ def test_int8_travels_and_is_summed_in_fp32():
 
 
 def test_what_bf16_costs():
-    """The error is that of one more rounding of a result to BF16, which follows anyway: 0.17 % of
-    the root mean square."""
+    """The error is that of one more rounding to BF16: 0.17 % of the root mean square."""
     exact = shares().sum(axis=0)
     error = sum_of("bfloat16")(shares()) - exact
     rounding = bf16(exact) - exact

@@ -39,8 +39,7 @@ def asked(prompt: list[int], params: SamplingParams) -> str:
 
 
 def test_answers(wide: HttpRig) -> None:
-    """`golden/server/answers.txt` lists requests, some with what the model says below; x{9} stands
-    for nine letters."""
+    """`golden/server/answers.txt` lists requests and answers; x{9} stands for nine letters."""
 
     def said(request: str) -> str:
         request, *says = request.split("\n")
