@@ -270,15 +270,10 @@ class MessageClient:
 
     def _check(self, message: Unanswered) -> None:
         if message.refusals >= MOST_REFUSALS:
-            raise EngineFailedError(
-                f"ffn workers refused {message} {message.refusals} times: "
-                f"{self.counters.last_failure}"
-            )
+            raise EngineFailedError(f"ffn workers refused {message}: {self.counters.last_failure}")
         if message.posts >= MOST_POSTS:
-            raise EngineFailedError(
-                f"{message.posts} connections were lost over {message}; the last: "
-                f"{self.counters.last_failure}"
-            )
+            lost = f"{message.posts} connections were lost over {message}"
+            raise EngineFailedError(f"{lost}; the last: {self.counters.last_failure}")
 
     def _make_answer_shape(self, kind: str, rows: int) -> AnswerShape:
         piece = self._answer_piece(kind, rows)

@@ -166,16 +166,14 @@ class _Lane:
         self.due = now + 1.02 * self._means[at]
         self.usual = USUAL * max(self._deviations[at], self._deviations[3])
 
-    def further(self, now: float, others: float) -> float:
-        """Returns how many seconds from now the message is expected. One that is later than usual,
+    def further(self, now: float, others: float, price: float) -> tuple[float, float]:
+        """Returns how many seconds from now the message is expected, and what it costs to leave the
+        lane behind: the price, less what others have waited for it. One that is later than usual,
         beside the others of its cohort, who are `others` seconds late on the mean, is assumed to
         take as long again."""
         late = now - self.due - others
-        return 0.0 if 0 < late < self.usual else abs(late)
-
-    def worth(self, price: float) -> float:
-        """Returns what it costs to leave the lane behind, less what others have waited for it."""
-        return (1 - self.unsteady) * max(price - self.waited, LEAST * price)
+        cost = (1 - self.unsteady) * max(price - self.waited, LEAST * price)
+        return 0.0 if 0 < late < self.usual else abs(late), cost
 
 
 class _Cohort:
@@ -274,8 +272,7 @@ class Cohorts(Turns):
         if not self._ready:
             return Decision(at=at)
         batch = self._ready.popleft()
-        for message in batch:
-            message.taken = now
+        batch[0].taken = now
         return Decision(batch)
 
     def served(self, batch: Sequence[Waiting], now: float) -> None:
@@ -377,8 +374,9 @@ class Cohorts(Turns):
         if layer <= cohort.layer or not cohort.began:
             if cohort.began and not lanes.isdisjoint(cohort.in_step):
                 # A pause between requests is no iteration.
-                lasted = min(now - cohort.began, 2 * self.iteration)
-                self.iteration += 0.3 * (lasted - self.iteration)
+                self.iteration += 0.3 * (
+                    min(now - cohort.began, 2 * self.iteration) - self.iteration
+                )
             cohort.began = now
         self._note_waits(cohort, layer)
         left = cohort.in_step - lanes
@@ -440,7 +438,7 @@ class Cohorts(Turns):
             return now
         price = self._price * self.iteration
         late = max(cohort.late, 0.0) / max(len(cohort.in_step) - len(cohort.missing), 1)
-        waits = sorted((one.further(now, late), one.worth(price)) for one in cohort.missing)
+        waits = sorted(lane.further(now, late, price) for lane in cohort.missing)
         present, cost, left = len(cohort.waiting[cohort.position]), 0.0, 0
         # Leave the last ones behind if waiting for them costs more than they are worth.
         while left < len(waits):
