@@ -119,7 +119,7 @@ class MessageClient:
         self._numbers = itertools.count()
         self._active: Sequence[MessageConnection] = ()
         self.wanted = "ffn worker"
-        """What the addresses are of, in errors."""
+        """Name of what the addresses belong to, for errors."""
         self.last_used = ""
         """Address of the ffn worker in use, or of the one that was."""
         self._closed = False
