@@ -228,10 +228,7 @@ def with_peers(options: Options) -> Options:
 
 # ---------------------------------------------------------------------------- engines
 def make_engine(
-    runtime: "Runtime",
-    *,
-    eos_token_ids: frozenset[int],
-    followers: "Followers | None" = None,
+    runtime: "Runtime", *, eos_token_ids: frozenset[int], followers: "Followers | None" = None
 ) -> "Engine":
     """An engine around a runtime, not started.
 

@@ -106,9 +106,9 @@ FORGETS = 0.9
 """Factor by which a lane's `waited` shrinks with every layer."""
 LEAST = 1 / 12
 """Least price of a lane that others have waited for, as a share of the price of the others."""
-UNSTEADY, STEADY = 0.7, 0.9
-"""Part of the way to 1 that a domain's `unsteady` goes when it is left behind; factor by which it
-shrinks with every iteration."""
+STOP, UNSTEADY, STEADY = 0.2, 0.7, 0.9
+"""Iterations by which a lane left behind is late if its domain has stopped; part of the way to 1
+that the domain's `unsteady` goes then; factor by which it shrinks with every iteration."""
 USUAL = 14
 """Mean deviations up to which a late message is taken to come at once. Of hundreds of calm lanes
 one is always late; only beyond what chance explains does one stall."""
@@ -129,7 +129,9 @@ class _Lane:
         self.cohort: Hashable = None
         self.home = _Cohort()
         """Cohort that its messages name, none before the first; the part of it that it runs in."""
-        self.layer = self.last = -1
+        self.layer = self.last = self.left = -1
+        """Layer of the last pass, the last one of a step, and the one at which its cohort went on
+        without it."""
         self.answered = self.due = self.came = self.usual = 0.0
         """When the last answer was computed; when the next message is due, when the last one came,
         and the seconds by which a message is late as usual."""
@@ -137,7 +139,7 @@ class _Lane:
         """Seconds that the messages of others waited for this lane: at its last layer, and lately
         at layers that followed one at which they waited as long. A straggler is late at every
         layer, by less than its price each time; a single stall foretells nothing. And how surely
-        its domain stops again and again, from 0 to 1: its cohort lately went on without it."""
+        its domain stops again and again, from 0 to 1."""
         self._means, self._deviations = [0.0] * 4, [0.0] * 4
         """Seconds, for each of the first three layers and for the others. The last deviation is one
         of all layers, because those of the first ones are learned slowly."""
@@ -257,6 +259,12 @@ class Cohorts(Turns):
         self._messages[lane] = cohort.waiting.setdefault(message.layer, {})[lane] = message
         if lane.due:
             self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
+        # A domain sends nothing before its older message has run, which is no stop of its own; nor
+        # has one stopped that comes soon after its cohort has gone on.
+        late = now - max(lane.due, *(one.answered for one in lane.siblings))
+        if lane.left == message.layer and late > STOP * self.iteration:
+            for one in lane.siblings:
+                one.unsteady += UNSTEADY * (1 - one.unsteady)
         lane.arrives(message.layer, now)
         if lane in cohort.missing:
             cohort.missing.remove(lane)
@@ -374,16 +382,14 @@ class Cohorts(Turns):
         if layer <= cohort.layer or not cohort.began:
             if cohort.began and not lanes.isdisjoint(cohort.in_step):
                 # A pause between requests is no iteration.
-                self.iteration += 0.3 * (
-                    min(now - cohort.began, 2 * self.iteration) - self.iteration
-                )
+                lasted = min(now - cohort.began, 2 * self.iteration)
+                self.iteration += 0.3 * (lasted - self.iteration)
             cohort.began = now
         self._note_waits(cohort, layer)
         left = cohort.in_step - lanes
         self.left_behind += len(left)
-        if 2 * len(left) < len(cohort.in_step):  # else the cohort falls apart: no fault of theirs
-            for one in {one for lane in left for one in lane.siblings}:
-                one.unsteady += UNSTEADY * (1 - one.unsteady)
+        for lane in left:  # where most are left, the cohort falls apart: no fault of theirs
+            lane.left = layer if 2 * len(left) < len(cohort.in_step) else -1
         cohort.layer, cohort.ran, cohort.look, cohort.late = layer, now, 0.0, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
         self._parts.layers += 1
