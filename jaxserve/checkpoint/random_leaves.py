@@ -50,7 +50,7 @@ class RandomLeaves(LeafSource):
 
 
 def random_leaves(template: Template, seed: int) -> list[jax.Array]:
-    """Makes random leaves; entries of the same entry of the checkpoint's array are equal."""
+    """Makes random leaves. Copies of one entry of the checkpoint, such as replicas, are equal."""
     leaves = []
     made = jax.tree.leaves(nnx.state(template.build(nnx.Rngs(seed))))
     for leaf, value in zip(template.leaves, made, strict=True):

@@ -12,7 +12,7 @@ from jaxserve.roles.expert_view import ExpertView
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Asks where experts are; `watch` also asks for the latest passes and measures more."""
+    """Asks where experts are; with `watch` also for the latest passes, measured from now on."""
 
     watch: bool = False
 

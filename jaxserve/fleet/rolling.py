@@ -136,7 +136,7 @@ class Rolling:
         return self._status(place, None, {address: "removed"})
 
     def want(self, domains: int) -> list[WorkerStatus]:
-        """Makes this number of workers domains, whatever their start; errors as `StandIns.want`."""
+        """Makes this number of workers domains, whatever they began as; see `StandIns.want`."""
         self._stand_ins.want(domains, len(self._registry.places()))
         return self.workers()
 

@@ -62,7 +62,7 @@ class AttentionBlock(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens residual"], pages: Pages, batch: RaggedBatch, sentinel: int
     ) -> tuple[Float[Array, "tokens residual"], DispatchMessage, Pages]:
-        """Returns the FFN's residual, the message to the ffn role, and the pages."""
+        """Returns the residual that the FFN's output is added to, the message to it, and pages."""
         d, epsilon = self.config.d_model, self.config.norm_epsilon
         with jax.named_scope("attention"):
             row, x = self.input_mixer.read(x) if self.input_mixer else (x[:, :d], x)

@@ -49,7 +49,7 @@ class Uptake:
         self._last: float | None = None
 
     def taken_up(self, now: float, waiting: int) -> None:
-        """Notes that a request was taken up, and how many wait now; begins the first gap."""
+        """Notes a request that was taken up, and how many wait now; the first gap begins then."""
         if not waiting:
             self._last = None
             return

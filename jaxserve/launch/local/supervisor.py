@@ -103,7 +103,7 @@ class Supervisor:
         self._deadline = math.inf  # when those that are left are ended
 
     def run(self) -> int:
-        """Starts all; returns the exit code of the first, 128 + its signal, or 1 if ended here."""
+        """Starts all; returns the first one's exit code, 128 + its signal, or 1 if ended here."""
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda n, frame: self._signals.append(n))
         try:

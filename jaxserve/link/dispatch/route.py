@@ -66,7 +66,7 @@ class Route(NamedTuple):
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        """Copies that bring all pieces to the ffn mesh, one a slot; later slots: more instances."""
+        """Copies of all pieces to the ffn mesh, one a slot; later slots serve further instances."""
         places = [(piece, *self.ingress(piece)) for piece in range(self.attention)]
         part, legs = self.ffn // self.instances, []
         for slot in range(self._own * self.instances):

@@ -170,9 +170,9 @@ class _Lane:
 
     def further(self, now: float, others: float, price: float) -> tuple[float, float]:
         """Returns how many seconds from now the message is expected, and what it costs to leave the
-        lane behind: the price, less what others have waited for it. One that is later than usual,
-        beside the others of its cohort, who are `others` seconds late on the mean, is assumed to
-        take as long again."""
+        lane behind: the price, less what others have waited for it. A message that is later than
+        usual, compared with the rest of its cohort, which is `others` seconds late on the mean, is
+        assumed to take as long again."""
         late = now - self.due - others
         cost = (1 - self.unsteady) * max(price - self.waited, LEAST * price)
         return 0.0 if 0 < late < self.usual else abs(late), cost
@@ -261,9 +261,9 @@ class Cohorts(Turns):
             self.misjudged += 0.01 * (min(abs(now - lane.due), self.iteration) - self.misjudged)
         # A domain sends nothing before its older message has run, which is no stop of its own; nor
         # has one stopped that comes soon after its cohort has gone on.
-        late = now - max(lane.due, *(one.answered for one in lane.siblings))
-        if lane.left == message.layer and late > STOP * self.iteration:
-            for one in lane.siblings:
+        if lane.left == message.layer:
+            late = now - max(lane.due, *(one.answered for one in lane.siblings))
+            for one in lane.siblings if late > STOP * self.iteration else ():
                 one.unsteady += UNSTEADY * (1 - one.unsteady)
         lane.arrives(message.layer, now)
         if lane in cohort.missing:

@@ -139,7 +139,7 @@ class Peer:
             self.connection = self._joining = None
 
     def _allowed(self) -> float:
-        """Returns the seconds of silence allowed; logs when the peer is suspect or recovers."""
+        """Returns the seconds of silence allowed; logs that a peer is suspect, or well again."""
         suspect = self.state is PeerState.SUSPECT
         if suspect and not self._said:
             logger.warning("link to %s is suspect: %s", self.address, self.describe())

@@ -82,7 +82,7 @@ def concatenated(first: CompletionLogprobs, second: CompletionLogprobs) -> Compl
 def chat_logprobs(
     tokenizer: Tokenizer, found: Sequence[TokenLogprobs], *, ids: bool = False, own: bool = False
 ) -> ChatLogprobs:
-    """Log-probabilities of an answer's tokens; `own`: each is among its rivals."""
+    """Log-probabilities of tokens, named by `ids` or texts; `own`: each is among its rivals."""
     content, name = [], _id_of if ids else _text
     for one in found:
         rivals = [
