@@ -1,9 +1,10 @@
-"""Deployments compiled for TPU slices that are not there: Qwen3, and nightly every shipped file.
+"""Deployments compiled for devices that are not there: Qwen3, and nightly every shipped file.
 
 Each runs in its own process: libtpu looks at the environment once, and JAX's settings stay.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from jaxserve.launch.tpu_slice import tpu_slice
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.serve import main as serve
 from tests import golden
+from tests.pallas_kernels.gpu_aot import COMPILED
 
 pytestmark = [
     pytest.mark.tpu_aot,
@@ -107,17 +109,24 @@ def test_a_decode_bucket():
 DECODE = {
     "v6e:8x8": (32, "int8", "page_size: 128, pages: 1024", 32, 64),
     "v7x:2x2x4": (16, "fp8", "page_size: 512, pages: 1024, format: fp8", 64, 16),
+    "h200:4x8": (16, "fp8", "page_size: 128, pages: 1024, format: fp8", 64, 64),
 }
 """Topology -> devices of each role, the format of weights and rows, the cache, slots, and pages of
 a sequence."""
 
 
+MODELS = "deepseek-v4-flash", "gpt-oss-120b", "deepseek-v3.2", "glm-5", "qwen3-next-80b-a3b"
+LARGE = [(each, "h200:4x8") for each in ("qwen3.5-397b-a17b", "deepseek-v4-pro")]
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("where", DECODE)
 @pytest.mark.parametrize(
-    "model",
-    ["deepseek-v4-flash", "gpt-oss-120b", "deepseek-v3.2", "glm-5", "qwen3-next-80b-a3b"],
+    ("model", "where"),
+    [
+        pytest.param(*each, marks=COMPILED if "h200" in each[1] else ())
+        for each in [*itertools.product(MODELS, DECODE), *LARGE]
+    ],
 )
 def test_a_decode_step(tmp_path, capsys, model, where):
     """V4-Flash has layers of five kinds, gpt-oss rows of 2,880 columns. Memory is that of
