@@ -25,6 +25,9 @@ def deepseek_v32_config(
       shared: layers that share the indexer of a layer before them.
     """
     config = deepseek_config(entries)
+    entries.only("layer_types", None, ["indexed_attention"] * config.layers)
+    ffns = ["sparse" if kind.ffn.router else "dense" for kind in config.decoder]
+    entries.only("mlp_layer_types", None, ffns)
     indexer = Indexer(
         heads=entries.size("index_n_heads"),
         head_dim=entries.size("index_head_dim"),
@@ -63,10 +66,6 @@ def glm_moe_dsa_config(entries: Entries) -> ModelConfig:
     config = deepseek_v32_config(entries, interleaved=True, shared=shared)
     entries.meaningless("index_share_for_mtp_iteration")
     entries.only("moe_router_dtype", "float32")
-    entries.only("layer_types", None, ["indexed_attention"] * config.layers)
-    dense = sum(not kind.ffn.router for kind in config.decoder)
-    kinds = ["dense"] * dense + ["sparse"] * (config.layers - dense)
-    entries.only("mlp_layer_types", None, kinds)
     return config
 
 

@@ -27,9 +27,9 @@ from jaxserve.llm import LLM
 from jaxserve.model.attention import kv_cache, mla
 from pallas_kernels.attention import expanded
 from tests import golden
-from tests.jaxserve import layouts
+from tests.jaxserve import layouts, long_prompts
 from tests.jaxserve.stepping import Sequences
-from tests.reference import make_golden
+from tests.reference import make_golden, tiny_deepseek_v4, tiny_qwen3_next
 from tests.reference.catalogue import CATALOGUE, random_model
 from tests.reference.decoder_numpy import DecoderNumpy
 from tests.reference.tiny_models import TinyModel, prompts
@@ -238,6 +238,13 @@ def test_random_variation(seed, tmp_path):
     check_everything(runtime, Expected.numpy(tmp_path))
 
 
+def rewritten(model: TinyModel, folder: Path) -> Path:
+    """The model's folder as `save_pretrained` of transformers writes it."""
+    network = make_golden.load_transformers(model.write(folder / "ours"), model)
+    network.save_pretrained(folder / "theirs")
+    return folder / "theirs"
+
+
 @pytest.mark.hf
 @pytest.mark.skipif(
     not (find_spec("torch") and find_spec("transformers")),
@@ -254,17 +261,20 @@ class TestLiveTransformers:
         for rows, expected in zip(live.logits, golden.logits, strict=True):
             np.testing.assert_allclose(rows, expected, rtol=0, atol=2e-5)
 
-    @pytest.mark.parametrize(
-        "name", ["deepseek_v3", "deepseek_v3_biases", "qwen3_moe_tied", "qwen3_window"]
-    )
+    @pytest.mark.parametrize("name", TABLES["written_by_transformers"])
     def test_folder_that_transformers_writes(self, name, tmp_path):
-        """For "deepseek_v3" transformers leaves the MTP module out, but not its entry in
-        config.json."""
-        model = CATALOGUE[name]
-        written = model.write(tmp_path / "ours")
-        make_golden.load_transformers(written, model).save_pretrained(tmp_path / "theirs")
-        runtime = build_runtime(load_deployment(tmp_path / "theirs", COLOCATED))
-        check_everything(runtime, Expected.golden(name))
+        """Modules for predictions are left out, but not their number in config.json."""
+        folder = rewritten(CATALOGUE[name], tmp_path)
+        check_everything(build_runtime(load_deployment(folder, COLOCATED)), Expected.golden(name))
+
+    @pytest.mark.parametrize(
+        "tiny", [tiny_deepseek_v4, tiny_qwen3_next], ids=["deepseek_v4", "qwen3_next"]
+    )
+    def test_folders_of_models_with_long_prompts(self, tiny, tmp_path):
+        for recorded in tiny.RECORDED:
+            folder = rewritten(recorded.model, tmp_path / recorded.model.name)
+            loaded = long_prompts.loaded(folder, tiny.ENTRIES["limits"])
+            long_prompts.check_logits(loaded, recorded, 20)
 
     @pytest.mark.parametrize("seed", range(RANDOM_MODELS))
     def test_random_variation(self, seed, tmp_path):

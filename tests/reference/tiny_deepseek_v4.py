@@ -82,6 +82,7 @@ class TinyV4(TinyModel):
 
 DEEPSEEK_V4 = TinyV4("deepseek_v4", TinyDeepseekV4(), spelling="transformers 5", sigma=0.2)
 LONG = LongPrompts(DEEPSEEK_V4, (3, 47, 150))
+RECORDED = [LONG]
 WITH_MODULE = replace(DEEPSEEK_V4, sizes=TinyDeepseekV4(module=True))
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ LONG = LongPrompts(QWEN3_NEXT, (3, 64, 150))
 QWEN3_5_FP8 = TinyNext("qwen3_5_fp8", TinyQwen3Next("qwen3_5_fp8"), sigma=0.1, fp8_blocks=True)
 QWEN3_5 = TinyNext("qwen3_5", TinyQwen3Next("qwen3_5_moe"), sigma=0.1)
 LONG_3_5 = LongPrompts(QWEN3_5, LONG.lengths)
+RECORDED = [LONG, LONG_3_5]
 
 if __name__ == "__main__":
-    LONG.record()
-    LONG_3_5.record()
+    for results in RECORDED:
+        results.record()
