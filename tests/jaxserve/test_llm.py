@@ -194,8 +194,6 @@ def test_token_ids_alone_where_there_is_no_tokenizer(engine: FakeEngine, folder:
             llm.chat([{"role": "user", "content": "hi"}])
 
 
-# ------------------------------------------------------------------------------------- chat
-
 TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     "{% if tools %}{{ tools | length }}{% endif %}{% if enable_thinking is false %}!{% endif %}"

@@ -209,7 +209,6 @@ class _Inside:
             self.cluster.reached.seen[self.me.index] = self.me.now
             self.cluster.reached.done |= done
 
-    # -------------------------------------------------------------------------------- memory
     def get(self, eqn: Any, ref: Any, *leaves: Any) -> np.ndarray:
         return self._load(ref, eqn.params["tree"].unflatten(leaves))
 
@@ -243,7 +242,6 @@ class _Inside:
         self.me.fence()
         return []
 
-    # ------------------------------------------------------------------------------ barriers
     def barrier_arrive(self, eqn: Any, barriers: Barriers, *leaves: Any) -> list[Any]:
         assert not eqn.params.get("has_user_predicate"), "unknown: a predicate"
         index = _barrier(barriers, eqn.params["transforms_treedef"].unflatten(leaves))
@@ -262,7 +260,6 @@ class _Inside:
             yield
         return []
 
-    # ---------------------------------------------------------------------------- TMA, wgmma
     def copy_gmem_to_smem(self, eqn: Any, source: Any, target: Any, *rest: Any) -> list[Any]:
         barriers, *leaves = rest
         names = ("src_transforms", "dst_transforms", "barrier_transforms")
@@ -326,7 +323,6 @@ class _Inside:
             self.me.finish(self.me.products, left)
         return sums.value
 
-    # ------------------------------------------------------------------------------- regions
     def run_scoped(self, eqn: Any, *consts: Any) -> Run:
         jaxpr = eqn.params["jaxpr"]
         if eqn.params["collective_axes"]:  # all warpgroups of the block share it
@@ -435,7 +431,6 @@ def _put(ref: Any, at: np.ndarray, value: Any) -> None:
     ref.data[at[real]] = value[real]
 
 
-# ------------------------------------------------------------------------------------ jaxprs
 def _run(jaxpr: Any, consts: Any, arguments: Any, machine: Any) -> Run:
     values: dict[Any, Any] = {}
     values.update(zip(jaxpr.constvars, consts, strict=True))

@@ -42,9 +42,6 @@ STAND_INS = frozenset(
 """Packages that are not installed for these tests."""
 
 
-# ------------------------------------------------------------------------------- stand-ins
-
-
 class _Module(types.ModuleType):
     """Has every name."""
 
@@ -123,9 +120,6 @@ class _ModelConfig:
 
     def get_vocab_size(self) -> int:
         return int(self.vocab_size)
-
-
-# --------------------------------------------------------------------------------- servers
 
 
 class _Server:
@@ -254,9 +248,6 @@ def _unchanged(*arguments: Any, **_options: Any) -> Any:
     if len(arguments) == 1 and callable(arguments[0]):
         return arguments[0]
     return lambda function: function
-
-
-# -------------------------------------------------------------------------------- selection
 
 
 @functools.cache

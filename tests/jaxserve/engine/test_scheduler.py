@@ -23,8 +23,6 @@ from tests.jaxserve.engine.step_plans import (
     step,
 )
 
-# One sequence, from prompt to end.
-
 
 def test_prefill_and_decode_one_step_ahead():
     scheduler = make_scheduler(make_request("a", [5, 6, 7], max_tokens=4))
@@ -64,9 +62,6 @@ def test_sampling_parameters_travel_with_the_row():
     assert rows == [SequenceRow(0, [5], 1, [0], True, 0.5, 3, 0.9, 0.1, 77)]
 
 
-# The end comes as a surprise.
-
-
 @pytest.mark.parametrize("token_id", [0, 9])
 def test_end_ids_drop_the_token_in_flight_and_keep_the_slot_until_it_lands(token_id):
     scheduler = make_scheduler(slots=1)
@@ -90,9 +85,6 @@ def test_an_ended_id_may_come_again_while_its_step_is_in_flight():
     assert third == step(2, 1, 2, [row(1, [6], 1, [1])])
     assert scheduler.complete(second, sampled({0: 12})) == []
     assert scheduler.complete(third, sampled({1: 13})) == [news("a", [13])]
-
-
-# Several sequences share a step.
 
 
 def test_groups_with_fewest_pages_in_use_come_first_and_share_one_bucket():
@@ -135,9 +127,6 @@ def test_lanes_complete_in_any_order_but_each_in_its_own():
     assert scheduler.complete(first, sampled({0: 11})) == [news("a", [11])]
     with pytest.raises(ValueError, match="lane 1: step 1 completed, expected none"):
         scheduler.complete(other, sampled({0: 21}))
-
-
-# Admission.
 
 
 def test_a_big_request_holds_smaller_ones_back():
@@ -212,9 +201,6 @@ def test_a_full_queue_refuses():
     for taken in "ac":
         with pytest.raises(InvalidRequestError, match=f"request_id: '{taken}' is already running"):
             scheduler.add(make_request(taken, [2]))
-
-
-# Checks.
 
 
 def test_groups_are_checked_page_by_page_and_once_a_change():

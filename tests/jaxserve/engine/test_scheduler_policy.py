@@ -13,8 +13,6 @@ from tests import golden
 from tests.jaxserve.engine.step_plans import in_pool, make_scheduler, news, row, sampled
 from tests.jaxserve.engine.step_plans import make_request as request
 
-# Who comes first.
-
 
 def test_requests_wait_in_the_order_in_which_they_are_due():
     def call(requests):
@@ -37,9 +35,6 @@ def test_the_last_due_makes_room_not_the_last_come():
     assert scheduler.waiting_ids() == ["late"]
 
 
-# Running decodes are protected.
-
-
 @pytest.mark.parametrize(("limit", "chunk"), [(2, [5, 6]), (0, [5, 6, 7])])
 def test_prefill_beside_decoding_is_limited_and_alone_it_is_not(limit, chunk):
     """By `prefill_tokens`, and without it by the budget that decoding leaves."""
@@ -52,9 +47,6 @@ def test_prefill_beside_decoding_is_limited_and_alone_it_is_not(limit, chunk):
     pages = list(range(3, 3 + -(-len(chunk) // 2)))
     chunk_row = row(1, chunk, len(chunk), pages, sample=False)
     assert scheduler.plan(0).groups == [[row(0, [FROM_DEVICE], 5, [0, 1, 2]), chunk_row]]
-
-
-# Groups.
 
 
 def run(scheduler, request, token=7):
@@ -77,9 +69,6 @@ def test_the_group_that_has_the_prompt_takes_it():
     rows = scheduler.plan(0).groups
     assert [one.token_ids for one in rows[0]] == [[9], [6]]
     assert rows[1] == []
-
-
-# The prefix cache.
 
 
 def test_what_was_computed_is_not_computed_again():
@@ -111,9 +100,6 @@ def test_running_sequences_take_cached_pages_before_they_preempt():
     assert len(outputs) == 15
     assert scheduler.num_preemptions == 0
     assert run(scheduler, request("c", [1, 2, 3, 4, 5, 6], max_tokens=1))[0].cached_tokens < 4
-
-
-# Log-probabilities.
 
 
 def test_logprobs_come_with_their_tokens_and_the_prompts_with_the_first():
@@ -151,9 +137,6 @@ def test_logprobs_of_a_prompt_whose_pass_was_poisoned_are_those_of_the_next():
     result = StepResult(np.asarray([[7, 0, 0]]), {}, {0: good})
     (output,) = scheduler.complete(again, result)
     assert output.prompt_logprobs == [None, *good]
-
-
-# Grammars.
 
 
 class Script:

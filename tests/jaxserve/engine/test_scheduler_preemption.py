@@ -15,8 +15,6 @@ from tests.jaxserve.engine.step_plans import (
 )
 from tests.jaxserve.full_steps import FullStep
 
-# Pages run out.
-
 
 def test_the_youngest_makes_room_and_recomputes_without_repeating_itself():
     scheduler = make_scheduler(pages=5, max_length=10, max_waiting=2)
@@ -94,9 +92,6 @@ def test_a_page_that_comes_back_goes_to_the_oldest_who_missed_a_step():
     assert scheduler.waiting_ids() == ["b", "c"]
     assert scheduler.plan(0) == step(9, 1, 8, [row(0, [14], 5, [0, 3, 1])])
     scheduler.check_integrity()
-
-
-# A step is lost.
 
 
 def test_a_lost_step_is_planned_again_and_says_everything_again():

@@ -32,9 +32,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-# ----------------------------------------------------------------------------- completions
-
-
 def test_answers(faces):
     """`golden/server/grpc_answers.txt` lists calls."""
     calls = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}
@@ -93,9 +90,6 @@ def test_the_prompt_is_told_before_a_late_first_token(faces):
     assert "".join(event.delta.text for event in call) == "one two three"
 
 
-# ----------------------------------------------------------- log-probabilities and grammars
-
-
 def test_log_probabilities_of_a_stream(faces):
     """They are those of the whole answer, which `golden/server/grpc_answers.txt` has."""
     fields = {"text": "hi", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
@@ -121,9 +115,6 @@ def test_abort(faces):
     assert faces.engine.wait_until_idle()
     code, _ = rpc_error(faces.stub.Abort, pb.AbortRequest(request_id="a"), timeout=SECONDS)
     assert code == "NOT_FOUND"
-
-
-# --------------------------------------------------------------- clients that go, or are late
 
 
 @pytest.mark.parametrize("how", ["cancels its stream", "cancels a unary call", "vanishes"])
@@ -185,9 +176,6 @@ def test_a_reader_that_stalls_is_dropped():
     rig.close()
 
 
-# ---------------------------------------------------------------------------------- errors
-
-
 def test_a_bad_field_is_named(faces):
     """`golden/server/grpc_fields.txt` lists requests."""
 
@@ -243,9 +231,6 @@ def test_two_thousand_streams_at_once(faces):
             return await asyncio.gather(*(text(stub) for _ in range(2000)))
 
     assert asyncio.run(many()) == ["a"] * 2000
-
-
-# --------------------------------------------------------------------- a server's own life
 
 
 def test_health_over_a_life():

@@ -70,9 +70,6 @@ def sources() -> list[Source]:
     return found
 
 
-# ---------------------------------------------------------- no pickle on any wire or file
-
-
 def test_no_pickle_on_any_wire_or_file(faces):
     unsafe = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for source in sources():
@@ -85,10 +82,8 @@ def test_no_pickle_on_any_wire_or_file(faces):
     assert faces.untouched()
 
 
-# ----------------- explicit bind address, loopback by default, refused elsewhere without more
-
-
 def test_addresses():
+    """Explicit bind address, loopback by default, refused elsewhere without more."""
     assert Server().host == "127.0.0.1"
     anywhere = Server(host="0.0.0.0", grpc_port=0, http_port=0)
     for face in (GrpcServer, HttpServer):
@@ -99,10 +94,8 @@ def test_addresses():
         face(anywhere, insecure_bind=True)
 
 
-# ------------------- authenticate everything but liveness and readiness, constant-time compare
-
-
 def test_keys(locked, monkeypatch):
+    """Authenticate everything but liveness and readiness, constant-time compare."""
     for endpoint in ENDPOINTS:
         path = endpoint.path.replace("{model}", "fake")
         for shown in (None, "", "Bearer", "Bearer wrong", f"Basic {ALICE}", ALICE):
@@ -131,10 +124,8 @@ def test_keys(locked, monkeypatch):
     assert compared == [(32, 32)] * 8  # all keys, as digests, whoever asks
 
 
-# ------------------------------------------------- bound every int and list at the schema
-
-
 def test_bounds():
+    """Bound every int and list at the schema."""
     """Bounds of the documented schemas; `golden/server/` has those over both faces."""
     schemas = json.loads(document(ENDPOINTS, keys=False))["components"]["schemas"]
     taken = {endpoint.takes.__name__ for endpoint in ENDPOINTS if endpoint.takes is not None}
@@ -158,10 +149,8 @@ def test_bounds():
     assert [place for name in taken for place in unbounded(name, schemas[name], "")] == []
 
 
-# ------------------------------------------------------------------- header and body caps
-
-
 def test_sizes(faces):
+    """Header and body caps."""
     start = time.monotonic()
     host, _, port = faces.address.rpartition(":")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -249,10 +238,8 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(faces, monkeypatch):
     assert faces.untouched()
 
 
-# ----------------------------------------------- templates with fuel, kwargs by allow-list
-
-
 def test_templates():
+    """Templates with fuel, kwargs by allow-list."""
     loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     faces = Faces(template="{% if forever %}" + loop + "{% endif %}x")
     messages = [{"role": "user", "content": "hi"}]
@@ -268,10 +255,8 @@ def test_templates():
     faces.close()
 
 
-# ----------------------------------- no auto_map, no remote code, config.json parsed by us
-
-
 def test_a_model_folder_runs_no_code(tmp_path):
+    """No auto_map, no remote code, config.json parsed by us."""
     folder = layouts.write_model(tmp_path)
     marker = folder / "ran"
     for name in ("evil.py", "modeling_evil.py", "tokenization_evil.py", "__init__.py"):
@@ -293,10 +278,8 @@ def test_a_model_folder_runs_no_code(tmp_path):
         assert "trust_remote_code" not in source.path.read_text(encoding="utf-8")
 
 
-# -------------------------------------------------------------- opaque errors to clients
-
-
 def test_errors_are_opaque(faces, caplog):
+    """Opaque errors to clients."""
     faces.engine.refusal = KeyError("a secret path")
     response = faces.post(request_id="a1")
     assert response.status_code == 500
@@ -308,10 +291,8 @@ def test_errors_are_opaque(faces, caplog):
     assert faces.untouched()
 
 
-# -------------------------------------------------------------- prefix-cache salt per tenant
-
-
 def test_tenants_share_no_prefixes(locked):
+    """Prefix-cache salt per tenant."""
     for key in (ALICE, BOB):
         for salt in ("", "x"):
             fields = {"prompt": "hi", **({"cache_salt": salt} if salt else {})}
@@ -329,10 +310,8 @@ def test_tenants_share_no_prefixes(locked):
     assert all(ALICE not in salt and BOB not in salt for salt in salts)
 
 
-# ------- drain: readiness off, new ones refused, what runs goes on; busy is alive, stuck is not
-
-
 def test_drain(faces):
+    """Drain: readiness off, new ones refused, what runs goes on; busy is alive, stuck is not."""
     call = faces.begun()
     faces.refuse()
     assert faces.client.get("/ready").status_code == 503

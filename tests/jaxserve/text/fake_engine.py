@@ -97,8 +97,6 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ the interface
-
     def start(self) -> None:
         self.status = "ready"
 
@@ -184,8 +182,6 @@ class FakeEngine:
     def close(self) -> None:
         self.status = "closed"
         self._thread.join(5)
-
-    # ---------------------------------------------------------------------- for tests
 
     @property
     def running(self) -> int:

@@ -27,9 +27,6 @@ def rendered(folder: Path, **values: Any) -> str:
     return template.render(HI, **values)
 
 
-# ------------------------------------------------------------------------------- sources
-
-
 def test_a_folder_without_a_template(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
@@ -82,9 +79,6 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-# ------------------------------------------------------------------------------- messages
-
-
 def test_wrong_messages_and_tools_are_named() -> None:
     """`golden/text/wrong_messages.txt` lists them."""
 
@@ -118,9 +112,6 @@ def test_the_templates_refusal_and_failure() -> None:
     failing = ChatTemplate({"default": "\n{{ messages[0].content + 1 }}"})
     with pytest.raises(InvalidRequestError, match=r"^messages: the chat template failed: line 2: "):
         failing.render(HI)
-
-
-# ------------------------------------------------------------------------------- switches
 
 
 def test_switches_are_what_the_template_reads_and_a_few_known_ones() -> None:

@@ -39,9 +39,6 @@ def same(source: str, **values: Any) -> str:
     return text
 
 
-# ----------------------------------------------------------------------- whole templates
-
-
 @pytest.mark.parametrize("tools", [None, TOOLS, []], ids=["none", "tools", "empty"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_renders_every_conversation_alike(family, tools):
@@ -76,8 +73,6 @@ def test_the_text_of_every_family():
     golden.check("text/templates.json", found)
 
 
-# ---------------------------------------------------------------------------- differences
-
 VALUES = yaml.safe_load(golden.text("text/values.yaml"))
 
 
@@ -108,9 +103,6 @@ def test_json_of_any_value(value):
 def test_any_text_is_a_template_or_a_clear_error(source):
     with contextlib.suppress(TemplateError):
         render(source, x="a b")
-
-
-# ----------------------------------------------------------------------------------- limits
 
 
 def test_what_does_not_work_is_a_clear_error():
@@ -150,9 +142,6 @@ def test_variables_are_what_the_caller_may_set():
     )
     assert CheckedTemplate(source).variables >= {"messages", "enable_thinking", "outer"}
     assert CheckedTemplate(source).variables <= {"messages", "enable_thinking", "outer"}
-
-
-# ------------------------------------------------------------------------------------ plain
 
 
 def nested(depth: int, wrap: Callable[[Any], Any] = lambda value: [value]) -> Any:

@@ -109,9 +109,6 @@ def test_a_long_run_is_encoded_in_no_time() -> None:
     assert VOCABULARY.decode(VOCABULARY.encode("a" * 100_000 + " " * 100_000)).endswith(" ")
 
 
-# ---------------------------------------------------------------------------------- files
-
-
 def test_a_folder_like_kimis(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_ranks_folder(tmp_path))
     assert tokenizer.bos_token_id == BASE

@@ -74,9 +74,6 @@ def write_folder(folder: Path, tokenizer, **configs: object) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------- Tokenizer
-
-
 @golden.table("text/special_ids.yaml")
 def test_special_ids_come_from_every_configuration(tmp_path, configs, bos, eos, pad) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), **configs))
@@ -181,9 +178,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
-# ------------------------------------------------------------------ IncrementalDetokenizer
-
-
 def deltas_of(tokenizer: Tokenizer, chunks: list[list[int]]) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer)
     return [*(detokenizer.push(chunk) for chunk in chunks), detokenizer.finish()]
@@ -273,9 +267,6 @@ def test_the_cost_is_linear(token: str) -> None:
     text = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.finish()
     assert text == {"a": "a", "b\x80": "\ufffd", "</s>": ""}[token] * 4000
     assert tokenizer.decoded < 40 * 4000
-
-
-# ----------------------------------------------------------------------------- StopMatcher
 
 
 def run_matcher(stops: list[str], chunks: list[str]) -> tuple[list[str], str | None]:

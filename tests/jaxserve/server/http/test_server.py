@@ -143,9 +143,6 @@ def test_a_request_that_runs_too_long_is_given_up(make_rig):
     assert rig.engine.wait_until_idle()
 
 
-# --------------------------------------------------------------- clients that go, or are slow
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_client_that_vanishes_returns_the_pages(rig, stream, reset):
@@ -285,9 +282,6 @@ def request_bytes(fields: dict[str, object]) -> bytes:
     request = httpx.Request("POST", "http://x/v1/completions", json=fields)
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content
-
-
-# ----------------------------------------------------------------------------------- ports
 
 
 def test_version_6():
