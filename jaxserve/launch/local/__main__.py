@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, forwarded = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.rehearse:
-            forwarded += rehearsal(deployment_for(forwarded))
+            forwarded += rehearsal(deployment_for(forwarded, options.runtimes))
         members, rules = _members(options, forwarded)
     except ConfigError as error:
         say(f"{error}")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _members(options: argparse.Namespace, forwarded: Sequence[str]) -> tuple[list[Member], Rules]:
     spares: Literal["imported", "warm"] = "warm" if options.warm_spares else "imported"
     if options.runtimes:
-        deployment = deployment_for(forwarded)
+        deployment = deployment_for(forwarded, apart=True)
         members = roles_apart(deployment, options.standbys)
         ffn = [number for number, member in enumerate(members) if member.runtime]
         # One of several processes may end because another did.

@@ -61,6 +61,14 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     ]
 
 
+ROLES_TOGETHER = (
+    *("attention.runtime=main", "ffn.runtime=main"),
+    *("link.transport=auto", "link.addresses=[]"),
+)
+"""Settings with which a deployment is read whose roles get runtimes of their own: `pull` is refused
+without addresses, and their number follows from the deployment."""
+
+
 def rehearsal(deployment: Deployment) -> list[str]:
     """Returns the arguments with which CPUs of this host stand in for the hardware of a deployment:
     memory is that of the host, and caches have pages for two of the longest sequences."""
@@ -188,8 +196,12 @@ def _set(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def deployment_for(forwarded: Sequence[str]) -> Deployment:
+def deployment_for(forwarded: Sequence[str], apart: bool = False) -> Deployment:
     """Reads the deployment from the arguments that every process gets.
+
+    Args:
+      apart: the launcher gives the roles runtimes and addresses, so the deployment's own are not
+        looked at.
 
     Raises:
       ConfigError: it is wrong, or not named.
@@ -200,4 +212,5 @@ def deployment_for(forwarded: Sequence[str]) -> Deployment:
     if known.config is None and known.model is None:
         raise ConfigError("--fleet or --runtimes: say --config or --model")
     elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]  # the file's addresses are not used here
+    elsewhere += ROLES_TOGETHER if apart else ()
     return read_deployment(known.config, known.model, [*known.set, *elsewhere])

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.launch.local import members as launched
 from jaxserve.launch.local.members import Member, deployment_for, fleet_of, rehearsal, with_peers
 from tests.jaxserve.fleet.launched import REPOSITORY
 
@@ -110,3 +111,13 @@ def test_standbys_of_the_ffn_worker_and_work_that_others_do(read):
     assert f"link.addresses={addresses}" in domain.arguments
     with pytest.raises(ConfigError, match="--standbys 1: only ffn workers have them"):
         fleet_of(read("demo-fleet"), standbys=1)
+
+
+def test_roles_apart_whatever_runtimes_and_addresses_the_deployment_has():
+    runtimes = "attention.runtime=one", "ffn.runtime=two", "link.addresses=[10.0.0.1:7]"
+    keys = ("link.transport=pull", *runtimes, "ffn.processes=2", "ffn.ep=2", "link.batching=merge")
+    given = ["--config", "demo", *(word for key in keys for word in ("--set", key))]
+    attention, *ffn = launched.roles_apart(deployment_for(given, apart=True), standbys=0)
+    assert [member.role for member in (attention, *ffn)] == ["", "ffn", "ffn"]
+    addresses = [member.arguments[-1] for member in ffn]
+    assert attention.arguments[-3] == f"link.addresses={addresses}"
