@@ -35,6 +35,16 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Number formats that round the same values in every layout without tensor parallelism. Combine in
 INT8 does not: each rank of experts rounds its own part of a sum."""
 
+RULES: dict[str, dict[str, Any]] = {
+    "": {},
+    "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "biases": {"logit_bias": {3: 4.0, 17: 2.5, 40: -6.0}},
+    "narrow": {"top_k": 5, "min_p": 0.05},
+    "stop": {"stop_token_ids": (*range(2, VOCAB, 5),), "min_tokens": 1},
+    "grammar": {},
+}
+"""Fields of `SamplingParams`, by the name of a request's rules."""
+
 LAYOUTS: list[dict[str, Any]]
 SPLIT: list[dict[str, Any]]
 LAYOUTS, SPLIT = yaml.safe_load(golden.text("engine/draw_layouts.yaml")).values()
@@ -59,6 +69,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
       emitted: tokens of its answer that another engine is said to have generated.
       tenant: salt of its cache entries.
       scores: whether the log-probabilities of its prompt are wanted, too.
+      rules: key of `RULES`; "grammar": even and odd token ids in turns.
     """
 
     number: int
@@ -71,6 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     emitted: int = 0
     tenant: str = ""
     scores: bool = False
+    rules: str = ""
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,6 +100,9 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
       disk: whether pages in host memory go on to a folder, which both engines share.
       systems: lengths of the system prompts.
       resets: news of all requests together after which the prefix caches are reset.
+      losses: likewise, after which the engine that answers loses a step: an even number while its
+        tokens are read, an odd one with all pages.
+      moves: likewise, after which its experts go to other ranks.
     """
 
     seed: int
@@ -102,6 +117,8 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     systems: list[int] = []
     requests: list[Request]
     resets: list[int] = []
+    losses: list[int] = []
+    moves: list[int] = []
 
     def prompts(self) -> list[list[int]]:
         """Token ids of every request's prompt. It does not depend on the other requests."""
@@ -125,7 +142,7 @@ def read(text: str) -> Draw:
 def draw(seed: int) -> Draw:
     """The draw of a seed. Odd or even decides hand-offs; from `CHEAP` on families take turns."""
     rng = random.Random(f"deployment {seed}")
-    models = [*MODELS]
+    faults, models = random.Random(f"faults {seed}"), [*MODELS]
     if seed < CHEAP:
         plan = PLANS[seed // 2 % len(PLANS)]
     else:
@@ -138,7 +155,10 @@ def draw(seed: int) -> Draw:
     if plan.get("format", "float32") != "float32":
         # How close a sampled choice was is not known, so a rounding could not be excused.
         requests = [msgspec.structs.replace(one, seed=None) for one in requests]
+    else:
+        requests = [msgspec.structs.replace(one, rules=_rules(faults, one)) for one in requests]
     news = sum(one.tokens for one in requests)
+    times = [sorted(faults.randrange(news) for _ in range(faults.choice((0, 1, 2)))) for _ in "lm"]
     return Draw(
         **plan | ({} if hand_offs else {"prefill": None}),
         seed=seed,
@@ -148,6 +168,8 @@ def draw(seed: int) -> Draw:
         systems=systems,
         requests=requests,
         resets=sorted(rng.choice((0, rng.randrange(news))) for _ in range(rng.choice((0, 1, 3)))),
+        losses=times[0],
+        moves=times[1],
     )
 
 
@@ -231,6 +253,12 @@ def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
             )
         after += rng.choice((0, 3, 10, 40))
     return found
+
+
+def _rules(rng: random.Random, one: Request) -> str:
+    """A request that was stopped is not continued elsewhere."""
+    some = [name for name in RULES if not (one.emitted and name == "stop")]
+    return rng.choice(some) if rng.random() < 0.5 else ""
 
 
 def _tokens(name: str, count: int) -> list[int]:

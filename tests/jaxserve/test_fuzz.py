@@ -8,17 +8,20 @@ SEED=10` any others. A draw is printed with its seed; `FUZZ_DRAW=DRAW` runs that
 is left of it.
 """
 
+import contextlib
 import itertools
 import math
 import os
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 import pytest
 
+from jaxserve.bench.mixes import EveryOther
 from jaxserve.config.checks import scratch_pages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
@@ -32,6 +35,7 @@ from pallas_kernels.attention import expanded
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
 from tests.jaxserve.hand_offs import attach, limits
+from tests.jaxserve.losing import Losing
 from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_deepseek_v4 import WITH_MODULE
@@ -151,7 +155,9 @@ class Fuzz:
             if draw.prefill is not None:
                 prefill = self._engine(draw, "prefill", draw.prefill, draw.spare[1])
                 engines.append(prefill)
-            answers = Running(draw, expected, decode, prefill).answers()
+            with pytest.MonkeyPatch.context() as patch:
+                running = Running(draw, expected, decode, prefill)
+                answers = running.answers(Losing(decode, patch))
             rows = zip(draw.requests, expected, answers, strict=True)
             problems = [
                 f"request {one.number}: {problem}"
@@ -178,7 +184,7 @@ class Fuzz:
         answers = Answers()
         for one, prompt in zip(draw.requests, draw.prompts(), strict=True):
             params = msgspec.structs.replace(
-                params_of(one), logprobs=2, cache_salt=f"alone {one.number}"
+                params_of(one, engine), logprobs=2, cache_salt=f"alone {one.number}"
             )
             answers.open(one.number)
             engine.submit(prompt, params, lambda news, n=one.number: answers.add(n, news))
@@ -241,15 +247,21 @@ class Running:
         self._emitted = {one.number: right.tokens[: one.emitted] for one, right in rows}
         self._answers = Answers()
 
-    def answers(self) -> list[Answer]:
-        """Submits all requests, resets and cancels in the middle; the answers, in their order."""
+    def answers(self, losing: Losing) -> list[Answer]:
+        """Submits all requests; resets, cancels and loses steps in the middle. Returns the answers
+        in the order of the requests."""
         answers, waiting = self._answers, list(self._draw.requests)
-        resets = list(self._draw.resets)
+        events = [(after, self._reset) for after in self._draw.resets]
+        events += [(after, self._move_experts) for after in self._draw.moves]
+        for after in self._draw.losses:
+            events.append((after, partial(losing.lose, ("result", "stage")[after % 2])))
+        events.sort(key=lambda event: event[0])
         end = time.monotonic() + SECONDS
 
         def due() -> bool:
             times = [waiting[0].after] if waiting else []
-            return not answers.running or answers.total >= min(times + resets[:1], default=10**9)
+            times += [after for after, _ in events[:1]]
+            return not answers.running or answers.total >= min(times, default=10**9)
 
         while waiting or answers.running:
             with answers.changed:
@@ -262,11 +274,18 @@ class Running:
                 while waiting and waiting[0].after == after:  # a burst
                     self._start(waiting.pop(0))
                 quiet = False
-            while resets and resets[0] <= answers.total:
-                resets.pop(0)
-                for engine in self._engines():
-                    engine.reset_prefix_cache()
+            while events and events[0][0] <= answers.total:
+                events.pop(0)[1]()
         return [answers.of(one.number) for one in self._draw.requests]
+
+    def _reset(self) -> None:
+        for engine in self._engines():
+            engine.reset_prefix_cache()
+
+    def _move_experts(self) -> None:
+        if (experts := self._decode.experts) is not None:
+            with contextlib.suppress(ValueError):  # they are on their way
+                experts.place({n: own[::-1] for n, own in experts.placements.items()})
 
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self._prefill, self._decode) if engine is not None]
@@ -304,7 +323,7 @@ class Running:
         try:
             self._decode.submit(
                 self._prompts[one.number],
-                params_of(one),
+                params_of(one, self._decode),
                 on_output,
                 request_id=f"{one.number}",
                 source=source,
@@ -319,11 +338,13 @@ class Running:
             engine.cancel(f"{one.number}")
 
 
-def params_of(one: Request) -> SamplingParams:
+def params_of(one: Request, engine: Engine) -> SamplingParams:
     """How a request's tokens are chosen."""
     draws_of_it = {} if one.seed is None else {"temperature": 0.9, "top_p": 0.9, "seed": one.seed}
+    options = {"temperature": 0.0, "max_tokens": one.tokens, "ignore_eos": True} | draws_of_it
     return SamplingParams(
-        **{"temperature": 0.0, "max_tokens": one.tokens, "ignore_eos": True} | draws_of_it,
+        **options | draws.RULES[one.rules],
+        grammar=EveryOther(engine.model_info()["vocab_size"]) if one.rules == "grammar" else None,
         logprobs=0,
         prompt_logprobs=0 if one.scores else None,
         cache_salt=one.tenant,
@@ -334,8 +355,8 @@ def differences(format: str, one: Request, right: Answer, found: Answer) -> list
     """Describes the defect of an answer; empty if it has none."""
     if found.end == "error":
         return [f"error: {found.error}"]
-    if found.end == "cancelled" and one.cancel is None:
-        return ["cancelled by nobody"]
+    if found.end != right.end and (found.end != "cancelled" or one.cancel is None):
+        return [f"ended by {found.end} instead of {right.end}"]
     tie, near = TIE.get(format, TIE_OF_8_BITS), NEAR.get(format, NEAR_OF_8_BITS)
     expected = right.tokens[one.emitted :]
     logprobs, margins = right.logprobs[one.emitted :], right.margins[one.emitted :]
@@ -346,7 +367,8 @@ def differences(format: str, one: Request, right: Answer, found: Answer) -> list
     for place, (a, b) in enumerate(itertools.zip_longest(found.tokens, expected)):
         if a != b:
             same = place
-            tied = None not in (a, b) and one.seed is None and margins[place] <= tie
+            greedy = one.seed is None and not one.rules
+            tied = None not in (a, b) and greedy and margins[place] <= tie
             if not tied:
                 problems.append(f"{found.tokens} instead of {expected}")
             break

@@ -3,12 +3,11 @@ anew, and their streams are those of an undisturbed run."""
 
 import msgspec
 import pytest
-from jax.errors import JaxRuntimeError
 
-from jaxserve.engine import stepper
 from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import PROMPTS, Collector
+from tests.jaxserve.losing import Losing
 
 pytestmark, NIGHTLY = pytest.mark.unoptimised, pytest.mark.nightly
 
@@ -30,32 +29,6 @@ def engine(request):
     made.close()
 
 
-class Failing:
-    """Fails as an observer of a stage would, in mid-step, where it takes the driver's pages along;
-    or as the reader of a step's tokens, on a thread of its own. `times` calls fail from the
-    `after`th on."""
-
-    def __init__(self, driver, after, times):
-        self.driver, self.after, self.times = driver, after, times
-        self.read = stepper.step_result
-
-    def fail(self):
-        self.after -= 1
-        if self.after < 0 < self.times:
-            self.times -= 1
-            raise JaxRuntimeError("INTERNAL: a device lost its step")
-
-    def observe(self, *stage):
-        if self.after < 1 <= self.times:
-            for array in self.driver.kv_arrays().load():
-                array.delete()
-        self.fail()
-
-    def result(self, *step):
-        self.fail()
-        return self.read(*step)
-
-
 def answers(engine, salt):
     """Prompts share pages; each is answered greedily and drawn."""
     collector = Collector()
@@ -68,15 +41,11 @@ def answers(engine, salt):
 
 @pytest.mark.parametrize("where", ["stage", "result"])
 def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, caplog):
-    driver = engine.driver
     expected = answers(engine, "calm")
-    failing = Failing(driver, after=25, times=1)
-    if where == "stage":
-        monkeypatch.setattr(driver, "observer", failing)
-    else:
-        monkeypatch.setattr(stepper, "step_result", failing.result)
+    losing = Losing(engine, monkeypatch)
+    losing.lose(where, after=25)
     assert answers(engine, "storm") == expected
-    assert failing.times == 0
+    assert losing.times == 0
     assert "a step was lost: " in caplog.text
     assert "INTERNAL: a device lost its step" in caplog.text
     layouts.idle(engine)
@@ -85,7 +54,7 @@ def test_the_tokens_are_those_of_an_undisturbed_run(engine, where, monkeypatch, 
 
 
 def test_one_that_fails_again_and_again_ends_the_engine(engine, monkeypatch):
-    monkeypatch.setattr(stepper, "step_result", Failing(engine.driver, 0, 10).result)
+    Losing(engine, monkeypatch).lose("result", times=10)
     output = layouts.ask(engine, PROMPTS[0], PARAMS[0])
     assert output.finish_reason == "error"
     assert "INTERNAL: a device lost its step" in output.error
