@@ -113,6 +113,8 @@ def paged_attention(
     )
     if places is None:
         places = places_of(call, target, chosen)
+    # Layers share places, but each has pages of its own.
+    places = *places, page_ids(where.page_table, k_pages)
     smem = 4 * sum(array.size for array in places)
     if smem > SMEM_BYTES:
         raise NotImplementedError(
@@ -192,22 +194,26 @@ def places_of(call: PagedCall, target: Target, tiles: TpuTiles | None = None) ->
     """Returns the `places` of `paged_attention`, by default those with the call's own tiles."""
     sizes = call_of(call.queries, call.cache, call.where.page_table, call.window)
     cut = sizes.cut(tiles or sizes.tiles(target.device_kind))
-    pool, _, page_size, _ = call.cache.k_pages.shape
+    page_size = call.cache.k_pages.shape[2]
     options: Any = {"largest": cut.item_tokens, "window": call.window, "in_order": cut.together > 0}
-    return item_places(call.where, pool, page_size, **options)
+    return item_places(call.where, page_size, **options)
+
+
+def page_ids(table: Array, pages: Array) -> Array:
+    """Returns the entries of a page table, clamped here, as scalar instructions take a tenth of a
+    decode step's bundles."""
+    return jnp.clip(table.reshape(-1), 0, pages.shape[0] - 1)
 
 
 def item_places(
     where: tuple[Array, Array, Array],
-    pool: int,
     page_size: int,
     *,
     largest: int,
     window: int = 0,
     in_order: bool = False,
 ) -> Places:
-    """Returns the places of items of at most `largest` tokens, as `work_items` cuts them, in a pool
-    of this number of pages."""
+    """Returns the places of items of at most `largest` tokens, as `work_items` cuts them."""
     page_table, sequence_of_token, position = where
     sequences, pages_per_sequence = page_table.shape
     options: Any = {"sequences": sequences, "largest": largest, "in_order": in_order}
@@ -227,9 +233,6 @@ def item_places(
         pages,
         items.total,
         len(position) - items.total if in_order else jnp.sum(position < 0, dtype=jnp.int32)[None],
-        # Clamped here, once for all layers: scalar instructions take a tenth of a decode step's
-        # bundles.
-        jnp.clip(page_table.reshape(-1), 0, pool - 1),
     )
 
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.attention.mosaic_tpu import INTERPRETER, SMEM_BYTES, item_places
+from pallas_kernels.attention.mosaic_tpu import INTERPRETER, SMEM_BYTES, item_places, page_ids
 from pallas_kernels.attention.mosaic_tpu_fetch import (
     AHEAD,
     BUFFERS,
@@ -99,7 +99,7 @@ def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"
     """Runs the kernel on scales that are `_in_order`. Scores behind a token's own block are
     undefined."""
     tokens, heads, width = call.queries.shape
-    pool, _, page_size, _ = call.key_pages.shape
+    page_size = call.key_pages.shape[2]
     sequences, pages_per_sequence = call.page_table.shape
     pages_per_part, pages_per_block = _pages(call)
     largest = 1 if tokens <= sequences else ITEM_TOKENS
@@ -122,7 +122,8 @@ def _scores(call: ChoiceCall, interpret: Any) -> Float32[Array, "tokens context"
         int8_products=False,
     )
     where = call.page_table, call.sequence_of_token, call.position
-    places = item_places(where, pool, page_size, largest=largest)
+    places = item_places(where, page_size, largest=largest)
+    places = *places, page_ids(call.page_table, call.key_pages)
     # The weight of a head stands beside its query, repeated: one copy brings both.
     repeated = jnp.broadcast_to(call.weights[..., None], (tokens, heads, LANES))
     looks = jnp.concatenate([call.queries.astype(jnp.float32), repeated], axis=-1)

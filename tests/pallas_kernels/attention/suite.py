@@ -213,13 +213,13 @@ class PagedAttentionSuite:
     edge_tolerance: float = 1e-5
 
     def compiled(self, case: Case) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """The call, for the target, with what layers share computed apart."""
+        """The call, for the target, with what layers share computed for another layer's pages."""
         names = ("window", "v_width", "rope_pages")
         sizes = {name: case.options[name] for name in names if name in case.options}
 
         def attend(*arguments):
             with use_target(self.target):
-                places = attention_places(*arguments, **sizes)
+                places = attention_places(*arguments[:3], arguments[3] - 1, *arguments[4:], **sizes)
                 return paged_attention(*arguments, **case.options, places=places)
 
         return jax.jit(attend)
