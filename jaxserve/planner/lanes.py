@@ -249,7 +249,7 @@ class OneDispatch(_Pipeline):
             self._busy[0] += step.times.leave
             at += step.times.leave
         for step in steps:
-            step.on_ffn = self._free = at
+            step.on_ffn = self._free = float(at)
 
 
 class Colocated(_Pipeline):
