@@ -3,6 +3,7 @@ what kernels take beyond their bytes. Called by `estimate.py`, which makes stage
 """
 
 import argparse
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,22 @@ import msgspec
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import ModelConfig, platform_of
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.traffic import exchange_of
 from jaxserve.model.row_width import deployment_row_bytes
 from jaxserve.planner.assumptions import Formats
+from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import load_model, model_config, model_folder
 from jaxserve.planner.scheduled import ProgramCounts
 from jaxserve.roles.layout import Bucket
 from pallas_kernels.estimate import model as kernels
 
 ATTENTION = "step3 fp8 decode"
-"""Case of `pallas_kernels.estimate` whose cycles attention's kernel takes."""
+"""Case of `pallas_kernels.estimate` whose cycles attention's kernel takes on GPUs."""
+COUNTED_PAGE = 128
+"""Tokens of a page in counted cases of TPUs."""
 PROGRAMS = ("enter", "attend", "leave", "ffn")
 """Programs of a step. Programs of a layer append the layer's kind."""
 
@@ -58,6 +62,16 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sorts: int = 1
     """Calls of `sort_choices` in `ffn_moe`."""
     note: str = "estimate"
+
+    @property
+    def generation(self) -> str:
+        """Name of the hardware: `h200`, `v6e`, …."""
+        return self.topology.partition(":")[0]
+
+    @property
+    def hardware(self) -> Hardware:
+        """The hardware's figures, of one JAX device."""
+        return load_hardware(self.generation)
 
     def members(self, role: Role) -> tuple[int, int]:
         """Returns the mesh of a role, of a single instance for ffn: collectives stay inside one."""
@@ -105,17 +119,16 @@ def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
         )
     from jaxserve.planner import aot  # imports JAX
 
-    config = msgspec.structs.replace(config, platform="gpu")
+    generation, size = options.topology.partition(":")[0], options.bucket
+    platform = platform_of(load_hardware(generation).platform)
+    config = msgspec.structs.replace(config, platform=platform)
     there = aot.topology(options.topology)
-    size = options.bucket
     programs = {}
     for one in aot.compile_deployment(config, deployment, there, [size]):
         if one.error:
             raise ConfigError(f"{one.name}: {one.error}")
         if one.counted and one.name.partition("_")[0] in PROGRAMS:
             programs[one.name] = one.counted
-    chosen = aot.ffn_rows(config, deployment, size).chosen
-    case = _experts_case(config, deployment, size)
     context, tokens = options.context, size.tokens
     attention, ffn = deployment.attention, deployment.ffn
     message = deployment_row_bytes(config, deployment)
@@ -126,7 +139,16 @@ def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
         dispatch=deployment.dispatch_format,
         combine=deployment.link.combine,
     )
-    row = model.declared(model.attention[0].spec, formats, attention.tp, "gpu").row_bytes
+    row = model.declared(model.attention[0].spec, formats, attention.tp, platform).row_bytes
+    if platform == "tpu":
+        of_kernels = _tpu_kernels(generation, config, deployment, tokens * context)
+    else:
+        chosen = aot.ffn_rows(config, deployment, size).chosen
+        of_experts = _beyond_bytes(_experts_case(config, deployment, size), chosen)
+        of_kernels = {
+            "attend": _beyond_bytes(ATTENTION, tokens * context),
+            "ffn": of_experts + _shared_seconds(config, deployment, size),
+        }
     return Counts(
         config=Path(options.config).stem,
         model=Path(deployment.model).name,
@@ -139,17 +161,41 @@ def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
         ep=ffn.ep,
         ffn_tp=ffn.tp,
         lanes=deployment.lanes,
-        kernels={
-            "attend": _beyond_bytes(ATTENTION, tokens * context),
-            "ffn": _beyond_bytes(case, chosen) + _shared_seconds(config, deployment, size),
-        },
+        kernels=of_kernels,
         cached=int(row * tokens * context),
         message={"dispatch": tokens * message.packed, "combine": tokens * message.result},
         programs=programs,
         instances=ffn.instances,
-        # Choices by expert and, with an all-to-all, by rank.
-        sorts=1 + (exchange_of(config, deployment) == "alltoall"),
+        # Choices by expert and, with an all-to-all, by rank. TPUs have no kernel that sorts.
+        sorts=(1 + (exchange_of(config, deployment) == "alltoall")) * (platform == "gpu"),
     )
+
+
+def _tpu_kernels(
+    generation: str, config: ModelConfig, deployment: Deployment, positions: int
+) -> dict[str, float]:
+    """Returns the seconds of both kernels on a TPU core beyond the time of their bytes. Of an
+    expert, only gate and up were counted; down is taken to be alike.
+
+    Args:
+      positions: cached tokens that a device attends to.
+
+    Raises:
+      ConfigError: a case was not counted.
+    """
+    model, ffn = Path(deployment.model).name, deployment.ffn
+    columns = 1.5 * config.experts // ffn.ep * config.moe.expert_d_ff // ffn.tp
+
+    def beyond_bytes(case: str, units: float) -> float:
+        one = _counted(case, generation)
+        copies = one["copies"] * COUNTED_PAGE / deployment.cache.page_size
+        made = kernels.estimate_tpu(one | {"units": units, "copies": copies})
+        return made.seconds - made.floor
+
+    return {
+        "attend": beyond_bytes(f"{model} {deployment.cache_format}", positions),
+        "ffn": beyond_bytes(f"{model}_2a2f {ffn.weights}: gate and up", columns),
+    }
 
 
 def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> str:
@@ -205,17 +251,18 @@ def _beyond_bytes(case: str, work: float) -> float:
     return sum(kernels.beyond_memory(one)) * work / float(one["work"])
 
 
-def _counted(case: str) -> dict[str, Any]:
+def _counted(case: str, platform: str = "h200") -> dict[str, Any]:
     """Returns the counts of a case.
 
     Raises:
       ConfigError: the case was not counted.
     """
-    counts = _counts()
+    counts = _counts(platform)
     if case not in counts:
         raise ConfigError(f"no counts of {case!r}: {', '.join(counts)}")
     return counts[case]
 
 
-def _counts() -> dict[str, dict[str, Any]]:
-    return {one["case"]: one for one in kernels.read_counts()["h200"]}
+def _counts(platform: str = "h200") -> dict[str, dict[str, Any]]:
+    found = itertools.chain(*kernels.read_counts().values())
+    return {one["case"]: one for one in found if one.get("platform", "h200") == platform}

@@ -1,7 +1,7 @@
-"""`plan estimate`: counted programs as a source of stage times, which no device has run.
+"""`plan estimate`: stage times from counted programs, which no device has run.
 
-It compiles a deployment's programs and counts them, or reads earlier counts, and shows the speed
-that follows; preflight shows it beside what it measured. Numbers that no program shows are in
+The command compiles a deployment's programs and counts them, or reads earlier counts, and shows the
+speed that follows. Preflight shows it beside what it measured. Numbers that no program shows are in
 `pallas_kernels/estimate/assumptions.py`. A program takes its launches, its bytes, its kernels' time
 beyond bytes, and its collectives, one after the other. The engine's schedule makes a step of them.
 """
@@ -17,7 +17,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import NCCL_HOST, Assumptions, measured_speed
 from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.counts import Counts, count, role_of
-from jaxserve.planner.hardware import load_hardware, read_json
+from jaxserve.planner.hardware import (
+    Hardware,
+    alltoall_bandwidth,
+    gather_bandwidth,
+    hops,
+    middle_bandwidth,
+    read_json,
+)
 from jaxserve.planner.lanes import Disaggregated, OneDispatch, step_seconds
 from jaxserve.planner.measurements import SIZES, Measurement, read_measurements
 from jaxserve.planner.options import read_deployment
@@ -25,9 +32,10 @@ from jaxserve.planner.stage_times import WAITS, StepTimes
 from jaxserve.planner.view import PagePart, Report, declared, json_text, show
 from pallas_kernels.estimate.assumptions import assumed
 
+ASSUMED = Assumptions()
 ESTIMATES = CONFIGS / "estimates"
 """Counts of shipped deployments."""
-COMMITTED = ESTIMATES / "step3-h200.json"
+COMMITTED = ESTIMATES / "step3.json"
 """Counts shown when no deployment is named."""
 STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "leave": "leave"}
 """The stages that become measurements, each with its program."""
@@ -36,9 +44,12 @@ STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "l
 # ------------------------------------------------------------------------------------ one program
 
 
-def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
-    """Returns a collective's group size, and its members on one host, the inner axis first."""
-    host = int(assumed("h200.host_devices"))
+def _members(name: str, outer: int, inner: int, host: int) -> tuple[int, int]:
+    """Returns a collective's group size, and its members on one host, the inner axis first.
+
+    Args:
+      host: devices of a host.
+    """
     _, _, over = name.partition(" over ")
     axes = over.split()
     if axes[1:] == ["neighbours"]:
@@ -51,26 +62,51 @@ def _members(name: str, outer: int, inner: int) -> tuple[int, int]:
     return outer, min(outer, max(1, host // inner))
 
 
-def collective_seconds(name: str, size: int, outer: int, inner: int) -> float:
-    """Returns the seconds of a collective over the fast links, and one NIC a GPU between hosts.
+def collective_seconds(name: str, size: int, outer: int, inner: int, on: Hardware) -> float:
+    """Returns the seconds of a collective.
 
-    Bytes that leave the host are gathered, or summed up, among the members on it, each of which
-    carries its share. In an all-to-all every device has other bytes, and carries all of its own.
+    On GPUs it goes over the fast links, and one NIC a GPU between hosts. Bytes that leave the host
+    are gathered, or summed up, among the members on it, each of which carries its share. In an
+    all-to-all every device has other bytes, and carries all of its own. On TPUs it goes over the
+    links of a slice of the collective's size.
 
     Args:
       name: as in `ProgramCounts.exchanged`.
       outer: size of the role's outer mesh axis.
       inner: size of its tp axis.
     """
-    devices, local = _members(name, outer, inner)
+    devices, local = _members(name, outer, inner, on.devices_per_host)
     if devices == 1:
         return 0.0
-    inside = size * (devices - 1) / devices
+    inside, exchanged = size * (devices - 1) / devices, "all-to-all" in name
+    if on.torus:
+        bandwidth = alltoall_bandwidth if exchanged else gather_bandwidth
+        return _latency(on, devices) + inside / bandwidth(on, devices) / ASSUMED.network
     outside = inside / local if devices > local else 0.0
-    if "all-to-all" in name:
+    if exchanged:
         inside, outside = size * (local - 1) / devices, size * (devices - local) / devices
     seconds = max(inside / assumed("h200.link"), outside / assumed("h200.network"))
     return assumed("h200.collective") + seconds
+
+
+def crossing_seconds(counts: Counts, size: int, *, whole: bool) -> float:
+    """Returns the seconds of a device's message or answer between the roles. On TPUs the roles are
+    halves of a slice, and all messages cross its middle at once.
+
+    Args:
+      whole: as in `figure`.
+    """
+    on, copies = counts.hardware, counts.instances
+    if not on.torus:
+        latency = assumed("h200.collective") if whole else 0.0
+        return latency + copies * size / assumed("h200.network")
+    latency = _latency(on, counts.devices) if whole else ASSUMED.crossing_seconds
+    middle = middle_bandwidth(on, counts.devices) / (counts.dp * counts.tp)
+    return latency + copies * size / min(on.link, middle) / ASSUMED.network
+
+
+def _latency(on: Hardware, devices: int) -> float:
+    return ASSUMED.collective_seconds + ASSUMED.hop_seconds * hops(on, devices)
 
 
 class ProgramSeconds(NamedTuple):
@@ -87,17 +123,18 @@ class ProgramSeconds(NamedTuple):
 
 def stages(counts: Counts) -> dict[str, ProgramSeconds]:
     """Returns the seconds of every program."""
-    found = {}
+    found, on = {}, counts.hardware
+    node, memory = (assumed(f"{counts.generation}.{name}") for name in ("node", "memory"))
     for name, one in counts.programs.items():
-        work = one.instructions * assumed("h200.node") + one.bytes / assumed("h200.memory")
+        work = one.instructions * node + one.bytes / memory
         if name.startswith(("attend", "enter")):
-            work += counts.cached / assumed("h200.memory") + counts.kernels["attend"]
+            work += counts.cached / memory + counts.kernels["attend"]
         if name == "ffn_moe":
             # A launch of each sort is among the program's instructions.
-            sorting = counts.sorts * max(0.0, assumed("h200.sort") - assumed("h200.node"))
+            sorting = counts.sorts * max(0.0, assumed("h200.sort") - node)
             work += counts.kernels["ffn"] + sorting
         mesh = counts.members(role_of(name))
-        moving = (collective_seconds(*each, *mesh) for each in one.exchanged.items())
+        moving = (collective_seconds(*each, *mesh, on) for each in one.exchanged.items())
         found[name] = ProgramSeconds(work, sum(moving))
     return found
 
@@ -127,9 +164,10 @@ class Figure(NamedTuple):
     @property
     def text(self) -> str:
         """The speed and what bounds it."""
+        sequences = self.counts.lanes * self.counts.tokens
         return (
-            f"{self.speed:.0f} tokens/s a GPU, {self.counts.lanes * self.counts.tokens} sequences "
-            f"with a token every {self.step * 1e3:.1f} ms, bound by {self.bound}"
+            f"{self.speed:.0f} tokens/s a device, {sequences} sequences with a token every "
+            f"{self.step * 1e3:.1f} ms, bound by {self.bound}"
         )
 
 
@@ -142,13 +180,11 @@ def figure(
       instead: seconds of programs by name, in place of the counted ones.
       whole: True with `pipeline: step`, where messages are collectives of the programs.
     """
-    latency = assumed("h200.collective") if whole else 0.0
     seconds = {name: one.seconds for name, one in stages(counts).items()} | dict(instead or {})
     attend, ffn = counts.by_layer("attention", seconds), counts.by_layer("ffn", seconds)
     leave, layers = seconds.get("leave", 0.0), counts.layers
     crossing = {
-        stage: latency + (1 if whole else counts.instances) * size / assumed("h200.network")
-        for stage, size in counts.message.items()
+        stage: crossing_seconds(counts, size, whole=whole) for stage, size in counts.message.items()
     }
     times = StepTimes(
         attend=np.array(attend)[:, None],
@@ -156,7 +192,7 @@ def figure(
         leave=leave,
         dispatch=np.full(layers, crossing["dispatch"]),
         combine=np.full(layers, crossing["combine"]),
-        waits=WAITS["gpu"],
+        waits=WAITS[counts.hardware.platform],
     )
     bounds = {"attention": (sum(attend) + leave) / layers, "ffn": sum(ffn) / layers}
     bounds["network"] = max(crossing.values())
@@ -177,9 +213,10 @@ class Paced(NamedTuple):
 def paced(counts: Counts) -> list[Paced]:
     """Returns both pipelines of a deployment. Lanes share a process's host, so a step takes at
     least the host's time for all of its layers and lanes."""
-    hardware, layers = load_hardware("h200"), counts.layers
+    hardware, layers = counts.hardware, counts.layers
     devices = counts.dp * counts.tp, counts.ep * counts.ffn_tp
-    host = Assumptions().host((hardware, hardware), devices, layers), NCCL_HOST
+    least = ASSUMED.host((hardware, hardware), devices, layers)
+    host = least, least if hardware.torus else NCCL_HOST
     speed, turns = measured_speed().systems, counts.lanes * layers
     found = []
     for pipeline, each in (("layer", host), ("step", (0.0, 0.0))):
@@ -238,7 +275,7 @@ def measurements(counts: Counts) -> list[Measurement]:
     found = stages(counts)
     return [
         Measurement(
-            device_kind="NVIDIA H200",
+            device_kind=counts.hardware.device_kinds[0],
             op=op,
             model=counts.model,
             batch=counts.tokens // counts.dp,
@@ -260,7 +297,7 @@ def measurements(counts: Counts) -> list[Measurement]:
 def run(options: argparse.Namespace) -> None:
     """Counts if asked to, shows, and writes."""
     file = options.config
-    path = COMMITTED if file is None else ESTIMATES / f"{file.stem}-h200.json"
+    path = COMMITTED if file is None else ESTIMATES / f"{file.stem}.json"
     if options.count:
         counted = count(options, read_deployment(options))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +307,7 @@ def run(options: argparse.Namespace) -> None:
             f"--set {' '.join(options.set)}: with --count alone, as {path} is counted"
         )
     elif not path.is_file():
-        known = sorted(each.stem.removesuffix("-h200") for each in ESTIMATES.glob("*.json"))
+        known = sorted(each.stem for each in ESTIMATES.glob("*.json"))
         raise ConfigError(f"--config {file}: not counted, as --count does it: {', '.join(known)}")
     counts = read_json(path, Counts)
     own = measurements(counts)

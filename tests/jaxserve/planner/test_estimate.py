@@ -7,17 +7,10 @@ from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.plan import main
-from jaxserve.planner import estimate
+from jaxserve.planner import estimate, measurements
 from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.counts import Counts, _shared_seconds
-from jaxserve.planner.hardware import read_json
-from jaxserve.planner.measurements import (
-    Measurement,
-    calibration,
-    estimated,
-    joined,
-    read_measurements,
-)
+from jaxserve.planner.hardware import load_hardware, read_json
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.layout import Bucket
 from tests import golden
@@ -60,39 +53,30 @@ def test_pipelines():
     assert step.step == pytest.approx((whole / speed.p90, whole / speed.p10))
 
 
-@pytest.mark.parametrize(
-    ("name", "seconds"),
-    [
-        ("all-gather over ep tp", 10e-6 + 160e6 * 15 / 16 / 8 / 50e9),
-        ("all-to-all over tp", 10e-6 + 160e6 * 7 / 8 / 450e9),
-        ("all-to-all over ep", 10e-6 + 160e6 / 2 / 50e9),
-        ("all-to-all over 8 neighbours", 10e-6 + 160e6 * 7 / 8 / 450e9),
-        ("all-to-all over 16 neighbours", 10e-6 + 160e6 / 2 / 50e9),
-        ("all-to-all over 6 neighbours", 10e-6 + 160e6 * 5 / 6 / 50e9),
-    ],
-)
-def test_where_a_collective_goes(name, seconds):
-    """Two hosts of 8: all devices, those of a host, and one on each, over a NIC of its own."""
-    assert estimate.collective_seconds(name, 160_000_000, 2, 8) == pytest.approx(seconds)
+@golden.table("planner/collectives.yaml")
+def test_where_a_collective_goes(on, name, microseconds):
+    found = estimate.collective_seconds(name, 160_000_000, 2, 8, load_hardware(on))
+    assert found * 1e6 == pytest.approx(microseconds, abs=0.01)
 
 
 def test_committed_counts(tmp_path):
     """They are taken for a calibration, as what they are."""
     written = tmp_path / "stages.json"
     assert main(["estimate", "--write", str(written)]) == 0
-    found = read_measurements(written)
+    found = measurements.read_measurements(written)
     assert {one.op for one in found} == {"attend", "ffn", "leave"}
     assert all(one.source == "estimate" for one in found)
-    assert estimated(found) == "3 of 3 stages are ESTIMATES from compiled programs, not measured"
-    assert len(calibration(found).fits) == 3
+    told = measurements.estimated(found)
+    assert told == "3 of 3 stages are ESTIMATES from compiled programs, not measured"
+    assert len(measurements.calibration(found).fits) == 3
 
 
 def test_counts_of_deployments(capsys):
     """Step-3's in full and a line for each of the others, or one deployment alone."""
     assert main(["estimate"]) == 0
     golden.check("planner/estimate.txt", capsys.readouterr().out)
-    assert main(["estimate", "--config", "step3-alltoall"]) == 0
-    assert "\n3412 tokens/s a GPU, 6144 sequences with" in capsys.readouterr().out
+    assert main(["estimate", "--config", "step3-v6e"]) == 0
+    golden.check("planner/estimate_v6e.txt", capsys.readouterr().out)
 
 
 def shared_seconds(tokens, overrides=()):
@@ -113,17 +97,14 @@ def test_kernels_of_the_shared_expert():
 
 
 def test_what_was_measured_replaces_estimates():
-    guess = Measurement(
-        device_kind="NVIDIA H200", op="attend", model="step3", batch=64, context=4096, format="fp8",
-        seconds=1.0, source="estimate",
-    )  # fmt: skip
+    guess = estimate.measurements(COUNTS)[0]
     real = msgspec.structs.replace(guess, seconds=2e-4, source="measured")
     other = msgspec.structs.replace(guess, batch=32)
-    assert joined([[real], [guess]]) == [real]
-    assert joined([[guess], [real]]) == [real]
-    (fit,) = calibration([guess, real, other]).fits.values()
+    assert measurements.joined([[real], [guess]]) == [real]
+    assert measurements.joined([[guess], [real]]) == [real]
+    (fit,) = measurements.calibration([guess, real, other]).fits.values()
     assert fit.points == 1
-    assert estimated([real]) == ""
+    assert measurements.estimated([real]) == ""
 
 
 def test_measured_stages_take_the_place_of_counted_ones():
@@ -132,6 +113,6 @@ def test_measured_stages_take_the_place_of_counted_ones():
     slow = msgspec.structs.replace(own, seconds=1e-3, source="measured", dp=1)
     stage, figure = estimate.measured_lines(COUNTS, [slow])
     assert stage.endswith("measured 1000.0 on NVIDIA H200")
-    told = "with measured stages 125000 tokens/s a GPU, 3000 sequences with a token every 6.0 ms"
+    told = "with measured stages 125000 tokens/s a device, 3000 sequences with a token every 6.0 ms"
     assert figure == f"{told}, bound by attention"
     assert estimate.measured_lines(COUNTS, [own]) == []
