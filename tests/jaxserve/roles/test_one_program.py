@@ -4,15 +4,19 @@ import contextlib
 import itertools
 import random
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
+from jax.experimental import pallas
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.assembly import build_runtime
+from pallas_kernels import target
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.hand_offs import at_rest, hand_over, workers
@@ -44,8 +48,9 @@ def test_the_tokens_are_the_colocated_ones(case, lanes, model, given, sizes, tin
     with experts, DeepSeek's one pool both. Half of gpt-oss's layers have a window, and most of
     Step-3.5's. Two processes have half of each role."""
     folder, prompts = tiny_model, layouts.PROMPTS
-    platform = as_on_tpus() if given else contextlib.nullcontext()
+    platform = contextlib.nullcontext()
     if given:
+        platform = with_kernels() if "kernels" in case else as_on_tpus()
         folder = MODELS[model](tmp_path)
         prompts = layouts.prompts_below(read_config(folder)[0].vocab)
     if "scheduler.max_length" in given:  # all outgrow a page
@@ -79,6 +84,24 @@ def test_the_tokens_are_the_colocated_ones(case, lanes, model, given, sizes, tin
         assert layouts.generate(engine, prompts) == expected  # with cached prefixes
         assert engine.compilations_after_ready == 0
         assert not engine.host_pages or engine.host_pages["bytes_restored"] > 0
+
+
+@contextlib.contextmanager
+def with_kernels():
+    """Programs are those of TPUs, whose kernels XLA interprets. At the end all have run."""
+    names, call = set(), pallas.pallas_call
+    there = target.Target("mosaic_tpu", "TPU v6 lite", interpret=True)
+
+    def interpreted(kernel, *, name, interpret, **options):
+        names.add(name)
+        return call(kernel, interpret=bool(interpret), **options)
+
+    jax.clear_caches()  # of functions that were traced without kernels
+    chosen = patch.object(target, "target_of", return_value=there)
+    with as_on_tpus(), chosen, patch.object(pallas, "pallas_call", interpreted):
+        yield
+    assert names >= {"paged_attention", "grouped_swiglu", "grouped_matmul", "combine_rows"}
+    jax.clear_caches()
 
 
 @contextlib.contextmanager
