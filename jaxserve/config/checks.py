@@ -184,13 +184,13 @@ def _check_runtimes(deployment: Deployment) -> None:
 def _check_pipeline(deployment: Deployment) -> None:
     """Raises ConfigError if `pipeline: step` cannot run the deployment."""
     link, ffn = deployment.link.transport, deployment.ffn
-    a, f = deployment.attention.devices, ffn.devices
+    a, tp, f = deployment.attention.devices, deployment.attention.tp, ffn.devices // ffn.instances
     for applies, reason in (
         (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
-        (ffn.instances > 1, f"ffn.instances = {ffn.instances}: only one"),
-        (a != f, f"attention's {a} devices and the ffn role's {f} do not pair"),
+        (a % f > 0, f"attention's {a} devices are no multiple of an ffn instance's {f}"),
+        (a > f and f % tp > 0, f"attention.tp = {tp} does not divide an ffn instance's {f}"),
     ):
         if applies and deployment.pipeline == "step":
             raise ConfigError(f"pipeline = step: {reason}")
@@ -202,8 +202,8 @@ def _check_instances(deployment: Deployment) -> None:
     start = f"ffn.instances = {ffn.instances}"
     if ffn.ep % ffn.instances:
         raise ConfigError(f"{start} does not divide ffn.ep = {ffn.ep}")
-    inside = not deployment.topology.crosses_runtimes
-    if inside and attention.devices % ffn.devices:
+    apart = deployment.topology.crosses_runtimes or deployment.pipeline == "step"
+    if not apart and attention.devices % ffn.devices:
         raise ConfigError(
             f"{start}: attention's {attention.devices} devices are no multiple of the ffn role's "
             f"{ffn.devices}"

@@ -57,8 +57,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How the steps of separate attention and ffn meshes are driven. `layer`: by the host, a call a
     stage and layer. `step`: by programs with all layers and lanes and the messages between the
     roles, so that the host does not drive layers. A step that is lost takes the steps of all lanes
-    along. Device i of one role is paired with device i of the other. Where every process plays one
-    role, each role has its program: on CPUs, and compiled for GPUs (never run on one so far). Where
+    along. Where every process plays one role, each role has its program: on CPUs, and compiled for
+    GPUs (never run on one so far). Attention's devices are a multiple of an ffn instance's. Where
     every process has equally many devices of both roles, one program has both, if one of
     `attention.tp` and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights
     and pages of both roles; and compiled for TPUs (never run on one so far), where pages and

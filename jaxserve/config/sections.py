@@ -114,9 +114,9 @@ class FFNRole(Section, frozen=True):
     exchange its rows among themselves alone, and which answers with the sums over its own experts
     and part of the shared one's d_ff, for attention to add up: messages cross that many times, and
     nothing else leaves a part. Divides `ep`; inside one runtime attention's devices are a multiple
-    of the ffn role's then. Over `pull` each part is an ffn worker of its own, which may be lost and
-    started again while the others answer; the first one has the shared experts, and dense layers
-    take turns."""
+    of the ffn role's then, or with `pipeline: step` of a part's. Over `pull` each part is an ffn
+    worker of its own, which may be lost and started again while the others answer; the first one
+    has the shared experts, and dense layers take turns."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes, as
     `attention.memory_gb`, which counts in colocated mode."""

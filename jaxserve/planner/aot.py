@@ -50,8 +50,8 @@ from jaxserve.roles.shared_pools import one_program_bytes
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
     FFNStepPrograms,
+    Union,
     exchanges_digest,
-    union_mesh,
 )
 from pallas_kernels import small_ops
 from pallas_kernels.quantize import array_bytes
@@ -248,10 +248,9 @@ def whole_steps(
         both = BothRolesPrograms(templates, deployment, meshes)
         made = {key: both.step(*one) for key, one in own.items()}
         return made | wanted(ends, both, buckets)
-    roles = meshes.attention, meshes.ffn
-    unions = [union_mesh(*roles, own) for own in roles]
+    unions = [Union.of(meshes, deployment.ffn.instances, role) for role in (0, 1)]
     attention = AttentionStepPrograms(templates, deployment, unions[0])
-    ffn = FFNStepPrograms(templates, deployment, meshes.ffn, unions[1])
+    ffn = FFNStepPrograms(templates, deployment, unions[1])
     there = {ProgramKey("ffn", key.kind, Bucket(key.bucket.tokens, 1)): own[key] for key in own}
     return {key: attention.step(*one) for key, one in own.items()} | {
         key: ffn.step(one[0].tokens, *one[1:]) for key, one in there.items()
@@ -365,7 +364,7 @@ def _compile(
 
 def _exchanges(program: Program, bucket: Bucket, compiled: jax.stages.Compiled) -> str:
     step = bucket, int(program.name.rpartition("_")[2]), 0  # its number of lanes
-    return exchanges_digest({step: compiled}, program.mesh.size // 2)
+    return exchanges_digest({step: compiled}, program.paired)
 
 
 def available(deployment: Deployment, hardware: Hardware) -> Mapping[Role, int | None]:

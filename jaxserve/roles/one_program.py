@@ -48,6 +48,8 @@ from jaxserve.roles.token_programs import StepContext
 def refusal(deployment: Deployment) -> str:
     """Returns why one process cannot run the steps of both roles; empty if it can."""
     attention, ffn = deployment.attention.tp, deployment.ffn.tp
+    if deployment.attention.devices != deployment.ffn.devices or deployment.ffn.instances > 1:
+        return "one process has both roles, which need equally many devices and ffn.instances = 1"
     reason = f"attention.tp = {attention} and ffn.tp = {ffn}: one must be 1, or both equal"
     return "" if ffn in (1, attention) or attention == 1 else reason
 
@@ -70,9 +72,8 @@ def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, tu
         raise ConfigError(f"pipeline = step: {reason}; {advice}")
     sizes = 2, -1, max(1, ffn.tp // attention.tp), attention.tp
     mesh = Mesh(devices.reshape(sizes), (ROLE, "ep", "ffn_tp", "tp"))
-    if attention.tp == 1:
-        return mesh, ("ep", "ffn_tp")
-    return mesh, ("ep", "tp", "ffn_tp") if ffn.tp == 1 else ("ep", "tp")
+    axes = ("ep", "tp", "ffn_tp") if ffn.tp == 1 else ("ep", "tp")
+    return mesh, ("ep", "ffn_tp") if attention.tp == 1 else axes
 
 
 class BothRolesPrograms(AttentionPrograms):
@@ -205,9 +206,8 @@ class BothRolesPrograms(AttentionPrograms):
         return [None if place in held else leaf for place, leaf in enumerate(leaves)]
 
     def _on_both(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        first, *rest = array.shape
-        both = self.sharding(array.sharding.spec)
-        return array.update(shape=(2 * first, *rest), sharding=both)
+        shape, both = (2 * array.shape[0], *array.shape[1:]), self.sharding(array.sharding.spec)
+        return array.update(shape=shape, sharding=both)
 
 
 class _Place(NamedTuple):

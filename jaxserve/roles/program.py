@@ -105,8 +105,8 @@ class Program(NamedTuple):
     cuda_graphs: CudaGraphs = "default"
     ragged: bool = False
     """True if the program has ragged all-to-alls."""
-    paired: bool = False
-    """True if the program exchanges messages with another one."""
+    paired: int = 0
+    """Devices of the attention role, if the program exchanges messages with the other role's."""
 
     @property
     def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -142,5 +142,5 @@ class Program(NamedTuple):
         lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*self.arguments)
         devices = list(self.mesh.devices.flat)
         between = self.ragged and len({device.process_index for device in devices}) > 1
-        options = compiler_options(devices[0].platform, self.cuda_graphs, between, self.paired)
+        options = compiler_options(devices[0].platform, self.cuda_graphs, between, self.paired > 0)
         return lowered.compile(options or None)

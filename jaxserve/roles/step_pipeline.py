@@ -1,19 +1,20 @@
 """Drives steps in processes that each play one role (`pipeline: step`).
 
-All processes get the same plans in the same order, so they make the same dispatches.
+All processes get the same plans in the same order, so they make the same dispatches. Arrays are
+those of the role's own mesh, except inside a dispatch.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.link.dispatch.shards import fast_shards
-from jaxserve.mesh import ATTENTION_RULES, FFN_RULES, cached_sharding, zeros_of
-from jaxserve.model.attention.kv_cache import PAGES_SPEC
-from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
+from jaxserve.link.dispatch.shards import Assemble, fast_shards
+from jaxserve.mesh import ATTENTION_RULES, zeros_of
+from jaxserve.roles.attention_programs import add_modules
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.lane_steps import StepPipeline, all_runs, dispatches, options
@@ -24,34 +25,61 @@ from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
     FFNStepPrograms,
+    Union,
     exchanges_digest,
-    union_mesh,
 )
 from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer, Passed, modules_of
 
 
+class _OnUnion:
+    """Makes arrays of the union from those of a role's own mesh, or the reverse. Copies nothing:
+    this process's shards are the same on both."""
+
+    def __init__(self, union: Union):
+        self._shards, assemble = fast_shards()
+        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+        def maker(back: bool, *kind: Any) -> Assemble:
+            array = jax.ShapeDtypeStruct(*kind[:2], sharding=kind[2])
+            made = union.array(array, back=back)
+            return assemble(made.shape, made.dtype, made.sharding)
+
+        self._maker = functools.cache(maker)
+
+    def __call__(self, arrays: Iterable[jax.Array], *, back: bool = False) -> list[jax.Array]:
+        """Returns arrays of the own mesh as arrays of the union; or, back, the reverse."""
+        of, make = self._shards, self._maker
+        return [make(back, a.shape, a.dtype, a.sharding)(of(a)) for a in arrays]
+
+    def keep(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the arrays on the union, of which few differ from those of the call before."""
+        for place, array in enumerate(arrays):
+            if place not in self._kept or self._kept[place][0] is not array:
+                self._kept[place] = array, self([array])[0]
+        return [there for _, there in self._kept.values()]
+
+
 class AttentionPipeline(StepPipeline):
     """The attention role's part of every step."""
 
-    def __init__(
-        self, model: OpenModel, deployment: Deployment, mesh: Mesh, observer: Observer | None
-    ):
-        config, names, _, templates, source = model
-        programs = AttentionStepPrograms(templates, deployment, mesh)
-        self._programs = AttentionPrograms(templates, deployment, model.meshes.attention)
+    def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None):
+        config, names, meshes, templates, source = model
+        union = Union.of(meshes, deployment.ffn.instances, 0)
+        self._programs = programs = AttentionStepPrograms(templates, deployment, union)
+        self._on_union = _OnUnion(union)
         with load_progress(source, 2 + config.all_layers):
-            weights = RoleWeights(source, mesh)
+            weights = RoleWeights(source, union.own)
             embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
             for kind, first, stop in all_runs(config):
                 block, sources = templates.attention[kind], names.attention[first:stop]
                 weights.add("attention", block, sources, ATTENTION_RULES, first)
-            self._leaves = sum(weights.blocks, embedding + head)
+            self._leaves = self._on_union(sum(weights.blocks, embedding + head))
             modules = add_modules(weights, templates, names)
         super().__init__(deployment.lanes, weights, observer=observer)
         self._compile(programs, options, embedding, head, modules)
-        self._union, self._pages = mesh, zeros_of(programs.all_pages)
+        self._pages = zeros_of(programs.all_pages)
         self._tokens = TokenLanes(programs, head)
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
@@ -59,23 +87,10 @@ class AttentionPipeline(StepPipeline):
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
         step, given = self.executables[bucket, len(steps), module], itertools.chain(*steps)
-        made = step(*given, *self._state, *self._leaves)
-        end = len(made) - 1 - len(self._pages)
-        self._keep(made[end:-1])
+        made = step(*self._on_union([*given, *self._state]), *self._leaves)
+        made, end = self._on_union(made[:-1], back=True), len(made) - 1 - len(self._pages)
+        self._keep(made[end:])
         return [*itertools.batched(made[:end], end // len(steps))]
-
-    def _own_pages(self) -> list[jax.Array]:
-        return _on(self._programs.mesh, self._pages)
-
-    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        self._pages = _on(self._union, pages)
-
-
-def _on(mesh: Mesh, pages: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns pages of the attention mesh as arrays of the union, or the reverse. Copies nothing:
-    this process's shards are the same on both."""
-    (shards, assemble), sharding = fast_shards(), cached_sharding(mesh, PAGES_SPEC)
-    return [assemble(array.shape, array.dtype, sharding)(shards(array)) for array in pages]
 
 
 class FFNPipeline(StepPipeline):
@@ -83,15 +98,15 @@ class FFNPipeline(StepPipeline):
 
     attends = False
 
-    def __init__(
-        self, model: OpenModel, deployment: Deployment, mesh: Mesh, observer: Observer | None
-    ):
+    def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None):
         config, names, meshes, templates, source = model
-        programs = FFNStepPrograms(templates, deployment, meshes.ffn, mesh)
+        union = Union.of(meshes, deployment.ffn.instances, 1)
+        programs = FFNStepPrograms(templates, deployment, union)
+        self._on_union = _OnUnion(union)
         with load_progress(source, config.all_layers):
-            weights = RoleWeights(source, mesh)
+            weights, rules = RoleWeights(source, union.own), meshes.ffn_rules
             for kind, first, stop in all_runs(config):
-                weights.add("ffn", templates.ffn[kind.ffn], names.ffn[first:stop], FFN_RULES, first)
+                weights.add("ffn", templates.ffn[kind.ffn], names.ffn[first:stop], rules, first)
         sizes = {(Bucket(b.tokens, 1), n, module) for b, n, module in dispatches(deployment)}
         steps = {one: programs.step(one[0].tokens, *one[1:]) for one in sizes}
         self._config, self._pages, self.executables = config, [], compile_all(steps)
@@ -99,10 +114,11 @@ class FFNPipeline(StepPipeline):
         super().__init__(deployment.lanes, weights, slots, observer)
 
     def _run(self, plans: Sequence[StepPlan]) -> list[Passed]:
-        bucket, leaves = plans[0].bucket, sum(self._weights.blocks, ())
+        bucket = plans[0].bucket
         for module in (0, *modules_of(self._config, bucket)):
             step = self.executables[Bucket(bucket.tokens, 1), len(plans), module]
-            *counts, token = step(*self._state, *leaves)
+            given = [*self._state, *itertools.chain(*self._weights.blocks)]
+            *counts, token = self._on_union(step(*self._on_union.keep(given)), back=True)
             self._keep(counts)
         return [Passed(token)] * len(plans)
 
@@ -115,8 +131,8 @@ def build_pipeline(
     Raises:
       ConfigError: the devices are TPUs.
     """
-    meshes, attends = model.meshes, bool(model.meshes.attention.local_devices)
-    mesh = union_mesh(meshes.attention, meshes.ffn, meshes.attention if attends else meshes.ffn)
-    role = (AttentionPipeline if attends else FFNPipeline)(model, deployment, mesh, observer)
-    role.exchanges = f", exchanges = {exchanges_digest(role.executables, meshes.ffn.size)}"
+    attention = model.meshes.attention
+    kind = AttentionPipeline if attention.local_devices else FFNPipeline
+    role = kind(model, deployment, observer)
+    role.exchanges = f", exchanges = {exchanges_digest(role.executables, attention.size)}"
     return role

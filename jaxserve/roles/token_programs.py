@@ -183,7 +183,7 @@ class TokenPrograms:
         drawn = drawn_tokens(logits, state, self.config.vocab)
         row = jnp.clip(fields["query_start"][1:] - 1, 0, tokens - 1)
         last = jnp.where(fields["sample"] > 0, drawn[row], last_tokens[0])[None]
-        return last, jax.lax.all_gather(last[0], "dp"), logits
+        return last, self.of_all_groups(last[0]), logits
 
     def draw(
         self,
@@ -208,7 +208,7 @@ class TokenPrograms:
         if not drafts:
             drawn = drawn_tokens(logits, sampler_state(fields), self.config.vocab)
             last = jnp.where(counts > 0, drawn, last_tokens[0])[None]
-            return last, jax.lax.all_gather(last[0], "dp")
+            return last, self.of_all_groups(last[0])
         offset = jnp.arange(rows, dtype=jnp.int32)[None]
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
         each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
@@ -223,7 +223,11 @@ class TokenPrograms:
         sampled = jnp.where(samples[:, None] & (offset <= accepted[:, None]), drawn, REJECTED)
         rejected = jnp.where(samples, counts - 1 - accepted, 0)
         lengths = fields["kv_length"] - rejected
-        return last[None], jax.lax.all_gather(sampled, "dp"), lengths[None]
+        return last[None], self.of_all_groups(sampled), lengths[None]
+
+    def of_all_groups(self, own: Array) -> Array:
+        """Returns the arrays of all DP groups, stacked."""
+        return jax.lax.all_gather(own, "dp")
 
     def _logits(
         self, x: Float[Array, "rows residual"], leaves: Sequence[Array]

@@ -26,6 +26,9 @@ class Axes(NamedTuple):
     computes a share of the results; the senders of the rows add the shares up. A device's own rows
     are those of the same device of every instance, block after block, its own instance's first
     (`link/dispatch/contract.py`)."""
+    before: int = 0
+    """Coordinates on `instance` before the first one, which are devices of the other role
+    (`roles/step_programs.py`). Devices of all instances then have their rows in one order."""
 
     @property
     def split(self) -> bool:
@@ -35,7 +38,7 @@ class Axes(NamedTuple):
     @property
     def instances(self) -> int:
         """Number of instances."""
-        return 1 if self.instance is None else jax.lax.axis_size(self.instance)
+        return 1 if self.instance is None else jax.lax.axis_size(self.instance) - self.before
 
     @property
     def peers(self) -> int:
@@ -49,15 +52,12 @@ class Axes(NamedTuple):
 
     def first_rank(self) -> Int32[Array, ""] | int:
         """Returns the number of this instance's first rank among the ranks of all instances."""
-        return 0 if self.instance is None else jax.lax.axis_index(self.instance) * self.ranks
+        at = 0 if self.instance is None else jax.lax.axis_index(self.instance) - self.before
+        return at * self.ranks
 
     def rank(self) -> Int32[Array, ""]:
         """Returns this device's rank among the ranks of all instances."""
         return self.first_rank() + jax.lax.axis_index(self.experts)
-
-    def device(self) -> Int32[Array, ""]:
-        """Returns this device's number among the peers of its instance."""
-        return jax.lax.axis_index(self.rows)
 
     def position(self, device: Int[Array, "..."] | int, rows: int) -> Int32[Array, "..."]:
         """Returns the numbers of the rows that devices of this instance own; all instances count
@@ -67,7 +67,7 @@ class Axes(NamedTuple):
           rows: number of rows of a device.
         """
         assert self.instance is not None
-        of_block = rows // self.instances
-        row = jnp.arange(rows, dtype=jnp.int32)
-        from_ = (jax.lax.axis_index(self.instance) - row // of_block) % self.instances * self.peers
+        blocks = 1 if self.before else self.instances
+        of_block, row = rows // blocks, jnp.arange(rows, dtype=jnp.int32)
+        from_ = (jax.lax.axis_index(self.instance) - row // of_block) % blocks * self.peers
         return (from_ + jnp.asarray(device)[..., None]) * of_block + row % of_block

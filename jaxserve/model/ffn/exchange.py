@@ -193,7 +193,7 @@ class AllToAllExchange(NamedTuple):
         assert own.experts is not None
         sizes, rank = experts.sizes, axes.rank()
         with jax.named_scope("dispatch"):
-            turn = axes.device()
+            turn = jax.lax.axis_index(axes.rows)
             position = jnp.arange(packed.shape[0], dtype=jnp.int32) + turn
             if axes.instances > 1:
                 position = axes.position(turn, packed.shape[0])
@@ -355,7 +355,7 @@ def make_send_plan(
       ranks_chosen: the rank of every choice of this device's rows; past the last rank: nowhere.
       beside: work to do in the meantime.
     """
-    ranks, device = axes.ranks, axes.device()
+    ranks, device = axes.ranks, jax.lax.axis_index(axes.rows)
     if not blocks.all_filled:
         filled = np.zeros(blocks.total, bool)
         filled[list(blocks.filled)] = True

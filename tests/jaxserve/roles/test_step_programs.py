@@ -10,12 +10,7 @@ from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.one_program import BothRolesPrograms
-from jaxserve.roles.step_programs import (
-    AttentionStepPrograms,
-    FFNStepPrograms,
-    exchanges,
-    union_mesh,
-)
+from jaxserve.roles.step_programs import AttentionStepPrograms, FFNStepPrograms, Union, exchanges
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import CONFIG
 
@@ -40,12 +35,11 @@ def test_both_roles_compile_the_order_of_the_schedule(lanes):
     deployment = layouts.deployment(".", sizes)
     meshes = Submeshes(deployment)
     templates = ModelTemplates(placed(CONFIG, meshes.ffn), deployment, meshes)
-    own = meshes.attention, meshes.ffn
-    attention, ffn = (union_mesh(*own, mesh) for mesh in own)
+    given = templates, deployment
     for program in (
-        AttentionStepPrograms(templates, deployment, attention).step(Bucket(24, 18), lanes),
-        FFNStepPrograms(templates, deployment, meshes.ffn, ffn).step(24, lanes),
-        BothRolesPrograms(templates, deployment, meshes).step(Bucket(1, 18), lanes),
+        AttentionStepPrograms(*given, Union.of(meshes, 1, 0)).step(Bucket(24, 18), lanes),
+        FFNStepPrograms(*given, Union.of(meshes, 1, 1)).step(24, lanes),
+        BothRolesPrograms(*given, meshes).step(Bucket(1, 18), lanes),
     ):
         compiled = program.compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.lax import axis_index
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.collectives import gathered
 
 AXES = Axes("ep", "tp", ("ep", "tp"), "instance")
+BESIDE = AXES._replace(before=1)
 
 
 def on_devices(body, *arguments, instances=2):
@@ -22,9 +24,10 @@ def on_devices(body, *arguments, instances=2):
 
 
 def test_every_instance_counts_rows_alike():
-    """Two rows a device: that of its own ingress, and that of the same device of the other."""
-    positions = [0, 2, 1, 3, 2, 0, 3, 1]
-    assert on_devices(lambda x: AXES.position(AXES.device(), 2), jnp.zeros(4)) == positions
+    """Two rows a device, its own ingress' first; beside the other role in the order of devices."""
+    for axes, places in (AXES, [0, 2, 1, 3, 2, 0, 3, 1]), (BESIDE, [0, 1, 2, 3] * 2):
+        of = axes.position
+        assert on_devices(lambda x, of=of: of(axis_index(AXES.rows), 2), jnp.zeros(4)) == places
     # All that the two devices of an instance have gathered.
     everything = [0, 2, 1, 3, 0, 2, 1, 3, 2, 0, 3, 1, 2, 0, 3, 1]
     found = on_devices(lambda x: AXES.position(jnp.arange(AXES.peers), 2).reshape(-1), jnp.zeros(4))
@@ -40,6 +43,8 @@ def test_an_instance_gathers_its_own_rows():
 @pytest.mark.parametrize(("instances", "ranks"), [(1, 4), (2, 2), (4, 1)])
 def test_sizes(instances, ranks):
     zeros = jnp.zeros(4, jnp.int32)
+    beside = on_devices(lambda x: x + BESIDE.rank(), zeros, instances=instances)
+    assert beside == [place - ranks for place in range(4)]
     for axes in (AXES, AXES._replace(instance=None))[: 2 if instances == 1 else 1]:
 
         def sizes(x, axes=axes):
