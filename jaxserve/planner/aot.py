@@ -1,4 +1,4 @@
-"""Compiles every program of a deployment for a TPU topology, on a machine without TPUs.
+"""Compiles every program of a deployment for TPUs or GPUs that this machine does not have.
 
 Called by `plan.py compile`, in a process that does nothing else: it sets JAX to the CPU and keeps
 libtpu from looking for TPUs. Weights and pages are shapes; nothing is allocated. The only module of

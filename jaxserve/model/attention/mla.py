@@ -131,7 +131,8 @@ class TokenIndexer(nnx.Module):
         key = linear(x, self.key).astype(jnp.float32)
         key -= jnp.mean(key, axis=-1, keepdims=True)
         key *= jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1, keepdims=True) + EPSILON)
-        key = (key * self.key_norm[...] + self.key_bias[...]).astype(x.dtype)
+        norm, bias = self.key_norm[...], self.key_bias[...]
+        key = (key * norm.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
         row, scales = kept(self._turned(key[:, None], turn), pages[0])
         return write_rows(pages, (row,) if scales is None else (row, scales), *batch.where)
 
@@ -184,11 +185,10 @@ class LatentAttention(nnx.Module):
         dtype, d_model = formats.dtype, config.d_model
         heads, latent = sizes.q_heads, sizes.kv_latent
         queries = heads * (sizes.nope_dim + sizes.rope_dim)
-        biased = sizes.bias
         low = sizes.q_latent
         parts = (low, latent + sizes.rope_dim) if low else (latent + sizes.rope_dim,)
         self.down = side_by_side(rngs, formats, parts, latents=sum(parts), d_model=d_model)
-        self.down_bias = zeros(rngs, dtype, latents=sum(parts)) if biased else None
+        self.down_bias = zeros(rngs, dtype, latents=sum(parts)) if sizes.bias else None
         self.query_norm = scale(rngs, formats.norms, latent=low) if low else None
         self.query_up = matrix(
             rngs, formats, q_heads=queries, **{"latent" if low else "d_model": low or d_model}
@@ -201,7 +201,7 @@ class LatentAttention(nnx.Module):
         self.key_up = _in_columns(key_up) if self.on_tpu else key_up
         self.value_up = _in_columns(value_up) if self.on_tpu else value_up
         self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
-        self.out_bias = zeros(rngs, dtype, d_model=d_model) if biased else None
+        self.out_bias = zeros(rngs, dtype, d_model=d_model) if sizes.bias else None
         own = sizes.indexer and not sizes.indexer.shared
         self.indexer = TokenIndexer(config, sizes, formats, rngs) if own else None
         self.passes = config.choice_width > 0

@@ -35,9 +35,11 @@ def test_a_tiny_model_has_no_kernels_on_a_gpu(tiny_model, mode):
     assert any("grouped_swiglu" in text for text in slow)
 
 
-def test_step3_has_all_kernels_on_hopper():
+@pytest.mark.parametrize(("model", "cache"), [("step3", "fp8"), ("deepseek-v3.2", "bfloat16")])
+def test_hopper_has_all_kernels(model, cache):
     """The batch fields that `attend` takes depend on the hardware's kernels."""
-    deployment = load_deployment(CONFIGS / "step3.yaml")
+    overrides = {"model": str(CONFIGS / "models" / model), "cache.format": cache}
+    deployment = load_deployment(CONFIGS / "step3.yaml", overrides)
     config, _ = read_config(deployment.model, [], 0)
     assert kernel_gaps(config, deployment, {"attention": "NVIDIA H200"}) == ([], [])
 
