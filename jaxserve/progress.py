@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TextIO
 
 _LOGGER = logging.getLogger("jaxserve.progress")
@@ -100,12 +99,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Shows the final state; after an error it says that the activity stopped there."""
         with self._lock:
             now = self._clock()

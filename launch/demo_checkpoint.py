@@ -103,11 +103,6 @@ def hugging_face_config(config: DemoConfig, begin: int, end: int) -> dict:
     }
 
 
-def parameter_count(model: DemoModel) -> int:
-    """Number of weights, the prediction module included."""
-    return sum(parameter.size for _, parameter, _ in checkpoint_entries(model))
-
-
 def save_description(
     config: DemoConfig, tokenizer: Tokenizer, held_out: Iterable[str], folder: Path
 ) -> None:

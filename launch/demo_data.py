@@ -78,13 +78,14 @@ def load_corpus(root: Path | None = None) -> Corpus:
     held_out: list[SourceFile] = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if _is_skipped(relative):
+        names = relative.parts
+        if any(one in SKIPPED_FOLDERS or one.startswith(SKIPPED_PREFIXES) for one in names):
             continue
         text = _read_utf8(path)
         if text is None:
             continue
         file = SourceFile(relative.as_posix(), text)
-        if _is_test(relative):
+        if not {"test", "tests", "idle_test"}.isdisjoint(names[:-1]):
             test.append(file)
         elif _per_mille(file.name) < HELD_OUT_PER_MILLE:
             held_out.append(file)
@@ -95,16 +96,6 @@ def load_corpus(root: Path | None = None) -> Corpus:
     held_out_modules = {Path(file.name).stem for file in held_out} - {"__init__", "__main__"}
     test = [file for file in test if not _tests_any(file.name, held_out_modules)]
     return Corpus(library, test, held_out)
-
-
-def _is_skipped(relative: Path) -> bool:
-    return any(
-        part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in relative.parts
-    )
-
-
-def _is_test(relative: Path) -> bool:
-    return any(part in ("test", "tests", "idle_test") for part in relative.parts[:-1])
 
 
 def _tests_any(name: str, modules: set[str]) -> bool:

@@ -240,27 +240,16 @@ def gather_rows(x: Array, token: Array, slot: Array) -> Float[Array, "rows d_mod
     return jnp.take(x, token, axis=0, mode="fill", fill_value=0)
 
 
-def _gather_rows_forward(x: Array, token: Array, slot: Array) -> tuple[Array, Array]:
-    return gather_rows(x, token, slot), slot
-
-
-def _gather_rows_backward(slot: Array, gradient: Array) -> tuple[Array, None, None]:
-    return gradient[slot].sum(axis=1), None, None
-
-
-gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+gather_rows.defvjp(
+    lambda x, token, slot: (gather_rows(x, token, slot), slot),
+    lambda slot, gradient: (gradient[slot].sum(axis=1), None, None),
+)
 
 
 @jax.custom_vjp
 def collect_rows(rows: Array, slot: Array, token: Array) -> Float[Array, "tokens top_k d_model"]:
     """rows[slot]. The gradient is a gather: a row belongs to one token-choice or to none."""
     return rows[slot]
-
-
-def _collect_rows_forward(
-    rows: Array, slot: Array, token: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return rows[slot], (slot, token)
 
 
 def _collect_rows_backward(
@@ -275,7 +264,7 @@ def _collect_rows_backward(
     return jnp.take(flat, choice, axis=0, mode="fill", fill_value=0), None, None
 
 
-collect_rows.defvjp(_collect_rows_forward, _collect_rows_backward)
+collect_rows.defvjp(lambda rows, slot, token: (rows[slot], (slot, token)), _collect_rows_backward)
 
 
 class DecoderLayer(nnx.Module):

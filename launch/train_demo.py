@@ -250,7 +250,8 @@ def train(arguments: argparse.Namespace) -> None:
             reported = now
     model = join_model(graph, parameters)
     demo_checkpoint.save_weights(model, arguments.folder / "model.safetensors")
-    print(f"step {progress.step}, {demo_checkpoint.parameter_count(model):,} parameters")
+    count = sum(weight.size for _, weight, _ in demo_checkpoint.checkpoint_entries(model))
+    print(f"step {progress.step}, {count:,} parameters")
     demo_checkpoint.print_size(arguments.folder)
 
 

@@ -33,10 +33,6 @@ class TpuGeneration(NamedTuple):
     branch_delay: int
     """Delay slots: bundles that are still issued after a branch."""
 
-    def bytes_per_bundle(self) -> float:
-        """Bytes that HBM delivers in the time of one bundle."""
-        return self.memory_bandwidth / self.hertz
-
 
 GENERATIONS = {
     "v5e": TpuGeneration("v5e:2x2", "TPU v5 lite", 1.5e9, 819e9, 4),

@@ -200,7 +200,7 @@ def measure(op: str, case: str, loop: aot.Loop, generation: str) -> Floor:
             raise RuntimeError(f"{op} {case} on {generation}: no dump of {loop.kernel}")
         bundles = parse(max(dumps).read_text())
     way = shortest_round(bundles, loop.copies, about.branch_delay)
-    memory = loop.bytes_per_unit / about.bytes_per_bundle()
+    memory = loop.bytes_per_unit * about.hertz / about.memory_bandwidth
     return Floor(op, case, generation, loop.unit, way.bundles / loop.units, memory)
 
 

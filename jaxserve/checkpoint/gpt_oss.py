@@ -1,10 +1,12 @@
 """gpt-oss 20b and 120b (`model_type` gpt_oss): their config.json and their tensors."""
 
+import functools
+
 import msgspec
 
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
-from jaxserve.checkpoint.source import CheckpointNames, Source, Sources, View, decoder_names
+from jaxserve.checkpoint.source import Source, Sources, View, decoder_names
 from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, RouterSpec
 from pallas_kernels.activation import Activation
 
@@ -40,11 +42,6 @@ def gpt_oss_config(entries: Entries) -> ModelConfig:
     return ModelConfig(**decoder, decoder=tuple(kinds))
 
 
-def gpt_oss_names(config: ModelConfig) -> CheckpointNames:
-    """gpt-oss's tensors."""
-    return decoder_names(config, ffn=_experts, gate="mlp.router")
-
-
 def _experts(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
     experts, d_ff, d = config.experts, ffn.expert_d_ff, config.d_model
     name = f"{layer}mlp.experts."
@@ -59,4 +56,5 @@ def _experts(config: ModelConfig, layer: str, ffn: FFN) -> Sources:
     }
 
 
-GPT_OSS = Family(gpt_oss_config, gpt_oss_names, "num_local_experts")
+_names = functools.partial(decoder_names, ffn=_experts, gate="mlp.router")
+GPT_OSS = Family(gpt_oss_config, _names, "num_local_experts")

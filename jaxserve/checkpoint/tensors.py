@@ -185,15 +185,10 @@ def _header(file: LocalFile | RemoteFile) -> bytes:
 def _headers(files: list[Path]) -> Iterator[dict[str, Tensor] | CheckpointError]:
     """Yields each file's tensors, or the error of a broken file. Files are read concurrently,
     because each may take a request to a bucket."""
-
-    def tensors_of(path: Path) -> dict[str, Tensor] | CheckpointError:
-        try:
-            return read_header(path)
-        except CheckpointError as error:
-            return error
-
     with ThreadPoolExecutor(_HEADERS_AT_ONCE, "jaxserve-headers") as pool:
-        yield from pool.map(tensors_of, files)
+        for read in [pool.submit(read_header, file) for file in files]:
+            error = read.exception()
+            yield error if isinstance(error, CheckpointError) else read.result()
 
 
 def _entries(

@@ -215,14 +215,10 @@ def _file_requests(sizer: Sizer, fleet: Fleet) -> tuple[int, int]:
     """The same of the file's simulation."""
     uncounted = 2 * fleet.workers * fleet.worker.layout.dp + 20
     counted = max(COUNTED, int(HORIZON * sizer.asked.ttft.seconds * sizer.demand.rate))
-    most = min(TOKENS / sizer.demand.output, STEPS / _steps_each(sizer, fleet))
+    steps_each = fleet.units / (sizer.demand.rate * fleet.pace)  # from one request to the next
+    most = min(TOKENS / sizer.demand.output, STEPS / steps_each)
     ends = 1 if fleet.workers else 2
     return ends * uncounted + max(LEAST_COUNTED, min(counted, int(most))), uncounted
-
-
-def _steps_each(sizer: Sizer, fleet: Fleet) -> float:
-    """Steps of all units from one request to the next."""
-    return fleet.units / (sizer.demand.rate * fleet.pace)
 
 
 def _coarse(part: DeployedPart, fleet: Fleet, sizer: Sizer) -> int:

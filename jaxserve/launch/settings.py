@@ -116,16 +116,12 @@ def filled(template: str, /, **values: object) -> str:
     return re.sub("@([a-z]+)@", lambda place: str(values[place[1]]), text)
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
 YAML = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
-    finalize=_json,
+    finalize=lambda value: msgspec.json.encode(value).decode(),
 )
 """Templates of YAML, in which each `{{ value }}` becomes JSON, of which any YAML may consist."""
 

@@ -64,7 +64,7 @@ def _directives(options: Options, groups: list[list[Workload]]) -> str:
         lines += [
             f"--nodes={nodes + options.spares}",
             f"--ntasks-per-node={per_node}",
-            f"--gpus-per-node={max(_gpus_on_node(work) for work in works)}",
+            f"--gpus-per-node={max(_on_nodes(work)[1] * work.devices for work in works)}",
             "--gpu-bind=none",
             "--exclusive",
             "--mem=0",
@@ -97,10 +97,6 @@ def _on_nodes(work: Workload) -> tuple[int, int]:
     host = max(1, work.hardware.devices_per_host // work.devices)
     tasks = min(work.processes, host)
     return -(-work.processes // tasks), tasks
-
-
-def _gpus_on_node(work: Workload) -> int:
-    return _on_nodes(work)[1] * work.devices
 
 
 def _fleet(groups: list[list[Workload]], routed: bool, config: str, insecure: str) -> str:

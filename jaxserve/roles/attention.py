@@ -92,10 +92,7 @@ class AttentionWorker:
 
     def kv_arrays(self) -> KVArrays:
         """This worker's pages, for hand-offs."""
-        return KVArrays(self._programs, self._flat_pages, self._set_pages)
-
-    def _flat_pages(self) -> list[jax.Array]:
-        return [array for layer in self._pages for array in layer]
+        return KVArrays(self._programs, lambda: jax.tree.leaves(self._pages), self._set_pages)
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
         given = iter(pages)

@@ -202,10 +202,6 @@ def _torch_seconds(function: Callable[[], Any], effort: timing.Effort) -> float:
     return float(np.median(times))
 
 
-def _xla_norm(step: Any, arguments: tuple[Any, ...]) -> Prepared:
-    return _of_jax(norm_quantize.call(step, rms_norm_quantize), *arguments)
-
-
 Baseline = Callable[[Any, tuple[Any, ...]], Prepared]
 
 BASELINES: Mapping[str, Mapping[str, Baseline]] = {
@@ -219,5 +215,7 @@ BASELINES: Mapping[str, Mapping[str, Baseline]] = {
         "tokamax ragged_dot": _tokamax_ragged_dot,
         "torch grouped_mm": _torch_grouped_mm,
     },
-    "norm_quantize": {"XLA": _xla_norm},
+    "norm_quantize": {
+        "XLA": lambda step, given: _of_jax(norm_quantize.call(step, rms_norm_quantize), *given)
+    },
 }

@@ -157,7 +157,10 @@ def dense_matmul(
     if isinstance(weights, InputMajor):
         return input_major_product(rows, weights)
     if rows.shape[-2] == 1 and current_target().device_kind == "cpu":
-        return dense_matmul(_two_rows(rows), weights)[..., :1, :]
+        # XLA:CPU sums a single row in another order than several, and a token's result must not
+        # depend on the other rows of its batch.
+        two = jnp.pad(rows, ((0, 0),) * (rows.ndim - 2) + ((0, 1), (0, 0)))
+        return dense_matmul(two, weights)[..., :1, :]
     if covers(rows, weights):
         group, (stack, first) = _one_group(rows), _stack(weights)
         found = grouped_matmul(
@@ -303,12 +306,6 @@ def _multiplies_fp8(rows: Array, weights: QuantArray) -> bool:
     """Whether a GPU multiplies these rows in FP8, with one scale for each."""
     fits = rows.ndim == 2 and rows.dtype.itemsize == 2 and from_bits(weights.values).dtype == FP8
     return fits and not _in_blocks(weights) and current_target().backend == "mosaic_gpu"
-
-
-def _two_rows(row: Array) -> Array:
-    """Returns a row with a row of zeros below. XLA:CPU sums a single row in another order than
-    several rows, and a token's result must not depend on how many others are in its batch."""
-    return jnp.pad(row, ((0, 0),) * (row.ndim - 2) + ((0, 1), (0, 0)))
 
 
 def _one_group(rows: Array) -> np.ndarray:

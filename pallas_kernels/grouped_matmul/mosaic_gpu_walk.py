@@ -106,11 +106,6 @@ class Cursor(NamedTuple):
     exists: jax.Array
 
 
-def first_step(context: Context) -> Cursor:
-    """Returns the cursor at the first step of this CTA."""
-    return _begin_tile(context, jax.lax.axis_index("processor"))
-
-
 def _begin_tile(context: Context, place: jax.Array) -> Cursor:
     tile, out_tile = _tile_at(context, place)
     exists = place < context.group_tiles * context.out_tiles
@@ -192,7 +187,7 @@ def load_and_compute(
     """Runs one warpgroup: its part of all output tiles. All warpgroups count the steps alike."""
     stages = context.tiles.stages
     mine = warpgroup == 0
-    cursor = first_step(context)
+    cursor = _begin_tile(context, jax.lax.axis_index("processor"))
     for stage in range(stages - LATE):
         cursor = load_next(context, cursor, stage, mine=mine)
     # The first `LATE` refills find free buffers. All warpgroups release these as if they had used

@@ -175,7 +175,7 @@ def plan_call(
     bytes_of_row = fetched_bytes or 2 * d_in * row_bytes
     most = min(tiles.tile_rows, 2 * tiles.rows_bytes // bytes_of_row)
     most = max(most // alignment * alignment, alignment) if fetched_bytes else max(most, steps[-1])
-    tile_rows = _round_up(min(most, count), alignment)
+    tile_rows = -(-min(most, count) // alignment) * alignment
     steps = tuple(step for step in steps if step <= tile_rows) or (tile_rows,)
     column_bytes += tile_rows * out_bytes
     tile_columns = d_out
@@ -287,7 +287,3 @@ def gap(widths: Iterable[int], target: Target) -> str:
     """Returns the width d_out that weights copied in pieces cannot have; empty: all are fine."""
     odd = [width for width in widths if width % SUBLANES]
     return f"d_out {odd[0]}, not a multiple of {SUBLANES}" if odd and not target.interpret else ""
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

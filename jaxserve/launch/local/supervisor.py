@@ -187,9 +187,6 @@ class Supervisor:
             say(f"no spare: {error}")
             self._calm = time.monotonic() + RETRY_SECONDS
 
-    def _serves(self, number: int) -> bool:
-        return number in self._ready and self._children[number].poll() is None
-
     def _hurry(self) -> None:
         """Raises the priority of starts for which requests wait, or which take long."""
         for number, until in list(self._starting.items()):
@@ -199,7 +196,8 @@ class Supervisor:
                 for n, other in enumerate(self._members)
                 if other.role == member.spared_by and other.runtime != member.runtime
             ]
-            if any(map(self._serves, others)) and time.monotonic() < until:
+            serve = (self._children[n].poll() is None for n in others if n in self._ready)
+            if any(serve) and time.monotonic() < until:
                 continue
             del self._starting[number]
             if self._children[number].poll() is None:

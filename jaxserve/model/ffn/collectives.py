@@ -39,19 +39,13 @@ def summed_rows(
         return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True)
     return jax.lax.platform_dependent(
         shares.astype(dtype),
-        tpu=functools.partial(_summed_on_the_way, axes=axes),
+        tpu=lambda own: jax.lax.psum_scatter(own, axes, tiled=True).astype(jnp.float32),
         default=functools.partial(_summed_here, axes=axes),
     )
 
 
 def _alone(axes: tuple[str, ...]) -> bool:
     return all(jax.lax.axis_size(axis) == 1 for axis in axes)
-
-
-def _summed_on_the_way(
-    shares: Float[Array, "all_rows d_model"], axes: tuple[str, ...]
-) -> Float32[Array, "rows d_model"]:
-    return jax.lax.psum_scatter(shares, axes, scatter_dimension=0, tiled=True).astype(jnp.float32)
 
 
 def _summed_here(
