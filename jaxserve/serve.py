@@ -32,7 +32,6 @@ from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError, exi
 from jaxserve.fleet.arguments import ProcessArguments, from_arguments
 from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.fleet.sizing import Sizing
-from jaxserve.link.session import tls
 from jaxserve.logs import configure
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def main(arguments: Sequence[str] | None = None, prepared: "Prepared | None" = N
         if sizing is not None:
             sizing.log()
         ports.use(deployment.cluster.ports)
-        tls.use(deployment.cluster.tls)
+        if deployment.cluster.tls:
+            pkgutil.resolve_name("jaxserve.link.session.tls:use")(deployment.cluster.tls)
         check_timeline(options.timeline, deployment)
         if process.host_processes > 1:
             from jaxserve.commands.host import run_processes

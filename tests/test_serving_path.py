@@ -51,12 +51,14 @@ PARTS = {
     "leader, with host pages": (*LEADS, "lead", *TIER, "led_pages", "whole_runtime"),
     "attention, of shards": ("open_engine", "domain_runtime", "fleet.shard_links", *BETWEEN),
     "ffn, a shard": ("fleet.ffn_runtime", "fleet.ffn_shard", *BETWEEN),
+    "ffn, with TLS": ("fleet.ffn_runtime", "link.session.tls", *BETWEEN),
 }
 """Functions of the assembly, or modules, by the part that a process plays: process 0 of a runtime
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
 may have its weights from running workers; a runtime of one role over `pull`; a router; the command
 that can be any of these, with text/; the only process of a runtime with `cache.host_gb`, and the
-first of several; and the roles over `pull` where several ffn workers share the experts."""
+first of several; the roles over `pull` where several ffn workers share the experts; and a role with
+`cluster.tls`, which any may have."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}
@@ -76,6 +78,7 @@ LIMITS = {
     "leader, with host pages": 15_990,
     "attention, of shards": 13_300,
     "ffn, a shard": 10_860,
+    "ffn, with TLS": 10_830,
 }
 
 

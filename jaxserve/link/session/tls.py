@@ -1,14 +1,14 @@
 """Mutual TLS of the connections between processes (`cluster.tls`).
 
-`serve` calls `use` before anything listens or dials; a channel asks `secured` for the socket that
-it goes on with. Every connection reads the files anew (2 ms), so renewed certificates need no
-restart. TLS 1.3 alone: each end shows a certificate that the deployment's own authority has signed.
-Names in certificates are not compared, because workers are dialled by addresses that come and go:
-the authority signs certificates for nothing but the deployment, and the token is still proved
-inside. Threads may not read and write one TLS socket at once, as they do with channels, so an event
-loop carries the bytes between it and a socket pair. A frame of 120 bytes and its echo then take
-174 µs instead of 27, and bulk goes at 0.6 GB/s instead of 3.9 (both ends in one process on two
-cores, loopback, 2026-11-28).
+`serve` loads this module, and calls `use` before anything listens or dials, where the deployment
+has `cluster.tls`. A channel then asks `secured` for the socket that it goes on with. Every
+connection reads the files anew (2 ms), so renewed certificates need no restart. TLS 1.3 alone: each
+end shows a certificate that the deployment's own authority has signed. Names in certificates are
+not compared, because workers are dialled by addresses that come and go: the authority signs
+certificates for nothing but the deployment, and the token is still proved inside. Threads may not
+read and write one TLS socket at once, as they do with channels, so an event loop carries the bytes
+between it and a socket pair. A frame of 120 bytes and its echo then take 174 µs instead of 27, and
+bulk goes at 0.6 GB/s instead of 3.9 (both ends in one process on two cores, loopback, 2026-11-28).
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import threading
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.link.session import channel
 
 HANDSHAKE_SECONDS = 5.0
 
@@ -35,6 +36,7 @@ def use(folder: str) -> None:
     Raises:
       ConfigError: a file is missing, or not what its name says.
     """
+    channel.secured = secured
     _ends.clear()
     for accepted in (True, False) if folder else ():
         _ends[accepted] = _read(folder, accepted)
