@@ -6,6 +6,7 @@ while the engine does not. A third one sends messages that were not computed whe
 Knows nothing of attention and ffn.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,10 +14,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import ClassVar, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxserve.errors import EngineFailedError
@@ -113,17 +114,22 @@ class MessageConnection(Session):
         """Message number → when its answer is late, once it has left."""
         self._to_send: queue.SimpleQueue[Unanswered | None] = queue.SimpleQueue()
         self._reading = threading.Lock()
-        self._ended = threading.Event()
-        self._questions: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
+        self._replies: queue.SimpleQueue[frames.Answer] = queue.SimpleQueue()
+        """Answers to questions; one with the number -1 once the connection has failed."""
         self.places: Sequence[int] = ()
         self._own: Sequence[int] = ()
+        self._lifeline = channel
+        """Connection that ends as soon as the other process dies; this one, before there is any."""
 
-    def join(self, us: frames.Join) -> Hello:
-        """Introduces this worker; raises as `greet`."""
+    def join(self, us: frames.Join, dialled: Callable[[], Channel]) -> Hello:
+        """Introduces this worker over this connection, and over another one that `dialled` makes,
+        which shows when the other process ends; raises as `greet`."""
         self._own = us.own
-        seconds = self._deadlines.handshake
-        welcome = greet(self._channel, us, frames.Welcome, self.decode, seconds)
+        known = frames.Welcome, self.decode, self._deadlines.handshake
+        welcome = greet(self._channel, us, *known)
+        self._lifeline = dialled()
+        greet(self._lifeline, msgspec.structs.replace(us, own=()), *known)
         self.places = welcome.places
         return welcome.hello
 
@@ -149,55 +155,52 @@ class MessageConnection(Session):
                 any(place not in message.pieces for place in self.places)
                 and message.error is None
                 and not message.lost
+                and self.failure is None
                 and (left > 0 or came)
             ):
                 left = max(0.0, end - time.monotonic())
                 came = self.read_frame(min(left, TICK_SECONDS))
 
     def _drop(self) -> None:
-        self._ended.set()
+        self._lifeline.shutdown()
         self._to_send.put(None)
-        for number in list(self._questions):
-            self._settle(frames.Answer(number, failed=self.failure or ""))
+        self._replies.put(frames.Answer(-1, failed=self.failure or ""))
 
     def ask(self, data: bytes, seconds: float) -> bytes:
-        """Asks the runtime at the other end; any thread but the peer's.
+        """Asks the runtime at the other end; one thread at a time, and not the peer's.
 
         Raises:
           EngineFailedError: no answer came within `seconds`, or the other end has none.
         """
-        future: Future[bytes] = Future()
-        number = next(self._numbers)
-        self._questions[number] = future
+        number, end = next(self._numbers), time.monotonic() + seconds
         try:
-            if self.failure is not None:
-                raise EngineFailedError(f"link: {self.failure}")
             self.send(frames.Question(number, data))
-            return future.result(seconds)
-        except TimeoutError:
+            while (reply := self._replies.get(timeout=end - time.monotonic())).number != number:
+                if reply.number < 0:
+                    break
+        except (queue.Empty, ValueError):
             raise EngineFailedError(f"link: no answer within {seconds:g} s") from None
         except OSError as error:
             raise EngineFailedError(f"link: {error}") from None
-        finally:
-            self._questions.pop(number, None)
+        if reply.failed:
+            raise EngineFailedError(f"link: {reply.failed}")
+        return reply.data
 
-    def _settle(self, answer: frames.Answer) -> None:
-        future = self._questions.pop(answer.number, None)
-        if future is None:
-            return
-        if answer.failed:
-            future.set_exception(EngineFailedError(f"link: {answer.failed}"))
-        else:
-            future.set_result(answer.data)
+    def _replied(self, reply: frames.Answer) -> None:
+        self._replies.put(reply)
 
     def serve(self) -> None:
         """Watches until the connection has failed, and reads what the engine does not wait for."""
         sender = threading.Thread(target=self._send, name="link sender", daemon=True)
         sender.start()
-        while not self._ended.wait(TICK_SECONDS):
-            if not self._reading.locked():
-                with self._reading:
-                    self.read_frame(0.0)
+        while self.failure is None:
+            with contextlib.suppress(EOFError, OSError):
+                if not self._lifeline.wait(TICK_SECONDS):
+                    if not self._reading.locked():
+                        with self._reading:
+                            self.read_frame(0.0)
+                    continue
+            self.fail("the connection closed (the process has ended)")
         sender.join()
 
     def _send(self) -> None:
@@ -225,6 +228,7 @@ class MessageConnection(Session):
         self.fail("closed here")
         with self._reading:
             self._channel.close()
+            self._lifeline.close()
 
     def _limit(self) -> float:
         return self._allowed()
@@ -247,7 +251,7 @@ class MessageConnection(Session):
             self._posted[failed.number].refusals += 1
         self.fail(failed.text)
 
-    handlers: ClassVar = {Ready: _arrived, Failed: _refused, frames.Answer: _settle}
+    handlers: ClassVar = {Ready: _arrived, Failed: _refused, frames.Answer: _replied}
 
     def _tick(self, now: float) -> None:
         for number, due in list(self._due.items()):

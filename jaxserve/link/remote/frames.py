@@ -21,7 +21,8 @@ class Join(Greeting, frozen=True, tag="join"):
     rows: tuple[int, ...] = ()
     """All numbers of rows that a piece may have."""
     own: tuple[int, ...] = (0,)
-    """Numbers of the pieces that this process sends."""
+    """Numbers of the pieces that this process sends; none: the connection carries nothing, and ends
+    as soon as the ffn process dies (`session/lifelines.py`)."""
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):

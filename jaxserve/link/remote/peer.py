@@ -10,6 +10,7 @@ begins again. `MessageClient` (`client.py`) sends over any peer that is up.
 """
 
 import enum
+import functools
 import logging
 import threading
 import time
@@ -119,12 +120,12 @@ class Peer:
             self._closing.wait(max(0.0, pause - (time.monotonic() - started)))
 
     def _live_once(self) -> None:
-        channel = dial(self.address, self._token, self._deadlines.handshake)
+        dialled = functools.partial(dial, self.address, self._token, self._deadlines.handshake)
         connection = self._joining = MessageConnection(
-            channel, self._deadlines, self._transport, self._allowed
+            dialled(), self._deadlines, self._transport, self._allowed
         )
         try:
-            theirs = connection.join(self._us)
+            theirs = connection.join(self._us, dialled)
             self.connection = connection
             if self._closing.is_set():
                 return

@@ -35,6 +35,7 @@ from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.group import Arriving, Domain
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
+from jaxserve.link.session import lifelines
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener, listen
@@ -108,8 +109,8 @@ class MessageServer:
         self._group, self.process = group, group.process if group else 0
         self._changing = threading.Lock()
         self._domains: dict[str, Domain[_DomainConnection]] = {}
-        self._policy = policy or Turns()
-        self.passes = Passes(self._policy, lambda: len(self.domains) > 1)
+        self.policy = policy or Turns()
+        self.passes = Passes(self.policy, lambda: len(self.domains) > 1)
         self.preparations = Preparations(work, self.passes, several=group is not None)
         self._thread = threading.Thread(target=self._run_passes, name="link passes", daemon=True)
         self._readers = Readers()
@@ -136,10 +137,6 @@ class MessageServer:
     def domains(self) -> list[str]:
         """Names of the connected attention workers."""
         return sorted(one.name for one in list(self._domains.values()) if one.connections)
-
-    def together(self, name: str) -> int:
-        """Returns the most messages of a pass once a domain of this name has joined."""
-        return min(self._policy.most, len({*self.domains, name}))
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends all connections, and waits for the threads, up to `seconds` for each kind: one that
@@ -319,10 +316,15 @@ class _DomainConnection(ServedSession):
         self._transfers = opens(server.transport)(channel)
 
     def _admit(self, join: frames.Join) -> frames.Welcome:
-        if not join.own or list(join.own) != sorted(set(range(join.pieces)).intersection(join.own)):
-            raise Refusal(f"sends pieces {list(join.own)} of messages of {join.pieces} pieces")
         server = self._server
-        server.preparations.ask(join.pieces, join.rows, server.together(join.domain))
+        if not join.own:
+            self.send(frames.Welcome(self._hello))
+            lifelines.keep(self._channel.descriptor)
+            raise EOFError("kept to show when this process ends")
+        if list(join.own) != sorted(set(range(join.pieces)).intersection(join.own)):
+            raise Refusal(f"sends pieces {list(join.own)} of messages of {join.pieces} pieces")
+        together = min(server.policy.most, len({*server.domains, join.domain}))
+        server.preparations.ask(join.pieces, join.rows, together)
         self._pieces, self.own, self.name = join.pieces, join.own, join.domain
         holders = server.work.holders(join.pieces)
         self.places = [piece for piece in join.own if holders[piece] == server.process]

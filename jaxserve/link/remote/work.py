@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.link.dispatch.contract import MessageSize
 from jaxserve.link.dispatch.ends import Arrays, piece_sharding
-from jaxserve.link.dispatch.put import Put, fast_put
+from jaxserve.link.dispatch.put import fast_put
 from jaxserve.link.dispatch.route import Route
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.session.hello import Refusal
@@ -28,7 +27,7 @@ from jaxserve.link.session.hello import Refusal
 logger = logging.getLogger(__name__)
 
 MOST_SIZES = 128
-"""Most message sizes of all domains together. Each needs a program for every kind of layer."""
+"""Most message sizes that domains ask for. Each needs a program for every kind of layer."""
 
 
 class Work(Protocol):
@@ -78,7 +77,6 @@ class Preparations:
     def __init__(self, work: Work, passes: Passes, *, several: bool = False):
         self._work, self._passes, self._several = work, passes, several
         self._lock = threading.Lock()
-        self._sizes: set[MessageSize] = set()
         self._threads: dict[tuple[MessageSize, ...], threading.Thread] = {}
         self._failed: dict[tuple[MessageSize, ...], str] = {}
 
@@ -102,16 +100,14 @@ class Preparations:
             thread = self._threads.get(sizes)
             if thread is None or not thread.is_alive():
                 if self._work.ready(sizes):
-                    self._sizes.update(sizes)
                     return
                 if self._several:
                     raise Refusal(
                         f"messages of {what}: an ffn worker of several processes serves the sizes "
                         "of its own deployment file alone"
                     )
-                if len(self._sizes.union(sizes)) > MOST_SIZES:
+                if len({*sizes}.union(*self._threads)) > MOST_SIZES:
                     raise Refusal(f"{what}: more than {MOST_SIZES} sizes of messages")
-                self._sizes.update(sizes)
                 logger.info("link: compiles for messages of %s", what)
                 thread = threading.Thread(
                     target=self._prepare, args=(sizes,), name="link compile", daemon=True
@@ -132,9 +128,7 @@ class Preparations:
             logger.exception("link: not ready for messages of %s", sizes)
             with self._lock:
                 self._failed[sizes] = f"{type(error).__name__}: {error}"
-                self._sizes.difference_update(
-                    each for each in sizes if not self._work.ready([each])
-                )
+                del self._threads[sizes]
 
 
 class MessageLanding:
@@ -160,7 +154,9 @@ class MessageLanding:
         ]
         """Piece that lands in each slot of each device, or None: [slot][device]."""
         self._padding = functools.cache(self._make_padding)
-        self._put = functools.cache(self._make_put)
+        self._put = functools.cache(
+            lambda piece, dtype: fast_put()((mesh.size * piece[0], piece[1]), dtype, self._sharding)
+        )
 
     def land(self, pieces: Sequence[np.ndarray], piece: tuple[int, int], dtype: np.dtype) -> Arrays:
         """Puts pieces [rows, words] on the devices, as the arrays that programs take.
@@ -179,9 +175,6 @@ class MessageLanding:
         """Takes the answers to this process's pieces out of the arrays that a program returned."""
         shards = [array.addressable_shards for array in slots]
         return [shards[slot][device].data for device, slot in self._places]
-
-    def _make_put(self, piece: tuple[int, int], dtype: np.dtype) -> Put:
-        return fast_put()((self._mesh.size * piece[0], piece[1]), jnp.dtype(dtype), self._sharding)
 
     def _make_padding(self, piece: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
         """Makes a piece of zeros on every device of this process."""
