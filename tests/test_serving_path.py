@@ -57,8 +57,7 @@ PARTS = {
 of either mode, with the engine; the other processes of one; the only process of a runtime, which
 may have its weights from running workers; a runtime of one role over `pull`; a router; the command
 that can be any of these, with text/; the only process of a runtime with `cache.host_gb`, and the
-first of several; the roles over `pull` where several ffn workers share the experts; and a role with
-`cluster.tls`, which any may have."""
+first of several; the roles over `pull` where ffn workers share the experts; any with TLS."""
 RUNS = {
     part: SPLIT if "and ffn" in part else WHOLE for part in PARTS if "whole_runtime" in PARTS[part]
 } | {"serve": (*WHOLE, *SPLIT)}

@@ -305,7 +305,7 @@ class MessageClient:
         return "; ".join(f"{peer.address} {peer.state.value}: {peer.reason}" for peer in self.peers)
 
     def _notify(self) -> None:
-        if self._shared and not self._closed:
+        if not self._closed:
             self._post_waiting(here=False)
         with self._changed:
             self._changed.notify_all()

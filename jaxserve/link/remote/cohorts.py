@@ -238,6 +238,8 @@ class Cohorts(Turns):
         """Number of parts; the one that ran last; layers of the model, as far as seen."""
         self._ended = self._apart = 0.0
         """When the last pass ended; when its part may run again, if there are several."""
+        self._moved = set[_Lane]()
+        """Lanes of domains that came in the middle of a step, from a pool that was lost or late."""
         self._ready: deque[list[Waiting]] = deque()
         """Batches of a cohort whose layer runs, which needs several if shapes differ."""
         self.iteration = FIRST_ITERATION
@@ -252,6 +254,8 @@ class Cohorts(Turns):
             lane = self._lanes[key] = _Lane(siblings)
             siblings.append(lane)
         self._remove(lane)
+        if message.layer not in (0, lane.layer + 1):
+            self._moved.update(lane.siblings)
         if message.cohort != lane.cohort:
             lane.cohort, place = message.cohort, [*self._domains].index(message.domain)
             lane.home = self._cohorts[lane.cohort, place % self._parts.count]
@@ -299,6 +303,7 @@ class Cohorts(Turns):
     def forget(self, domain: Hashable) -> None:
         """See `Turns`."""
         gone = self._domains.pop(domain, [])
+        self._moved.difference_update(gone)
         for lane in gone:
             self._remove(lane)
         for cohort in self._cohorts.values():
@@ -340,6 +345,15 @@ class Cohorts(Turns):
 
     def _choose(self, now: float, idle: bool) -> tuple[list[Waiting], float]:
         """Returns the messages to run, or none and when to look again."""
+        for lane in self._moved.intersection(self._messages):
+            cohort, layer = lane.home, self._messages[lane].layer
+            if layer == cohort.layer:  # it has moved, too, and has just run this layer
+                cohort.in_step.update(cohort.waiting[layer])
+                cohort.missing.update(cohort.waiting[layer])
+                return self._at(cohort, layer), now
+            away = (layer - cohort.layer) % self._layers != 1  # the cohort does not come here next
+            if idle and away and self._fits(cohort, layer, now):
+                return self._at(cohort, layer), now
         oldest = next(iter(self._messages.values()))
         overdue = oldest.arrived + self._longest * self.iteration
         if idle and now >= overdue:
@@ -370,11 +384,14 @@ class Cohorts(Turns):
             for layer, own in sorted(cohort.waiting.items() if whole else ()):
                 near = (cohort.layer - layer) % self._layers < self._layers / 2
                 # A lane that was never served waits at layer 0 for its cohort.
-                if near and all(lane.answered for lane in own):
-                    ends = now + self._parts.seconds(len(own))
-                    if all(ends <= each.due for each in self._cohorts.values()):
-                        return self._at(cohort, layer)
+                if near and all(lane.answered for lane in own) and self._fits(cohort, layer, now):
+                    return self._at(cohort, layer)
         return []
+
+    def _fits(self, cohort: _Cohort, layer: int, now: float) -> bool:
+        """Returns whether a pass of the cohort's messages of a layer ends before others are due."""
+        ends = now + self._parts.seconds(len(cohort.waiting[layer]))
+        return all(ends <= each.due for each in self._cohorts.values())
 
     def _run(self, cohort: _Cohort, layer: int, now: float) -> list[Waiting]:
         """Takes the cohort's messages of a layer; lanes in step without one are left behind."""
@@ -392,6 +409,7 @@ class Cohorts(Turns):
             lane.left = layer if 2 * len(left) < len(cohort.in_step) else -1
         cohort.layer, cohort.ran, cohort.look, cohort.late = layer, now, 0.0, 0.0
         cohort.in_step, cohort.missing = lanes, set(lanes)
+        self._moved -= lanes
         self._parts.layers += 1
         return self._at(cohort, layer)
 

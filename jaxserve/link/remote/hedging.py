@@ -61,9 +61,11 @@ class HedgedClient(MessageClient):
 
     def _answered_by(self, end: float, message: Unanswered) -> bool:
         """Waits for an answer until a time; also returns True if no connection can bring one."""
-        for connection in message.connections:
+        connections = message.connections
+        for connection in connections:
             connection.wait_for(message, end)
-        return message.whole or message.error is not None or message.lost or not message.connections
+        lost = not connections or any(one.failure is not None for one in connections)
+        return message.whole or message.error is not None or lost
 
     def _ask_another(self) -> None:
         """Makes another worker that is up the one in use, and sends it what waits for an answer."""

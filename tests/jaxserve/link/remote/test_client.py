@@ -108,10 +108,9 @@ def test_nothing_of_a_message_stays_once_it_is_answered(server):
             del message, answer
             assert [reference() for reference in references] == [None, None]
             connection = weakref.ref(link.peers[0].connection)
-            link.peers[0].connection.fail("here")
+            link.peers[0].connection._lifeline.shutdown()  # as where the process dies
             exchange(link, 4)
             until(lambda: connection() is None)
-            link.peers[0].connection._lifeline.shutdown()  # as where the process dies
             until(lambda: link.counters.last_failure.endswith("(the process has ended)"))
     finally:
         gc.enable()

@@ -78,7 +78,7 @@ def test_nobody_waits_for_a_lane_whose_domain_waits_for_another_answer():
 
 
 @pytest.mark.parametrize(
-    "case", ["l 7 0.9 11 l", "l 13 1.1 11", "l 5 0.9 11", "n 13 0.9 12", "l 13 0.9 10"]
+    "case", ["l 7 0.9 11 l", "l 13 1.1 11", "l 5 0.9 11", "n 0 0.9 12", "l 13 0.9 10"]
 )
 def test_a_lane_left_behind_catches_up_where_the_pool_would_idle(case):
     """For 1 ms. Half an iteration behind it waits instead, as newcomers and lanes of few do."""
@@ -88,8 +88,9 @@ def test_a_lane_left_behind_catches_up_where_the_pool_would_idle(case):
     policy.served(policy.take(now, idle=True).batch, now)
     put(policy, others, 13, now + 0.001)
     policy.served(policy.take(now := now + 1.0, idle=True).batch, now)
-    policy._parts._passes = {12: (float(took) / 1e3, 1)}
+    policy._layers, policy._parts._passes = 30 if name == "n" else 15, {12: (float(took) / 1e3, 1)}
     put(policy, "a", 14, now)
+    policy._lanes.get((name, 0), _Lane([])).layer = int(layer) - 1
     assert (taken(policy, now), put(policy, name, int(layer), now)) == ("", [True])
     assert (taken(policy, now), policy.left_behind) == ("".join(ran), 12 - len(others))
     put(policy, others[1:] + ran, 14, now + 0.001)
@@ -113,6 +114,21 @@ def test_a_straggler_rejoins_where_its_cohort_comes_by_and_a_newcomer_at_layer_0
         policy.put(message(name, layer), now)
         now += 1.3 * policy.iteration
         assert (taken(policy, now), policy.left_behind) == (name, left_behind)
+
+
+def test_lanes_that_a_lost_pool_leaves_go_on_together_or_where_the_pool_would_idle():
+    policy = Cohorts(most=8)
+    for name in "ab":  # b finds the pool busy with a; they are due at 1.004
+        put(policy, name, 3, 1.0)
+        policy.served(policy.take(1.0, idle=name == "a").batch, 1.0)
+    put(policy, "a", 4, 1.001)
+    assert (taken(policy, 1.001), put(policy, "b", 4, 1.002)) == ("", [True])
+    policy.served(policy.take(1.002, idle=True).batch, 1.002)
+    for layer, seconds, served in ((2, 9.0, ""), (5, 1e-4, ""), (2, 1e-4, "m"), (3, 1e-4, "m")):
+        policy._parts._passes = {1: (seconds, 1)}
+        put(policy, "m", layer, 1.002)
+        assert taken(policy, 1.002) == served
+    assert [put(policy, "abm", 5, 1.003), taken(policy, 1.003), policy._moved][1:] == ["abm", set()]
 
 
 def test_a_lane_waits_1_3_iterations_where_its_cohort_never_comes_by():

@@ -178,6 +178,7 @@ class World:
         for peer, holder in zip(self.link.peers, self.holders, strict=True):
             if (end := peer.connection) is None:
                 continue
+            holder.line.send_waiting()  # messages of a lost connection, as the sender's thread does
             if not end._reading.locked():
                 end.read_frame(0.0)
             if end.failure is not None:
