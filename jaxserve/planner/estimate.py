@@ -41,9 +41,6 @@ STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "l
 """The stages that become measurements, each with its program."""
 
 
-# ------------------------------------------------------------------------------------ one program
-
-
 def _members(name: str, outer: int, inner: int, host: int) -> tuple[int, int]:
     """Returns a collective's group size, and its members on one host, the inner axis first.
 
@@ -139,9 +136,6 @@ def stages(counts: Counts) -> dict[str, ProgramSeconds]:
     return found
 
 
-# ----------------------------------------------------------------------------------- a deployment
-
-
 class Figure(NamedTuple):
     """A deployment's speed, as the engine's schedule makes it of its stages, without the host."""
 
@@ -228,9 +222,6 @@ def paced(counts: Counts) -> list[Paced]:
     return found
 
 
-# ------------------------------------------------------------------------------------- the report
-
-
 def lines(counts: Counts) -> list[str]:
     """Returns the report of a deployment."""
     told = {"stages": stages(counts), "own": figure(counts), "measured": measured_speed().systems}
@@ -289,9 +280,6 @@ def measurements(counts: Counts) -> list[Measurement]:
         for op, name in STAGES.items()
         if name in found
     ]
-
-
-# ------------------------------------------------------------------------------------ the command
 
 
 def run(options: argparse.Namespace) -> None:

@@ -4,9 +4,8 @@ All processes get the same plans in the same order, so they make the same dispat
 those of the role's own mesh, except inside a dispatch.
 """
 
-import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,27 +37,34 @@ class _OnUnion:
     this process's shards are the same on both."""
 
     def __init__(self, union: Union):
-        self._shards, assemble = fast_shards()
-        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self._union, (self._shards, self._assemble) = union, fast_shards()
+        self._makers: dict[Any, list[Assemble]] = {}
+        self._kept: dict[int, tuple[jax.Array, jax.Array, Assemble]] = {}
 
-        def maker(back: bool, *kind: Any) -> Assemble:
-            array = jax.ShapeDtypeStruct(*kind[:2], sharding=kind[2])
-            made = union.array(array, back=back)
-            return assemble(made.shape, made.dtype, made.sharding)
-
-        self._maker = functools.cache(maker)
-
-    def __call__(self, arrays: Iterable[jax.Array], *, back: bool = False) -> list[jax.Array]:
-        """Returns arrays of the own mesh as arrays of the union; or, back, the reverse."""
-        of, make = self._shards, self._maker
-        return [make(back, a.shape, a.dtype, a.sharding)(of(a)) for a in arrays]
+    def __call__(
+        self, arrays: Sequence[jax.Array], kind: Any = None, *, back: bool = False
+    ) -> list[jax.Array]:
+        """Returns arrays of the own mesh as arrays of the union; or, back, the reverse. Arrays of a
+        kind always have the same shapes."""
+        makers = self._makers.get((kind, back))
+        if makers is None or kind is None:
+            self._makers[kind, back] = makers = [self._maker(each, back=back) for each in arrays]
+        shards = map(self._shards, arrays)
+        return [make(own) for make, own in zip(makers, shards, strict=True)]
 
     def keep(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the arrays on the union, of which few differ from those of the call before."""
         for place, array in enumerate(arrays):
-            if place not in self._kept or self._kept[place][0] is not array:
-                self._kept[place] = array, self([array])[0]
-        return [there for _, there in self._kept.values()]
+            kept = self._kept.get(place)
+            if kept is None or kept[0] is not array:
+                make = self._maker(array) if kept is None else kept[2]
+                self._kept[place] = array, make(self._shards(array)), make
+        return [there for _, there, _ in self._kept.values()]
+
+    def _maker(self, array: jax.Array, *, back: bool = False) -> Assemble:
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        made = self._union.array(shape, back=back)
+        return self._assemble(made.shape, made.dtype, made.sharding)
 
 
 class AttentionPipeline(StepPipeline):
@@ -86,9 +92,9 @@ class AttentionPipeline(StepPipeline):
         return [(tuple(left), (x,)) for *left, x in self._layers(bucket, 0, steps)]
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
-        step, given = self.executables[bucket, len(steps), module], itertools.chain(*steps)
-        made = step(*self._on_union([*given, *self._state]), *self._leaves)
-        made, end = self._on_union(made[:-1], back=True), len(made) - 1 - len(self._pages)
+        kind, given = (bucket, len(steps), module), [*itertools.chain(*steps), *self._state]
+        made = self.executables[kind](*self._on_union(given, kind), *self._leaves)
+        made, end = self._on_union(made[:-1], kind, back=True), len(made) - 1 - len(self._pages)
         self._keep(made[end:])
         return [*itertools.batched(made[:end], end // len(steps))]
 
@@ -116,9 +122,10 @@ class FFNPipeline(StepPipeline):
     def _run(self, plans: Sequence[StepPlan]) -> list[Passed]:
         bucket = plans[0].bucket
         for module in (0, *modules_of(self._config, bucket)):
-            step = self.executables[Bucket(bucket.tokens, 1), len(plans), module]
+            kind = Bucket(bucket.tokens, 1), len(plans), module
             given = [*self._state, *itertools.chain(*self._weights.blocks)]
-            *counts, token = self._on_union(step(*self._on_union.keep(given)), back=True)
+            made = self.executables[kind](*self._on_union.keep(given))
+            *counts, token = self._on_union(made, kind, back=True)
             self._keep(counts)
         return [Passed(token)] * len(plans)
 
