@@ -189,4 +189,4 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
             assert "compilations 0" in worker.output
             passes, messages = re.search(r"passes (\d+) of (\d+)", worker.output).groups()
             assert int(passes) < int(messages)
-            assert int(re.search(r"resends (\d+)", worker.output)[1]) >= 1, worker.output
+            assert "is down: the connection closed" in worker.output, worker.output
