@@ -1,16 +1,16 @@
-"""A model folder without any tuning, beside Hugging Face transformers on this CPU.
+"""A model folder without any tuning, beside Hugging Face transformers and llama.cpp on this CPU.
 
-`python -m jaxserve.bench compare`: both continue the same prompts greedily, in processes of their
+`python -m jaxserve.bench compare`: all continue the same prompts greedily, in processes of their
 own that take turns: short prompts at 1, 8 and 32 sequences, where decoding takes the time, and
 single prompts of 512, 4,096 and 16,384 tokens up to their first token. Ours is `LLM(folder)` with
-the sizes that it chooses. Transformers is optional: `--python` names an interpreter that has it and
-PyTorch, and without one only ours is measured. The model is `--model`, or 110 M of random weights.
+the sizes that it chooses. The others are measured where the interpreter that `--python` names has
+them: PyTorch and transformers, llama-cpp-python and gguf. The model is `--model`, or 110 M of
+random weights in BF16, as models are published.
 
-The folder's tensors are BF16, as models are published. Transformers is asked for FP32 and makes
-FP32 weights of them when it loads; ours keep them and convert in the products, so both compute the
-same sums, and their texts are compared. `--stored float32` writes FP32 tensors: then both keep, and
-read, four bytes a weight. `--theirs bfloat16` has transformers compute in BF16, as far as the CPU
-does: then texts differ.
+Ours keep these weights and compute in FP32. Transformers makes FP32 weights of them when it loads
+and computes the same sums, so texts are compared; with `--theirs bfloat16` it computes in BF16.
+llama.cpp keeps the weights and rounds the rows that it multiplies to BF16. `--stored float32`
+writes FP32 tensors, of which all read four bytes a weight.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxserve.bench import compare_transformers
+from jaxserve.bench import compare_others
+from jaxserve.bench.compare_others import SIDES
 from jaxserve.bench.load import write_checkpoint
 from jaxserve.bench.report import Measure, Part, add_report_arguments, count, median_ratio, publish
 from jaxserve.bench.requests import greedy, random_prompts
@@ -41,7 +42,7 @@ from jaxserve.config.command_line import add_options
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 
-HELP = "a model folder beside transformers"
+HELP = "a model folder beside transformers and llama.cpp"
 
 
 class Batch(NamedTuple):
@@ -51,13 +52,13 @@ class Batch(NamedTuple):
       sequences: number of prompts.
       prompt: tokens of each.
       output: greedy tokens after each.
-      target: our tokens a second ÷ transformers', at least.
+      targets: our tokens a second ÷ those of each other side, at least.
     """
 
     sequences: int
     prompt: int
     output: int
-    target: float
+    targets: Mapping[str, float]
 
     @property
     def name(self) -> str:
@@ -71,9 +72,11 @@ class Batch(NamedTuple):
         return self.sequences * (self.output if self.output > 1 else self.prompt)
 
 
-BATCHES = [Batch(1, 16, 64, 1.0), Batch(8, 16, 64, 1.0), Batch(32, 16, 64, 2.0)]
-BATCHES += [Batch(1, prompt, 1, 1.2) for prompt in (512, 4096, 16384)]
-QUICK = [Batch(1, 16, 8, 1.0), Batch(8, 16, 8, 1.0), Batch(1, 512, 1, 1.2)]
+TARGETS = {1: (1.0, 0.8), 8: (1.0, 1.1), 32: (2.0, 1.1)}
+"""Of decoding, by the number of sequences: ÷ transformers, ÷ llama.cpp."""
+BATCHES = [Batch(n, 16, 64, dict(zip(SIDES, TARGETS[n], strict=True))) for n in TARGETS]
+BATCHES += [Batch(1, prompt, 1, dict.fromkeys(SIDES, 1.2)) for prompt in (512, 4096, 16384)]
+QUICK = [BATCHES[0]._replace(output=8), BATCHES[1]._replace(output=8), BATCHES[3]]
 STORED = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 SECONDS = 3600.0
 
@@ -96,26 +99,30 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.model is not None and not (options.model / "config.json").is_file():
         raise ConfigError(f"--model {options.model}: no config.json there")
-    with_theirs = has_transformers(options.python)
+    others = sides_of(options.python)
     with tempfile.TemporaryDirectory(prefix="jaxserve-compare-") as made:
         folder = options.model or Path(made)
         if options.model is None:
             tree = CONFIG | {"torch_dtype": options.stored}
             write_checkpoint(folder, tree, file_bytes=1 << 30, dtype=STORED[options.stored])
-        return publish("compare", measure(folder, with_theirs, options), options)
+        return publish("compare", measure(folder, others, options), options)
 
 
-def measure(folder: Path, with_theirs: bool, options: argparse.Namespace) -> Iterator[Part]:
-    """Runs both sides in turns."""
+def measure(folder: Path, others: Sequence[str], options: argparse.Namespace) -> Iterator[Part]:
+    """Runs all sides in turns."""
     batches, rounds = (QUICK, 1) if options.quick else (BATCHES, options.rounds)
     vocab = read_config(folder)[0].vocab
     ours = Task(generate, {"folder": str(folder), "overrides": options.set})
-    theirs = [options.python, compare_transformers.__file__, str(folder), options.theirs]
-    found: dict[str, Any] = {"ours": None, "transformers": None}
+    theirs = {
+        name: [options.python, compare_others.__file__, name, str(folder), options.theirs]
+        for name in others
+    }
+    found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        sides = {"ours": stack.enter_context(Helper(ours.command(), SECONDS))}
-        if with_theirs:
-            sides["transformers"] = stack.enter_context(Helper(theirs, SECONDS))
+        sides = {
+            name: stack.enter_context(Helper(command, SECONDS))
+            for name, command in {"ours": ours.command(), **theirs}.items()
+        }
         for name, side in sides.items():
             found[name] = side.answer()
         longest = found["ours"]["longest"]
@@ -138,42 +145,47 @@ def part_of(found: dict[str, Any], batches: Sequence[Batch], dtypes: str) -> Par
         rounds = found[batch.name]
         best = batch.tokens / min(rounds["ours"])
         measures.append(Measure(f"ours, {batch.name}", best, "tokens/s"))
-        if rounds["transformers"]:
-            theirs = batch.tokens / min(rounds["transformers"])
-            ratio = median_ratio(rounds["transformers"], rounds["ours"])
-            measures.append(Measure("  transformers", theirs, "tokens/s"))
-            measures.append(
-                Measure("  ours ÷ transformers, median", ratio, "", batch.target, "more"),
-            )
+        for name, target in batch.targets.items():
+            if name not in found:
+                continue
+            theirs = batch.tokens / min(rounds[name])
+            ratio = median_ratio(rounds[name], rounds["ours"])
+            measures.append(Measure(f"  {name}", theirs, "tokens/s"))
+            measures.append(Measure(f"  ours ÷ {name}, median", ratio, "", target, "more"))
             notes.append(
-                f"{batch.name}: {rounds['same']:.1%} of the texts' tokens are the same up to the "
-                "first that differs"
+                f"{batch.name}, {name}: {rounds['same'][name]:.1%} of the texts' tokens are the "
+                "same up to the first that differs"
             )
     started = found["ours"]["seconds"]
     measures.append(Measure("our start, load and compile", started, "s"))
-    said = found["transformers"]
-    other = f"torch {said['torch']}, transformers {said['transformers']}" if said else "none here"
+    said = [f"{one} {it}" for name in SIDES for one, it in found.get(name, {}).items()]
+    other = ", ".join(said) or "none here"
     notes += [
         f"{dtypes}; tokens/s of the best round of {len(found[batches[0].name]['ours'])}, of "
-        f"prompts up to the first token; the other side: {other}",
+        f"prompts up to the first token; others: {other}",
         f"ours: {found['ours']['sizes']}",
     ]
-    return Part("compare", "LLM(folder) beside transformers", measures, notes, dict(found))
+    return Part("compare", "LLM(folder) beside others", measures, notes, dict(found))
 
 
-def has_transformers(python: str) -> bool:
-    """True if an interpreter has both packages."""
-    seek = "import importlib.util as u; raise SystemExit(not(u.find_spec('torch') and "
-    seek += "u.find_spec('transformers')))"
+def sides_of(python: str) -> list[str]:
+    """Returns the sides whose packages an interpreter has.
+
+    Raises:
+      ConfigError: it does not start.
+    """
+    command = [python, compare_others.__file__]
     try:
-        return subprocess.run([python, "-c", seek], timeout=60, check=False).returncode == 0
+        return subprocess.check_output(command, timeout=60, text=True).split()
     except OSError as error:
         raise ConfigError(f"--python {python}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"--python {python}: it ended with {error.returncode}") from None
 
 
 def _rounds(sides: Mapping[str, Helper], batch: Batch, rounds: int, vocab: int) -> dict[str, Any]:
-    """Seconds of every round of each side, in turns, after one that warms up; and the share of
-    tokens that are the same up to the first difference."""
+    """Seconds of every round of each side, in turns, after one that warms up; and for each other
+    side the share of tokens that are ours up to the first difference."""
     numbers = {name: itertools.count() for name in sides}  # each side gets the same prompts
 
     def ask(name: str) -> dict[str, Any]:
@@ -182,14 +194,23 @@ def _rounds(sides: Mapping[str, Helper], batch: Batch, rounds: int, vocab: int) 
         return sides[name].ask({"prompts": prompts, "tokens": batch.output})
 
     ways = {name: functools.partial(ask, name) for name in sides}
-    answers = {"transformers": [], **take_turns(ways, rounds)}
-    same = [
-        next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), batch.output)
-        for ours, theirs in zip(answers["ours"], answers["transformers"], strict=False)
-        for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True)
-    ]
+    answers = take_turns(ways, rounds)
     seconds = {name: [one["seconds"] for one in found] for name, found in answers.items()}
-    return seconds | {"same": sum(same) / (batch.output * len(same)) if same else 1.0}
+    return seconds | {"same": {name: _same(answers["ours"], answers[name]) for name in answers}}
+
+
+def _same(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> float:
+    """The share of tokens in front of the first of a text that differs."""
+    pairs = [
+        pair
+        for mine, other in zip(ours, theirs, strict=True)
+        for pair in zip(mine["tokens"], other["tokens"], strict=True)
+    ]
+    same = (
+        itertools.takewhile(lambda both: both[0] == both[1], zip(*pair, strict=True))
+        for pair in pairs
+    )
+    return sum(map(len, map(list, same))) / sum(len(mine) for mine, _ in pairs)
 
 
 def generate(folder: str, overrides: Sequence[str]) -> None:

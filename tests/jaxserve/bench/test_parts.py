@@ -26,11 +26,14 @@ def test_drafts_are_compared_round_by_round_and_by_verified_steps():
 
 
 def test_a_prompt_counts_its_own_tokens_and_a_batch_what_it_generates():
-    seconds = {"ours": [2.0, 1.0], "transformers": [4.0, 3.0], "same": 1.0}
-    batches = [compare.Batch(8, 16, 64, 1.0), compare.Batch(1, 512, 1, 4.0)]
+    seconds = {"ours": [2.0, 1.0], "transformers": [4.0, 3.0], "llama.cpp": [2.0, 2.0]}
+    seconds |= {"same": {"transformers": 1.0, "llama.cpp": 0.5}}
+    targets = {"transformers": 4.0, "llama.cpp": 1.2}
+    batches = [compare.Batch(8, 16, 64, targets), compare.Batch(1, 512, 1, targets)]
     found = {batch.name: seconds for batch in batches}
     found["ours"] = {"seconds": 3.0, "sizes": "colocated, 32 slots"}
     found["transformers"] = {"torch": "2.15", "transformers": "5.23"}
+    found["llama.cpp"] = {"llama_cpp": "0.3"}
     golden.check("bench/compare.txt", table(compare.part_of(found, batches, "in FP32")) + "\n")
 
 
