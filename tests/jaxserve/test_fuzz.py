@@ -172,6 +172,8 @@ class Fuzz:
         finally:
             for engine in engines:
                 engine.close()
+            if draw.moves:  # the next engine would take experts for at home
+                self._runtimes.clear()
         return problems
 
     def _alone(self, draw: Draw) -> list[Answer]:
