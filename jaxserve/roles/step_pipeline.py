@@ -33,33 +33,34 @@ from jaxserve.roles.worker import Observer, Passed, modules_of
 
 
 class _OnUnion:
-    """Makes arrays of the union from those of a role's own mesh, or the reverse. Copies nothing:
-    this process's shards are the same on both."""
+    """Makes arrays of the union from those of a role's own mesh, and the reverse. Copies nothing:
+    this process's shards are the same on both. Arrays of a kind always have the same shapes."""
 
     def __init__(self, union: Union):
         self._union, (self._shards, self._assemble) = union, fast_shards()
-        self._makers: dict[Any, list[Assemble]] = {}
-        self._kept: dict[int, tuple[jax.Array, jax.Array, Assemble]] = {}
+        self._made: dict[Any, list[tuple[jax.Array | None, Any, Assemble]]] = {}
+        self._back: dict[Any, list[Assemble]] = {}
 
-    def __call__(
-        self, arrays: Sequence[jax.Array], kind: Any = None, *, back: bool = False
-    ) -> list[jax.Array]:
-        """Returns arrays of the own mesh as arrays of the union; or, back, the reverse. Arrays of a
-        kind always have the same shapes."""
-        makers = self._makers.get((kind, back))
-        if makers is None or kind is None:
-            self._makers[kind, back] = makers = [self._maker(each, back=back) for each in arrays]
-        shards = map(self._shards, arrays)
-        return [make(own) for make, own in zip(makers, shards, strict=True)]
+    def __call__(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
+        """Returns arrays of the own mesh as arrays of the union; those that are the same as in the
+        last call of this kind are not made again."""
+        before = self._made.get(kind) or [(None, None, self._maker(each)) for each in arrays]
+        pairs = zip(arrays, before, strict=True)
+        self._made[kind] = made = [
+            old if old[0] is array else (array, old[2](self._shards(array)), old[2])
+            for array, old in pairs
+        ]
+        return [there for _, there, _ in made]
 
-    def keep(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the arrays on the union, of which few differ from those of the call before."""
-        for place, array in enumerate(arrays):
-            kept = self._kept.get(place)
-            if kept is None or kept[0] is not array:
-                make = self._maker(array) if kept is None else kept[2]
-                self._kept[place] = array, make(self._shards(array)), make
-        return [there for _, there, _ in self._kept.values()]
+    def back(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
+        """Returns arrays of the union as arrays of the own mesh."""
+        if (makers := self._back.get(kind)) is None:
+            self._back[kind] = makers = [self._maker(each, back=True) for each in arrays]
+        return [make(self._shards(each)) for make, each in zip(makers, arrays, strict=True)]
+
+    def one_back(self, array: jax.Array) -> jax.Array:
+        """Returns an array of the union, of any kind, as one of the own mesh."""
+        return self.back([array], (array.shape, array.dtype, array.sharding))[0]
 
     def _maker(self, array: jax.Array, *, back: bool = False) -> Assemble:
         shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
@@ -81,20 +82,36 @@ class AttentionPipeline(StepPipeline):
             for kind, first, stop in all_runs(config):
                 block, sources = templates.attention[kind], names.attention[first:stop]
                 weights.add("attention", block, sources, ATTENTION_RULES, first)
-            self._leaves = self._on_union(sum(weights.blocks, embedding + head))
+            self._leaves = self._on_union(sum(weights.blocks, embedding + head), "leaves")
             modules = add_modules(weights, templates, names)
         super().__init__(deployment.lanes, weights, observer=observer)
         self._compile(programs, options, embedding, head, modules)
-        self._pages = zeros_of(programs.all_pages)
-        self._tokens = TokenLanes(programs, head)
+        self._set_pages(zeros_of(programs.all_pages))
+        self._tokens = TokenLanes(programs, head, self._on_union.one_back)
+
+    def _own_pages(self) -> Sequence[jax.Array]:
+        return self._on_union.back(self._pages, "pages")
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        self._pages = self._on_union(pages, "pages")
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
-        return [(tuple(left), (x,)) for *left, x in self._layers(bucket, 0, steps)]
+        found: list[tuple[Arrays, Arrays]] = []
+        for last, sampled, logits, *lengths, x in self._enqueued(bucket, 0, steps):
+            last, sampled, *lengths = self._on_union.back([last, sampled, *lengths], bucket)
+            found.append(((last, sampled, logits, *lengths), (x,)))
+        return found
 
     def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
-        kind, given = (bucket, len(steps), module), [*itertools.chain(*steps), *self._state]
-        made = self.executables[kind](*self._on_union(given, kind), *self._leaves)
-        made, end = self._on_union(made[:-1], kind, back=True), len(made) - 1 - len(self._pages)
+        made = self._enqueued(bucket, module, steps)
+        return [tuple(map(self._on_union.one_back, lane)) for lane in made]
+
+    def _enqueued(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
+        """Enqueues a dispatch; returns each lane's results, as arrays of the union."""
+        kind = bucket, len(steps), module
+        given = self._on_union([*itertools.chain(*steps)], kind)
+        *made, _ = self.executables[kind](*given, *self._pages, *self._leaves)
+        end = len(made) - len(self._pages)
         self._keep(made[end:])
         return [*itertools.batched(made[:end], end // len(steps))]
 
@@ -124,8 +141,8 @@ class FFNPipeline(StepPipeline):
         for module in (0, *modules_of(self._config, bucket)):
             kind = Bucket(bucket.tokens, 1), len(plans), module
             given = [*self._state, *itertools.chain(*self._weights.blocks)]
-            made = self.executables[kind](*self._on_union.keep(given))
-            *counts, token = self._on_union(made, kind, back=True)
+            made = self.executables[kind](*self._on_union(given, "state"))
+            *counts, token = self._on_union.back(made, "state")
             self._keep(counts)
         return [Passed(token)] * len(plans)
 

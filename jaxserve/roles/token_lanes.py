@@ -4,7 +4,7 @@ The workers with the head call `begin` before the programs of a step and `end` a
 `keep` with the drafts that prediction modules then make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -23,12 +23,19 @@ class TokenLanes:
 
     Args:
       head: leaves of the head.
+      own: makes an array of the programs' mesh from one of a step's logits or residual stream.
 
     Attributes:
       put: makes the arrays of each step; called once a plan, in order.
     """
 
-    def __init__(self, programs: TokenPrograms, head: Leaves):
+    def __init__(
+        self,
+        programs: TokenPrograms,
+        head: Leaves,
+        own: Callable[[jax.Array], jax.Array] = lambda array: array,
+    ):
+        self._own = own
         self.put, lanes = GroupPut(programs), range(programs.deployment.lanes)
         state, put = (programs.groups, programs.slots), self.put.rows
         self._programs, self._head, self._lookup = programs, head, None
@@ -76,6 +83,10 @@ class TokenLanes:
         """
         (sampling, drafting), (before, batch, table) = programs, arrays
         last, sampled, logits, *lengths = left
+        if sampling is not None and (plan.has_rules or plan.has_logprobs):
+            logits = self._own(logits)
+        if (sampling is not None and plan.has_targets) or (drafting is not None and plan.proposes):
+            stream = [self._own(each) for each in stream]
         logprobs = scores = None
         shape, put = (self._programs.groups, self._programs.slots), self.put.rows
         if sampling is not None and plan.has_rules:
