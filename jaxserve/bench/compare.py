@@ -73,7 +73,7 @@ class Batch(NamedTuple):
 
 
 TARGETS = {1: (1.0, 0.8), 8: (1.0, 1.1), 32: (2.0, 1.1)}
-"""Of decoding, by the number of sequences: ÷ transformers, ÷ llama.cpp."""
+"""Targets of decoding by the number of sequences: ÷ transformers, ÷ llama.cpp."""
 BATCHES = [Batch(n, 16, 64, dict(zip(SIDES, TARGETS[n], strict=True))) for n in TARGETS]
 BATCHES += [Batch(1, prompt, 1, dict.fromkeys(SIDES, 1.2)) for prompt in (512, 4096, 16384)]
 QUICK = [BATCHES[0]._replace(output=8), BATCHES[1]._replace(output=8), BATCHES[3]]

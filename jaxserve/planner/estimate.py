@@ -238,8 +238,8 @@ def heading(counts: Counts) -> str:
 
 def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
     """Returns a line for each counted stage that was measured with the same rows, formats and
-    sharding, and the figure with these in place of the counted ones; nothing where none was
-    measured at this load. Collectives are as counted."""
+    sharding, on a GPU or a TPU as counted, and the figure with these in place of the counted ones;
+    nothing where none was measured at this load. Collectives are as counted."""
 
     def load(one: Measurement) -> tuple[object, ...]:
         own = one.tp, one.batch, one.context
@@ -248,7 +248,9 @@ def measured_lines(counts: Counts, found: Iterable[Measurement]) -> list[str]:
         return one.op, one.model, one.format, one.cache or one.format, own
 
     # Of several measurements of a load the first counts.
-    measured = {load(one): one for one in reversed([*found]) if one.source == "measured"}
+    tpu = counts.hardware.device_kinds[0].startswith("TPU")
+    known = [one for one in reversed([*found]) if one.device_kind.startswith("TPU") == tpu]
+    measured = {load(one): one for one in known if one.source == "measured"}
     counted, instead, told = stages(counts), dict[str, float](), []
     for own in measurements(counts):
         if load(own) in measured:

@@ -38,19 +38,21 @@ class _OnUnion:
 
     def __init__(self, union: Union):
         self._union, (self._shards, self._assemble) = union, fast_shards()
-        self._made: dict[Any, list[tuple[jax.Array | None, Any, Assemble]]] = {}
+        self._made: dict[Any, tuple[list[Any], list[Any], list[Assemble]]] = {}
         self._back: dict[Any, list[Assemble]] = {}
 
     def __call__(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
         """Returns arrays of the own mesh as arrays of the union; those that are the same as in the
         last call of this kind are not made again."""
-        before = self._made.get(kind) or [(None, None, self._maker(each)) for each in arrays]
-        pairs = zip(arrays, before, strict=True)
-        self._made[kind] = made = [
-            old if old[0] is array else (array, old[2](self._shards(array)), old[2])
-            for array, old in pairs
-        ]
-        return [there for _, there, _ in made]
+        if (found := self._made.get(kind)) is None:
+            nothing: list[Any] = [None] * len(arrays)
+            found = [*nothing], nothing, [self._maker(each) for each in arrays]
+            self._made[kind] = found
+        last, there, makers = found
+        for place, array in enumerate(arrays):
+            if array is not last[place]:
+                last[place], there[place] = array, makers[place](self._shards(array))
+        return [*there]
 
     def back(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
         """Returns arrays of the union as arrays of the own mesh."""

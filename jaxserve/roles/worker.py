@@ -1,6 +1,5 @@
 """Names that workers share with the cell that runs them and with observers."""
 
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,7 +18,6 @@ def lane_of_all(step: "StepPlan", domains: int) -> int:
     return step.lane * domains + step.domain
 
 
-@functools.cache
 def modules_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
     """Returns the prediction module, counted from 1, of each pass that follows a step: one for each
     draft; the last module may come several times."""
@@ -27,7 +25,6 @@ def modules_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
     return tuple(min(number, config.modules) for number in passes)
 
 
-@functools.cache
 def layers_of(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
     """Returns the layers of a step in the order in which it takes them: the model's own, then those
     of the prediction modules."""

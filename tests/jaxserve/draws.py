@@ -100,8 +100,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
       disk: whether pages in host memory go on to a folder, which both engines share.
       systems: lengths of the system prompts.
       resets: news of all requests together after which the prefix caches are reset.
-      losses: likewise, after which the engine that answers loses a step: an even number while its
-        tokens are read, an odd one with all pages.
+      losses: likewise, after which it loses a step: even while tokens are read, odd with all pages.
       moves: likewise, after which its experts go to other ranks.
     """
 

@@ -250,8 +250,7 @@ class Running:
         self._answers = Answers()
 
     def answers(self, losing: Losing) -> list[Answer]:
-        """Submits all requests; resets, cancels and loses steps in the middle. Returns the answers
-        in the order of the requests."""
+        """Submits all requests; resets, cancels and loses steps in the middle."""
         answers, waiting = self._answers, list(self._draw.requests)
         events = [(after, self._reset) for after in self._draw.resets]
         events += [(after, self._move_experts) for after in self._draw.moves]

@@ -20,8 +20,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet import host_tier
 from jaxserve.fleet.assembly import make_engine
 from tests.jaxserve import layouts
-from tests.jaxserve.engine.test_lost_steps import Failing
 from tests.jaxserve.layouts import PROMPTS, Collector, ask, generate, idle
+from tests.jaxserve.losing import Losing
 from tests.reference.catalogue import CATALOGUE
 from tests.reference.tiny_step3 import write_tiny_step3
 
@@ -122,10 +122,10 @@ def test_a_restarted_engine_finds_the_pages(
     last has another checkpoint of the same shapes."""
     cache = {"storage": str(tmp_path / "made" / "here"), "host_gb": 4 * PAGE_BYTES / 1e9}
     with serving(colocated_runtime, tiny_model, **cache) as engine:
-        failing = Failing(engine.driver, after=25, times=1)
-        monkeypatch.setattr(engine.driver, "observer", failing)
+        losing = Losing(engine, monkeypatch)
+        losing.lose("stage", after=25)
         assert generate(engine) == reference.tokens
-        assert failing.times == 0
+        assert losing.times == 0
         pages = written(engine)
     monkeypatch.undo()
     for number in range(2):

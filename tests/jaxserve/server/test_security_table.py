@@ -169,15 +169,13 @@ def test_sizes(faces):
     assert faces.untouched()
 
 
-# ------ tokenise and compile grammars off the event loop, with limits; the engine never sees them
-
-
 HOSTILE: list[tuple[str, Any]] = [  # more in `text/test_structured.py`
     ("regex", "(" * 30_000),
     ("json", {"$ref": "http://evil.example/x"}),
     ("grammar", "start: nowhere"),
     ("choice", ["x" * 70_000]),
 ]
+"""Compiled off the event loop, with limits; the engine never sees them."""
 
 
 @pytest.mark.parametrize(("kind", "source"), HOSTILE)
