@@ -9,6 +9,7 @@ length, generates n greedy tokens of each and prints `{"seconds": …, "tokens":
 
 import functools
 import json
+import os
 import re
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def with_llama_cpp(folder: str, dtype: str) -> tuple[dict[str, Any], Generate]:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_seq_max = sequences * -(-length // 256) * 256, sequences
         params.n_batch = _BATCH
+        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
         return llama.llama_init_from_model(model, params)
 
     def run(there: Any, rows: list[tuple[int, int, int, bool]]) -> list[int]:
