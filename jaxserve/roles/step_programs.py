@@ -178,8 +178,8 @@ class Wire(NamedTuple):
     def exchange(
         self, sent: Array | None, received: jax.ShapeDtypeStruct | None, token: Array
     ) -> tuple[Array, Array]:
-        """Sends arrays to the paired devices of the other role, and receives one from each; None:
-        nothing travels in that direction.
+        """Sends an array to each paired device of the other role, and receives one from each. None
+        for either: nothing travels in that direction.
 
         Args:
           sent: attention's message, which goes to all of them; or the answers of the ffn role, one

@@ -194,7 +194,8 @@ class MessageClient:
             connection.wait_for(message)
 
     def ask(self, data: bytes, seconds: float) -> bytes:
-        """Asks the runtime of the ffn worker in use, or of another that is up; from any thread.
+        """Asks the runtime of the ffn worker in use, or of another that is up; from one thread at a
+        time, as `RemoteExperts` does.
 
         Raises:
           EngineFailedError: no ffn worker is up, or none answers within `seconds`.
