@@ -38,11 +38,13 @@ ATTENTION_RULES: Rules = {
     "tokens": "dp",
     "q_heads": "tp",
     "kv_heads": "tp",
+    "out_heads": ("tp", "dp"),
     "vocab": "tp",
     "embedding": "tp",
 }
 """Rules of the attention mesh. Low-rank queries and latents are replicated over tp. So are the
-weights of K and V heads if the model has fewer heads than devices (`kv_heads_everywhere`)."""
+weights of K and V heads if the model has fewer heads than devices (`kv_heads_everywhere`). The
+output projection's columns are `out_heads` where all devices divide it, else `q_heads`."""
 
 FFN_RULES: dict[str, Axes] = {
     "expert_slots": "ep",

@@ -189,6 +189,7 @@ def _check_pipeline(deployment: Deployment) -> None:
         (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
+        (deployment.attention.output != "whole", "attention.output = split: only whole"),
         (a % f > 0, f"attention's {a} devices are no multiple of an ffn instance's {f}"),
         (a > f and f % tp > 0, f"attention.tp = {tp} does not divide an ffn instance's {f}"),
     ):

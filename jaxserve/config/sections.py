@@ -44,6 +44,10 @@ class AttentionRole(Section, frozen=True):
     Beside `dtype: float32` CPUs keep what is not quantised in BF16 where the checkpoint has it so,
     which changes no token, or where it says `bfloat16`; elsewhere that is refused, and `float32`
     beside `dtype: bfloat16` everywhere."""
+    output: Literal["whole", "split"] = "whole"
+    """Where attention's output projection is, the largest matrix of MLA and MFA. `whole`: every DP
+    group has it. `split`: all devices of the mesh divide it; each then reads 1 / dp of it, and
+    heads travel to its parts and sums back (xDeepServe, figure 10), which takes a fast link."""
     int8_products: Literal["none", "auto"] | list[Layer] = "none"
     """Layers whose attention multiplies in INT8 (xDeepServe §4.7), with `cache.format: int8` only:
     queries and probabilities are rounded to INT8, and keys and values are not converted. A list of

@@ -55,4 +55,5 @@ def role_formats(
         input_major=on_cpus,
         floats=jnp.dtype(floats),
         float32_norms=config.unit_norms,
+        output=deployment.attention.output,
     )

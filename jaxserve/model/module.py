@@ -51,6 +51,7 @@ class Formats:
       input_major: whether float matrices lie in tiles, input by input, as CPUs multiply them.
       floats: dtype of float matrices, where it is another one than `dtype`.
       float32_norms: whether weights of norms are FP32: 1 + w of BF16 checkpoints.
+      output: `attention.output`; with "whole" columns of `out_heads` are divided as `q_heads`.
     """
 
     dtype: jnp.dtype
@@ -62,6 +63,7 @@ class Formats:
     input_major: bool = False
     floats: jnp.dtype | None = None
     float32_norms: bool = False
+    output: Literal["whole", "split"] = "whole"
 
     @property
     def norms(self) -> jnp.dtype:
@@ -192,7 +194,14 @@ def side_by_side(
 
     Args:
       parts: d_out of each map; scale blocks do not span two maps.
+
+    Raises:
+      ConfigError: the devices that divide the matrix do not divide its columns.
     """
+    if formats.output == "whole":
+        dimensions = {name.replace("out_heads", "q_heads"): n for name, n in dimensions.items()}
+    elif (size := dimensions.get("out_heads")) and size % (over := formats.shards["out_heads"]):
+        raise ConfigError(f"attention.output = split: {over} devices do not divide {size} columns")
     floats = (formats.weights == "plain" and formats.floats) or formats.dtype
     plain = weight(rngs, floats, **dimensions)
     if formats.weights == "plain":
@@ -243,7 +252,15 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
 def linear(
     x: Float[Array, "tokens d_in"], w: Weight | QuantWeight, bias: Weight | None = None
 ) -> Float[Array, "tokens d_out"]:
-    """Computes x · w with FP32 accumulation, plus the bias, in x's dtype."""
+    """Computes x · w with FP32 accumulation, plus the bias, in x's dtype.
+
+    Of an output projection that all devices divide (`attention.output: split`), x is a token's
+    heads: they go to the devices of their columns in other DP groups, and sums come back. Attention
+    stays data-parallel, so that no cache is stored twice (xDeepServe, figure 10).
+    """
+    if "out_heads" in (w if isinstance(w, Weight) else w.values).dimensions:
+        x = jax.lax.all_to_all(x, "dp", split_axis=1, concat_axis=0, tiled=True)
+        return jax.lax.psum_scatter(matmul(x, w[...]), "dp", tiled=True)
     product = matmul(x, w[...])
     if bias is not None:
         product += bias[...].astype(jnp.float32)

@@ -52,7 +52,8 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     """The deployment's `dtype`: of rows, routers and the per-head maps of latent attention."""
     held: Literal["auto", "bfloat16", "float32"] = "auto"
     """Format of embedding and head: on CPUs that of the checkpoint; `auto`: as `rows`."""
-
+    output: int = 1
+    """DP groups that divide the output projection among them (`attention.output: split`)."""
     combine: Literal["auto", "int8"] = "auto"
     """Format of the FFN's results on their way back; `auto`: as `rows`."""
 

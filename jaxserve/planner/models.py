@@ -130,6 +130,8 @@ class Declared(NamedTuple):
     """Bytes of a cached row that attention reads, or of the whole state."""
     key_bytes: float
     """Bytes of a row's key that an indexer of the layer's own scores; 0 without one."""
+    sent_columns: float = 0.0
+    """Columns of a token's heads that go to other DP groups' parts of the output projection."""
 
 
 def _declared(
@@ -150,20 +152,28 @@ def _declared(
     deployment = replace(
         plain,
         dtype=formats.rows,
-        attention=replace(plain.attention, tp=tp, weights=formats.weights),
+        attention=replace(
+            plain.attention,
+            tp=tp,
+            weights=formats.weights,
+            output="split" if formats.output > 1 else "whole",
+        ),
         cache=replace(plain.cache, format=formats.cache, rope=formats.rope, page_size=PAGE),
     )
     int4 = Int4(formats.group, formats.zero_points)
     config, kind = replace(config, platform=platform, int4=int4), LayerKind(spec, FFN())
     split = [name for name, axis in ATTENTION_RULES.items() if axis == "tp"]
-    own = role_formats(config, deployment, "attention", dict.fromkeys(split, tp))
-    parameters = weights = 0.0
+    divided = dict.fromkeys(split, tp) | {"out_heads": tp * formats.output}
+    own = role_formats(config, deployment, "attention", divided)
+    parameters = weights = sent = 0.0
     module = Template(functools.partial(family.attention_module, config, kind, own))
     for leaf in module.leaves:
-        here = 1 if set(split).isdisjoint(leaf.dimensions) else 1 / tp
-        weights += here * array_bytes(leaf.shape, leaf.dtype)
+        parts = max(divided.get(name or "", 1) for name in leaf.dimensions)
+        weights += array_bytes(leaf.shape, leaf.dtype) / parts
         if len(leaf.shape) > 1 and not leaf.name.endswith(BESIDE_MAPS):
-            parameters += here * math.prod(leaf.shape)
+            seen = math.prod(leaf.shape) / min(parts, tp)  # every part sees all DP groups' tokens
+            parameters += seen
+            sent += seen / config.d_model if parts > tp else 0
 
     def held(reader: kv_cache.Reader) -> float:
         """Bytes of a row of the kind that comes first among those with this reader."""
@@ -176,7 +186,8 @@ def _declared(
             for array in kv_cache.row_arrays([entry], (entry.every or 1,), formats.cache)
         )
 
-    return Declared(parameters, weights, held("attention"), held("indexer"))
+    sent *= 1 - 1 / formats.output
+    return Declared(parameters, weights, held("attention"), held("indexer"), sent)
 
 
 class FFNLayers(NamedTuple):

@@ -89,6 +89,7 @@ def scenario(
             rows=deployment.dtype,
             held=held,
             combine=deployment.link.combine,
+            output=deployment.attention.dp if deployment.attention.output == "split" else 1,
         )
         return Calculator(model, context, formats, assumed, measured, exchange)
 

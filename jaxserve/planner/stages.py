@@ -20,6 +20,7 @@ from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
 from jaxserve.planner.hardware import (
     Hardware,
+    alltoall_bandwidth,
     alltoall_seconds,
     gather_bandwidth,
     gather_seconds,
@@ -110,6 +111,15 @@ class Calculator(NamedTuple):
             moving = self.latency(hardware, tp) + summed
             bound = "network" if bound and moving > seconds else bound
             seconds = seconds + moving
+        if (groups := self.formats.output) > 1:  # heads go to the parts, FP32 sums come back
+            columns = self._declared(group, tp, platform_of(hardware.platform)).sent_columns
+            row = columns * number_bytes(self.formats.rows)
+            row += 4 * self.model.d_model * (1 - 1 / groups)
+            devices, width = groups * tp, hardware.network
+            if devices <= hardware.link_devices:
+                width = alltoall_bandwidth(hardware, devices)
+            passing = load.tokens * row / width / self.assumed.network
+            seconds = seconds + 2 * self.latency(hardware, devices) + passing
         return seconds, bound
 
     def _corrected(

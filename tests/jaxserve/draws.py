@@ -202,8 +202,7 @@ def _engine(rng: random.Random, format: str) -> dict[str, Any]:
     """Overrides of one engine."""
     whole = format in ("wire int8", "fp8", "int8")
     overrides = dict(rng.choice(LAYOUTS if whole else LAYOUTS + SPLIT))
-    page_size = rng.choice((8, 16, 16, 32))
-    overrides |= {"cache.page_size": page_size, "lanes": rng.choice((1, 1, 2, 3))}
+    overrides |= {"cache.page_size": rng.choice((8, 16, 16, 32)), "lanes": rng.choice((1, 1, 2, 3))}
     if overrides["mode"] == "colocated":
         if overrides.get("attention.dp", 1) > 1:
             overrides["ffn.exchange"] = rng.choice(("gather", "alltoall"))
@@ -223,7 +222,8 @@ def _can_be_whole(decode: dict[str, Any]) -> bool:
     """Whether the steps of both roles could be one program."""
     shape = [decode.get(key, 1) for key in ("attention.dp", "attention.tp", "ffn.ep", "ffn.tp")]
     pairs = shape[0] * shape[1] == shape[2] * shape[3] and shape[1] in (1, shape[3])
-    return decode["mode"] == "afd" and pairs and decode.get("domains", 1) == 1
+    apart = decode.get("domains", 1) > 1 or "attention.output" in decode
+    return decode["mode"] == "afd" and pairs and not apart
 
 
 def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
@@ -231,8 +231,7 @@ def _requests(rng: random.Random, systems: int, count: int) -> list[Request]:
     found: list[Request] = []
     after = 0
     while len(found) < count:
-        burst = rng.randint(3, 6)
-        system = rng.randrange(systems)
+        burst, system = rng.randint(3, 6), rng.randrange(systems)
         for _ in range(burst):
             greedy = rng.random() < 0.7
             tokens = rng.choice((1, 3, 6, 10))

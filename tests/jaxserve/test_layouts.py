@@ -38,9 +38,10 @@ def test_every_layout_gives_the_colocated_tokens(case, tiny_model, reference):
     check(reference, tokens_of(tiny_model, case.overrides), case)
 
 
-def test_colocated_on_several_devices(tiny_model, reference):
-    overrides = {**layouts.COLOCATED, "attention.dp": 2, "attention.tp": 2}
-    check(reference, tokens_of(tiny_model, overrides), "2 x 2")
+@pytest.mark.parametrize("output", ["whole", "split"])
+def test_colocated_on_several_devices(output, tiny_model, reference):
+    sizes = {"attention.dp": 2, "attention.tp": 2, "attention.output": output}
+    check(reference, tokens_of(tiny_model, layouts.COLOCATED | sizes), "2 x 2")
 
 
 @pytest.mark.parametrize("dispatch", [pytest.param("fp8", marks=pytest.mark.matrix), "int8"])

@@ -180,7 +180,7 @@ class CompressedAttention(nnx.Module):
         self.sinks = zeros(rngs, jnp.dtype(jnp.float32), q_heads=sizes.q_heads)
         inside = {"out_latent": sizes.out_latent, "head_columns": heads // groups}
         self.out_down = weight(rngs, formats.dtype, q_heads=groups, **inside)
-        self.out = matrix(rngs, formats, d_model=d_model, q_heads=groups * sizes.out_latent)
+        self.out = matrix(rngs, formats, d_model=d_model, out_heads=groups * sizes.out_latent)
         self.unit = config.page_unit if sizes.every else 0
         make = functools.partial(Compressor, config, sizes)
         self.compressor = make(width, formats, rngs) if sizes.every else None

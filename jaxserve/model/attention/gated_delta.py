@@ -84,7 +84,7 @@ class GatedDeltaNet(nnx.Module):
         self.decay = zeros(rngs, fp32, q_heads=sizes.q_heads)
         self.step_bias = zeros(rngs, fp32, q_heads=sizes.q_heads)
         self.norm = scale(rngs, dtype, head_dim=sizes.value_dim)
-        self.out = matrix(rngs, formats, d_model=d_model, q_heads=values)
+        self.out = matrix(rngs, formats, d_model=d_model, out_heads=values)
 
     @staticmethod
     def walk(*_: Any) -> tuple[()]:

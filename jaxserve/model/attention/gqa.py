@@ -52,7 +52,7 @@ class GroupedQueryAttention(nnx.Module):
         self.query = matrix(rngs, formats, **rows, d_model=d_model)
         self.key = matrix(rngs, formats, **kv, d_model=d_model)
         self.value = matrix(rngs, formats, **kv, d_model=d_model)
-        self.out = matrix(rngs, formats, d_model=d_model, **heads)
+        self.out = matrix(rngs, formats, d_model=d_model, out_heads=heads["q_heads"])
         one = {"head_dim": sizes.head_dim}
         query, key = (heads, kv) if sizes.qk_norm == "columns" else (one, one)
         normed = sizes.qk_norm != "none"

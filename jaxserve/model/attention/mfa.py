@@ -40,7 +40,7 @@ class FactorizedAttention(nnx.Module):
         )
         self.inter_norm = scale(rngs, formats.norms, latent=sizes.latent)
         self.up = matrix(rngs, formats, q_heads=heads, latent=sizes.latent)
-        self.out = matrix(rngs, formats, d_model=config.d_model, q_heads=heads)
+        self.out = matrix(rngs, formats, d_model=config.d_model, out_heads=heads)
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch

@@ -200,7 +200,7 @@ class LatentAttention(nnx.Module):
         self.on_tpu = config.platform == "tpu"
         self.key_up = _in_columns(key_up) if self.on_tpu else key_up
         self.value_up = _in_columns(value_up) if self.on_tpu else value_up
-        self.out = matrix(rngs, formats, d_model=d_model, q_heads=heads * sizes.v_dim)
+        self.out = matrix(rngs, formats, d_model=d_model, out_heads=heads * sizes.v_dim)
         self.out_bias = zeros(rngs, dtype, d_model=d_model) if sizes.bias else None
         own = sizes.indexer and not sizes.indexer.shared
         self.indexer = TokenIndexer(config, sizes, formats, rngs) if own else None

@@ -11,8 +11,8 @@ from jaxserve.checkpoint.families import architecture
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import Submeshes
-from jaxserve.model.blocks import check_attention
+from jaxserve.mesh import AbstractSubmeshes, Submeshes
+from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.batch_layout import FROM_DEVICE
@@ -98,7 +98,7 @@ class TestLayoutsThatDoNotFit:
     def check(self, overrides, **sizes):
         config = architecture(dataclasses.replace(self.SIZES, **sizes).config())
         deployment = load_deployment(REPOSITORY, overrides)
-        check_attention(config, deployment)
+        AttentionTemplates(config, deployment, AbstractSubmeshes(deployment))
         check_ffn(config, deployment)
 
     @pytest.mark.parametrize(
