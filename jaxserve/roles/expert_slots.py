@@ -314,7 +314,10 @@ def lost(array: jax.Array) -> bool:
 
 
 def counts_of_ranks(counted: jax.Array) -> dict[int, np.ndarray]:
-    """Returns this process's part of the counts: rank → uint32 [layers, experts]. Waits for it."""
+    """Returns this process's part of the counts: rank → uint32 [layers, experts]. Waits for it.
+
+    In one program of both roles only the ffn role's devices count, which are last.
+    """
     return {
         shard.index[1].start or 0: np.asarray(shard.data)[:, 0]
         for shard in counted.addressable_shards

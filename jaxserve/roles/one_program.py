@@ -173,7 +173,7 @@ class BothRolesPrograms(AttentionPrograms):
                 before = _Place(run, count - 1)
             turn = step.end(turn, before)
             made = map(self._add_combined, turn.x, turn.answers)
-            return *made, *turn.pages, *map(add_load, counts, jax.lax.psum(turn.loads, ROLE))
+            return *made, *turn.pages, *map(add_load, counts, turn.loads)
 
         of_lane = *self.stream_shapes(bucket), *self.step_shapes(bucket)[1:]
         counts, tables = bank_arrays(self.union, self.banks, self.ranks)
