@@ -72,8 +72,9 @@ COLOCATED_FFN_RULES = FFN_RULES | {"expert_slots": "dp", "d_ff": ("dp", "tp"), "
 
 
 def expert_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Axes of an ffn mesh that experts are divided over: all but the last, which divides d_ff."""
-    return tuple(mesh.shape)[:-1]
+    """Axes of an ffn mesh that experts are divided over: all but the last, which divides d_ff, and
+    `ROLE`."""
+    return tuple(name for name in mesh.shape if name != ROLE)[:-1]
 
 
 def ffn_rules(mesh: AnyMesh) -> Rules:

@@ -13,7 +13,7 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.shards import Assemble, fast_shards
 from jaxserve.mesh import ATTENTION_RULES, zeros_of
-from jaxserve.roles.attention_programs import add_modules
+from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
 from jaxserve.roles.compilation import compile_all
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.lane_steps import StepPipeline, all_runs, dispatches, options
@@ -40,10 +40,13 @@ class _OnUnion:
         self._union, (self._shards, self._assemble) = union, fast_shards()
         self._made: dict[Any, tuple[list[Any], list[Any], list[Assemble]]] = {}
         self._back: dict[Any, list[Assemble]] = {}
+        self._same = union.own is union.mesh
 
     def __call__(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
         """Returns arrays of the own mesh as arrays of the union; those that are the same as in the
         last call of this kind are not made again."""
+        if self._same:
+            return [*arrays]
         if (found := self._made.get(kind)) is None:
             nothing: list[Any] = [None] * len(arrays)
             found = [*nothing], nothing, [self._maker(each) for each in arrays]
@@ -56,6 +59,8 @@ class _OnUnion:
 
     def back(self, arrays: Sequence[jax.Array], kind: Any) -> list[jax.Array]:
         """Returns arrays of the union as arrays of the own mesh."""
+        if self._same:
+            return [*arrays]
         if (makers := self._back.get(kind)) is None:
             self._back[kind] = makers = [self._maker(each, back=True) for each in arrays]
         return [make(self._shards(each)) for make, each in zip(makers, arrays, strict=True)]
@@ -76,10 +81,11 @@ class AttentionPipeline(StepPipeline):
     def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None):
         config, names, meshes, templates, source = model
         union = Union.of(meshes, deployment.ffn.instances, 0)
-        self._programs = programs = AttentionStepPrograms(templates, deployment, union)
-        self._on_union = _OnUnion(union)
+        programs = AttentionStepPrograms(templates, deployment, kept := union.kept)
+        self._programs = AttentionPrograms(templates, deployment, union.own)
+        self._on_union, self._pages_on_union = _OnUnion(kept), _OnUnion(union)
         with load_progress(source, 2 + config.all_layers):
-            weights = RoleWeights(source, union.own)
+            weights = RoleWeights(source, kept.own)
             embedding, head = weights.add_ends(templates, names, ATTENTION_RULES)
             for kind, first, stop in all_runs(config):
                 block, sources = templates.attention[kind], names.attention[first:stop]
@@ -88,14 +94,14 @@ class AttentionPipeline(StepPipeline):
             modules = add_modules(weights, templates, names)
         super().__init__(deployment.lanes, weights, observer=observer)
         self._compile(programs, options, embedding, head, modules)
-        self._set_pages(zeros_of(programs.all_pages))
+        self._pages = self._on_union(zeros_of(programs.all_pages), "pages")
         self._tokens = TokenLanes(programs, head, self._on_union.one_back)
 
     def _own_pages(self) -> Sequence[jax.Array]:
-        return self._on_union.back(self._pages, "pages")
+        return self._pages_on_union.back(self._pages, "pages")
 
     def _set_pages(self, pages: Sequence[jax.Array]) -> None:
-        self._pages = self._on_union(pages, "pages")
+        self._pages = self._pages_on_union(pages, "pages")
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
         found: list[tuple[Arrays, Arrays]] = []
@@ -125,7 +131,7 @@ class FFNPipeline(StepPipeline):
 
     def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None):
         config, names, meshes, templates, source = model
-        union = Union.of(meshes, deployment.ffn.instances, 1)
+        union = Union.of(meshes, deployment.ffn.instances, 1).kept
         programs = FFNStepPrograms(templates, deployment, union)
         self._on_union = _OnUnion(union)
         with load_progress(source, config.all_layers):

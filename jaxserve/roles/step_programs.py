@@ -83,7 +83,7 @@ class Union(NamedTuple):
 
     mesh: Mesh
     own: Mesh
-    """The role's own mesh."""
+    """The role's mesh outside dispatches."""
     role: int
     """0 for attention, 1 for ffn."""
     rows: tuple[int, int]
@@ -106,6 +106,12 @@ class Union(NamedTuple):
         sizes = sum(rows), -1, *(both[role].shape[name] for name in inner)
         devices = np.concatenate([mesh.devices.flatten() for mesh in both])
         return cls(Mesh(devices.reshape(sizes), (ROLE, first, *inner)), both[role], role, rows)
+
+    @property
+    def kept(self) -> "Union":
+        """Returns the union with itself as the role's own mesh, where the role has one row: arrays
+        are then divided over both meshes alike, and a dispatch takes them as they are."""
+        return self._replace(own=self.mesh) if self.rows[self.role] == 1 else self
 
     def spec(self, spec: PartitionSpec, *, back: bool = False) -> PartitionSpec:
         """Returns how an array of the role's own mesh is divided over the union, or the reverse."""
@@ -331,7 +337,7 @@ class AttentionStepPrograms(AttentionPrograms):
             (*map(self.union.spec, specs),),
             donates=(1,),
             cuda_graphs="branches",
-            paired=self.mesh.size,
+            paired=self.contract.attention_devices,
         )
 
 
