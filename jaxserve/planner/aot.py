@@ -377,7 +377,8 @@ def memory(
     config: ModelConfig, deployment: Deployment, programs: Sequence[CompiledProgram]
 ) -> list[RoleMemory]:
     """Returns the memory of each role's devices while serving, without programs that failed."""
-    found, alone = [], deployment.pipeline == "step" and config.platform == "tpu"
+    found, lanes = [], deployment.lanes
+    alone = deployment.pipeline == "step" and config.platform == "tpu"
     for part in (one_program_bytes if alone else role_bytes)(config, deployment):
         own = [
             one
@@ -386,7 +387,8 @@ def memory(
         ]
         # An int32 a slot and token of the vocabulary.
         counts = 4 * deployment.scheduler.slots * config.vocab * (part.role == "attention")
-        outputs = max((one.outputs for one in own), default=0)
+        # Those of a role's step are all lanes'.
+        outputs = max((one.outputs * (1 if one.exchanges else lanes) for one in own), default=0)
         # Of every kind of program the bucket that pads most; each of its layers pads alike.
         padding: dict[str, int] = {}
         for one in own:
@@ -394,7 +396,7 @@ def memory(
         held = RoleMemory(
             *(part.role, part.devices, part.weights, part.cache + part.rings),
             padding=sum(padding.values()),
-            messages=deployment.lanes * (outputs + counts),
+            messages=outputs + lanes * counts,
             temporaries=max((one.temporaries for one in own), default=0),
             code=sum(one.code for one in own),
         )
