@@ -295,7 +295,7 @@ def layer(deployment: Deployment, options: argparse.Namespace) -> Found:
 def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointNames) -> Runtime:
     """The model on one device of this process, in one program a step."""
     from jaxserve.model.templates import ModelTemplates
-    from jaxserve.roles.colocated import build_worker
+    from jaxserve.roles.colocated import ColocatedWorker
     from jaxserve.roles.pipelines import OpenModel
 
     tree = msgspec.to_builtins(deployment)
@@ -307,7 +307,7 @@ def colocated(deployment: Deployment, config: ModelConfig, names: CheckpointName
     meshes = Submeshes(alone, jax.local_devices()[:1])
     config = placed(config, meshes.ffn)
     templates = ModelTemplates(config, alone, meshes)
-    worker = build_worker(OpenModel(config, names, meshes, templates, RandomLeaves()), alone)
+    worker = ColocatedWorker(OpenModel(config, names, meshes, templates, RandomLeaves()), alone)
     return Runtime(alone, config, worker)
 
 

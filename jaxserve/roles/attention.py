@@ -24,8 +24,8 @@ from jaxserve.roles.attention_programs import (
     LayerPrograms,
     Passes,
 )
+from jaxserve.roles.compilation import Call, hot_call
 from jaxserve.roles.drafting import StepEnd
-from jaxserve.roles.hot_call import Call, hot_call
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.schedule import Rotation, Stage, StageName

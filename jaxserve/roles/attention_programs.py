@@ -27,9 +27,8 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.residual import added
 from jaxserve.roles.batch_layout import BatchLayout
-from jaxserve.roles.compilation import Get, compile_steps
+from jaxserve.roles.compilation import Call, Get, compile_steps, hot_call
 from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
-from jaxserve.roles.hot_call import Call, hot_call
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
 from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program

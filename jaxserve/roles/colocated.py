@@ -32,7 +32,7 @@ from jaxserve.roles.expert_programs import (
     bank_arrays,
     stacked_banks,
 )
-from jaxserve.roles.expert_slots import ExpertSlots, open_slots
+from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
@@ -298,35 +298,21 @@ def colocated_executables(
     return {bucket: step(bucket) for bucket in buckets}
 
 
-def build_worker(
-    model: OpenModel, deployment: Deployment, observer: Observer | None = None
-) -> "ColocatedWorker":
-    """Loads weights and compiles programs."""
-    config, names, meshes, templates, source = model
-    programs = ColocatedPrograms(templates, deployment, meshes.attention)
-    with load_progress(source, 2 + 2 * config.all_layers):
-        weights = ColocatedWeights(source, names, programs)
-    compiler = StepCompiler(colocated_executables, programs, SamplingExecutables._fields)
-    slots = open_slots(programs.experts, programs.banks, weights, names, source)
-    return ColocatedWorker(programs, compiler, weights, slots, observer)
-
-
 class ColocatedWorker(WholeSteps):
     """Runs whole steps on one mesh, one after another."""
 
     _weights: ColocatedWeights
     _programs: ColocatedPrograms
 
-    def __init__(
-        self,
-        programs: ColocatedPrograms,
-        compiler: StepCompiler,
-        weights: ColocatedWeights,
-        slots: ExpertSlots | None,
-        observer: Observer | None = None,
-    ):
-        self._programs, self.compiler, self._ends = programs, compiler, compiler.executables
-        super().__init__(programs.deployment.lanes, weights, slots, observer)
+    def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None = None):
+        config, names, meshes, templates, source = model
+        self._programs = programs = ColocatedPrograms(templates, deployment, meshes.attention)
+        with load_progress(source, 2 + 2 * config.all_layers):
+            weights = ColocatedWeights(source, names, programs)
+        self.compiler = StepCompiler(colocated_executables, programs, SamplingExecutables._fields)
+        self._ends = self.compiler.executables
+        slots = open_slots(programs.experts, programs.banks, weights, names, source)
+        super().__init__(deployment.lanes, weights, slots, observer)
 
     def _clear(self) -> None:
         super()._clear()

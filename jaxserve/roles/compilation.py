@@ -299,3 +299,19 @@ def use_compilation_cache() -> None:
         logger.warning("no compilation cache: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+Call = Callable[..., Any]
+"""A compiled program's call, which takes flat, committed arguments."""
+
+
+def hot_call(compiled: jax.stages.Compiled) -> Call:
+    """Returns the C++ call of a program without its Python wrapper, which saves a microsecond of 15
+    to 20. It is private to JAX; if it is not as expected, returns the program itself."""
+    private: Any = compiled
+    try:
+        if private._call is None:
+            private._call = private._executable.create_cpp_call(private._params)
+        return private._call or compiled
+    except (AttributeError, TypeError):
+        return compiled

@@ -28,7 +28,7 @@ class OpenModel(NamedTuple):
 
 
 PIPELINES = {
-    "colocated": "colocated:build_worker",
+    "colocated": "colocated:ColocatedWorker",
     "layer": "layer_pipeline:build_cell",
     "step": "step_pipeline:build_pipeline",
     "step of both roles": "one_process:BothRolesPipeline",

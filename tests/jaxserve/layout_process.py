@@ -4,6 +4,7 @@ pipeline was measured, with --moving while experts move, and writes the tokens o
 what was seen of the pipeline."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from jaxserve.checkpoint.hf_config import read_config
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--moving", action="store_true")
     parser.add_argument("--crowded", action="store_true")
     parser.add_argument("--reordered", action="store_true")
+    parser.add_argument("--loses", type=int)
     parser.add_argument("--as-on-tpus", action="store_true")
     options = parser.parse_args()
     if options.as_on_tpus:
@@ -60,12 +63,16 @@ def main() -> None:
             if options.reordered:
                 forget_the_order()
             runtime = open_follower(deployment, peers)
+            if options.loses == peers.identity.process_id:
+                lose_a_step(runtime.driver)
             Following(runtime, peers, pages=follow_pages(deployment, None, runtime.driver)).run()
 
 
 def lead(deployment: Deployment, leader: Leader, options: argparse.Namespace) -> None:
     engine = open_engine(deployment, DEFAULTS, leader)
     engine.pipeline()  # Asking has it measured.
+    if options.loses == 0:
+        lose_a_step(engine.driver)
     if options.moving:
         move(engine, fails=leader.identity.processes > 2)
     prompts = layouts.prompts_below(read_config(options.model)[0].vocab)
@@ -147,6 +154,18 @@ def forget_the_order() -> None:
     """Exchanges in steps of this process do not depend on each other."""
     exchange = Wire.exchange
     patch.object(Wire, "exchange", lambda *given: (exchange(*given)[0], given[-1])).start()
+
+
+def lose_a_step(driver: Any) -> None:
+    """The tenth step fails on this process's devices."""
+    advance, steps = driver.advance, itertools.count()
+
+    def lost_or_advanced() -> Any:
+        if next(steps) == 9:
+            raise JaxRuntimeError("INTERNAL: a device lost its step")
+        return advance()
+
+    driver.advance = lost_or_advanced
 
 
 def read_nothing_once() -> None:

@@ -13,7 +13,7 @@ from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.stored_array import StoredArray, with_parts
 from jaxserve.errors import CheckpointError
 from pallas_kernels.quantize.api import dequantize_weight
-from tests.jaxserve import layouts
+from tests import golden
 from tests.jaxserve.checkpoint.opened import Opened
 from tests.jaxserve.checkpoint.test_fp8 import MODEL
 from tests.reference.block_fp8 import block_quantise
@@ -32,9 +32,6 @@ TWO = TinyModel("two", SIZES, fp8_blocks=True)
 """Two shared experts as one, of whose d_ff a slot has half: whole blocks of scales."""
 
 EXPERTS, LAYER = 4, 1
-AFD = {"attention.tp": 2, "ffn.ep": 3, "ffn.tp": 2, "ffn.shared": "ranks:1"}
-COLOCATED = {**layouts.COLOCATED, "attention.dp": 3, "ffn.shared": "ranks:1"}
-"""Two ranks have two experts each, and the third one both parts."""
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +72,7 @@ def slots_of(folder, overrides, source=None):
     return found, template
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted", "layout", "exact"),
-    [
-        ("hf", "auto", AFD, True),
-        ("hf", "float32", COLOCATED, True),
-        pytest.param("hf", "int8", AFD, False, marks=pytest.mark.matrix),
-        ("blocks", "auto", AFD, True),
-        pytest.param("blocks", "float32", AFD, True, marks=pytest.mark.matrix),
-        ("int8", "auto", COLOCATED, False),
-        pytest.param("fp8", "auto", AFD, True, marks=pytest.mark.matrix),  # blocks stay blocks
-    ],
-)
+@golden.table("checkpoint/shared_parts.yaml", "matrix")
 def test_slots_are_parts_of_the_matrices(kind, wanted, layout, exact, folders, floats):
     formats = {"attention.weights": wanted, "ffn.weights": wanted, "dtype": "float32"}
     found, template = slots_of(folders(kind), layout | formats)

@@ -19,11 +19,11 @@ from jaxserve.roles.compilation import (
     StepCompiler,
     WholeEntries,
     compile_all,
+    hot_call,
     use_compilation_cache,
     wanted,
 )
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
-from jaxserve.roles.hot_call import hot_call
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.program import Program
 from jaxserve.roles.sampling import SamplingExecutables

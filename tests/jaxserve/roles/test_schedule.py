@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.roles.schedule import Rotation, Stage
+from tests import golden
 
 
 def spell(stages) -> str:
@@ -28,20 +29,8 @@ def begun(layers: int, *lanes: int) -> Rotation:
     return rotation
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        "aA0 aD0 aF0 | aC0 aA1 aD1 aF1 | aC1 aL2",
-        # A lane's combine follows the other's dispatch.
-        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | aA1 aD1 bC0 aF1 | bA1 bD1 aC1 bF1 | aL2 | bC1 bL2",
-        # Step-3's three stages: while one lane attends, another is on its way, the third in ffn.
-        "aA0 aD0 aF0 | bA0 bD0 aC0 bF0 | cA0 cD0 bC0 cF0 | aA1 aD1 cC0 aF1 | bA1 bD1 aC1 bF1 | "
-        "cA1 cD1 bC1 cF1 | aL2 | bL2 | cC1 cL2",
-    ],
-    ids=["one lane", "two lanes", "three lanes"],
-)
-def test_lanes_that_begin_together(turns):
-    lanes = len(set("abc") & set(turns))
+@golden.table("roles/turns.yaml")
+def test_lanes_that_begin_together(lanes, turns):
     rotation = begun(2, *range(lanes))
     assert run(rotation, turns.count("|") + 1) == turns
     assert rotation.active == []

@@ -176,20 +176,7 @@ def check(layer, x, experts, gates, placement=None):
     return load
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh", "whole"),
-    [
-        ("gather", "AFD 4 x 2", False),
-        ("gather", "colocated 4 x 2", False),
-        *(("alltoall", mesh, False) for mesh in MESHES),
-        # With a shared expert that is whole on every device.
-        ("gather", "AFD 8 x 1", True),
-        ("gather", "colocated 4 x 2", True),
-        ("alltoall", "AFD 4 x 2", True),
-        pytest.param("gather", "AFD 2 x 4", True, marks=pytest.mark.nightly),
-        pytest.param("alltoall", "colocated 4 x 2", True, marks=pytest.mark.nightly),
-    ],
-)
+@golden.table("model/routed_exchanges.yaml", "nightly")
 def test_any_routing(kind, mesh, whole):
     one = layer(kind, mesh, whole=whole)
     check(one, *inputs(one))
