@@ -26,6 +26,9 @@ FIRST_TOKENS = 32
 """Positions of a block among the first `BLOCK_TOKENS`, without a window. Short contexts are not
 padded to a long block, which takes a quarter less time a position."""
 
+MOST_SLICES = 16
+"""Most pages of a block that are cut out one by one: each takes time to compile."""
+
 PRODUCT_TOKENS = 512
 """Positions of a block with products in INT8; a row's probabilities of a block share one scale."""
 
@@ -297,9 +300,7 @@ def _attend_some(
             seen_now &= place > own - window
         visible = jnp.repeat(seen_now, each, axis=across - 1)[:, None]
 
-        def gather(array: Array) -> Array:
-            return jax.vmap(_gather, in_axes=(None, 0))(array, pages)
-
+        gather = functools.partial(_gather, pages=pages)
         keys, scores = _scores(wide, cache, gather, form)
         values = keys[..., : cache.v_width] if cache.v_pages is None else gather(cache.v_pages)
         v_scales = cache.k_scales if cache.v_pages is None else cache.v_scales
@@ -400,12 +401,19 @@ def _rounded(rows: Float32[Array, "..."], axis: int) -> tuple[Array, Array]:
 
 
 def _gather(
-    array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, " pages_of_token"]
-) -> Float32[Array, "kv_heads context ..."]:
-    """Returns the rows of these pages, heads first and in FP32, which CPUs multiply fastest."""
-    rows = as_bits(array).at[pages].get(mode="clip", wrap_negative_indices=False)
-    rows = jnp.swapaxes(rows, 0, 1)
-    return from_bits(rows.reshape(rows.shape[0], -1, *array.shape[3:])).astype(jnp.float32)
+    array: Num[Array, "pages kv_heads page_size ..."], pages: Int32[Array, "parts count"]
+) -> Float32[Array, "parts kv_heads context ..."]:
+    """Returns the rows of each part's pages, heads first and in FP32, which CPUs multiply fastest.
+    XLA:CPU gathers number by number, in tasks of two threads, but copies slices in vectors."""
+    bits, (parts, count) = as_bits(array), pages.shape
+    if parts == 1 and count <= MOST_SLICES:
+        size, inside = (1, *bits.shape[1:]), (0,) * (bits.ndim - 1)
+        cut = functools.partial(jax.lax.dynamic_slice, bits, slice_sizes=size)
+        every = [cut((page, *inside), allow_negative_indices=False) for page in pages[0]]
+        return from_bits(jnp.concatenate(every, axis=2)).astype(jnp.float32)
+    rows = bits.at[pages].get(mode="clip", wrap_negative_indices=False)
+    rows = jnp.swapaxes(rows, 1, 2).reshape(parts, array.shape[1], -1, *array.shape[3:])
+    return from_bits(rows).astype(jnp.float32)
 
 
 class ChunkCall(NamedTuple):
