@@ -192,6 +192,10 @@ def log_probabilities(
     return (own - largest - jnp.log(total))[:, 0], ids, best - largest - jnp.log(total)
 
 
+def _maxima(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, "rows blocks"]:
+    return jnp.max(_apart(jnp.max(blocks.reshape(*blocks.shape[:2], -1, 16), axis=2)), axis=2)
+
+
 def top_of_blocks(
     blocks: Float[Array, "rows blocks 128"], count: int
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
@@ -200,9 +204,7 @@ def top_of_blocks(
     blocks are read once and not sorted."""
 
     def of_few(blocks: Array) -> tuple[Array, Array]:
-        sixteen = jnp.max(blocks.reshape(*blocks.shape[:2], -1, 16), axis=2)
-        maxima = jnp.max(_apart(sixteen), axis=2)
-        chosen = jnp.sort(jax.lax.top_k(maxima, count)[1], axis=1)
+        chosen = jnp.sort(jax.lax.top_k(_maxima(blocks), count)[1], axis=1)
         few = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
         best, place = jax.lax.top_k(few.reshape(len(few), -1), count)
         block = jnp.take_along_axis(chosen, place // _BLOCK, axis=1)
@@ -238,16 +240,37 @@ def sample_and_largest(
     def drawn() -> Array:
         every = all_columns(logits, vocab)
         fold = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
-        noise = _noise(fold(state.seed, state.position), vocab)
+        arrays = every, _noise(fold(state.seed, state.position), vocab), largest, *state
+
+        def of(start: Array, size: int) -> tuple[Array, Array, Array, SamplerState]:
+            cut = [jax.lax.dynamic_slice_in_dim(array, start, size) for array in arrays]
+            return in_blocks(cut[0]), cut[1], cut[2], SamplerState(*cut[3:])
 
         def window(start: Array, mine: Array, tokens: Array) -> Array:
-            def cut(array: Array) -> Array:
-                return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
+            blocks, noise, *own = of(start, mine.size)
+            return replace_rows(tokens, start, mine, _draw(process(blocks, *own), noise))
 
-            own = in_blocks(cut(every)), cut(largest), SamplerState(*map(cut, state))
-            return replace_rows(tokens, start, mine, _draw(process(*own), cut(noise)))
+        def of_few(start: Array, mine: Array, found: tuple[Array, Array]) -> tuple[Array, ...]:
+            """Draws from the blocks of a row with the largest maxima, which have all that a small
+            top_k keeps, unless another block's maximum equals its last logit."""
+            blocks, noise, *own = of(start, 1)
+            maxima, chosen = jax.lax.top_k(_maxima(blocks)[0], _CANDIDATES + 1)
+            chosen = jnp.sort(chosen[:-1])
+            columns = jnp.concatenate([jnp.arange(_BLOCK), _BLOCK + chosen])
+            token = _draw(process(blocks[:, chosen], *own), noise[:, columns])
+            token = chosen[token // _BLOCK] * _BLOCK + token % _BLOCK
+            again = maxima[own[1].top_k - 1] <= maxima[-1]
+            new = zip(found, (token, again), strict=True)
+            return tuple(replace_rows(old, start, mine, rows) for old, rows in new)
 
-        return over_rows(random, window, greedy)
+        def few_first() -> Array:
+            few = random & (state.top_k > 0) & (state.top_k <= _CANDIDATES)
+            tokens, left = over_rows(few, of_few, (greedy, random))
+            return over_rows(left, window, tokens)
+
+        everywhere = functools.partial(over_rows, random, window, greedy)
+        many = -(-vocab // _BLOCK) > _CANDIDATES
+        return by_platform(cpu=few_first if many else everywhere, default=everywhere)
 
     return jax.lax.cond(jnp.any(random), drawn, lambda: greedy), largest
 

@@ -59,8 +59,7 @@ def state_of(rows) -> SamplerState:
 
 def draw(logits, rows) -> list[int]:
     """One token a row."""
-    state = state_of(rows)
-    return np.asarray(run(jnp.asarray(logits, jnp.float32), state)).tolist()
+    return np.asarray(run(jnp.asarray(logits, jnp.float32), state_of(rows))).tolist()
 
 
 @functools.cache
@@ -69,13 +68,9 @@ def random_logits(seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
 
 
 def draws(logits, count: int, **row) -> np.ndarray:
-    """`count` draws with seeds 0, 1, 2 …, 500 a call."""
-    logits = np.broadcast_to(logits, (500, len(logits)))
-    tokens = [
-        draw(logits, [{**row, "seed": start + i} for i in range(500)])
-        for start in range(0, count, 500)
-    ]
-    return np.asarray(tokens).ravel()[:count]
+    """`count` draws with seeds 0, 1, 2 …"""
+    rows = [{**row, "seed": seed} for seed in range(count)]
+    return np.asarray(draw(np.broadcast_to(logits, (count, len(logits))), rows))
 
 
 def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -168,6 +163,11 @@ class TestFrequencies:
         logits = random_logits(3, vocab)
         assert_frequencies(draws(logits, count, **row), probabilities(logits, **row))
 
+    def test_a_small_top_k_draws_the_tokens_of_a_large_one(self):
+        """min_p alone decides what is kept; a top_k of at most 64 looks at 64 of 71 blocks."""
+        few, every = (draws(random_logits(3, 9000), 100, min_p=0.08, top_k=k) for k in (64, 65))
+        assert few.tolist() == every.tolist()
+
     def test_over_positions(self):
         """One request's draws are as independent as those of many."""
         logits, count = random_logits(4), 4000
@@ -222,13 +222,13 @@ class TestIndependence:
         assert np.isfinite(crowd).all(axis=1).tolist() == [True, False, True]
 
     def test_another_seed_or_position_another_token(self):
-        flat = np.zeros(1000, np.float32)
+        flat = np.zeros(20_000, np.float32)  # top_k = 5 keeps all, also behind the first 64 blocks
         tokens = {
-            draw([flat], [{"seed": seed, "position": position}])[0]
+            draw([flat], [{"seed": seed, "position": position, "top_k": 5}])[0]
             for seed in (0, 1, 2**31, 2**32 - 1)
             for position in (1, 2, 1000)
         }
-        assert len(tokens) >= 11
+        assert (len(tokens) >= 11, max(tokens) >= 64 * 128) == (True, True)
 
     def test_bfloat16_logits_are_taken_as_fp32(self):
         logits = jnp.asarray(random_logits(2), jnp.bfloat16)
