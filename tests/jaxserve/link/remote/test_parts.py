@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.link.remote.cohorts import AGAIN, Parts
+from jaxserve.link.remote.parts import AGAIN, Parts
 
 DOMAINS, COHORTS, LIMIT = 15, 3.0, 16
 
