@@ -85,6 +85,9 @@ class _Sleeps:
     def shapes(self, kind: str, size: MessageSize) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct((size.rows, WORDS), np.uint32)] * size.pieces
 
+    def padding(self, kind: str) -> np.ndarray:
+        return np.zeros(WORDS, np.uint32)
+
     def holders(self, pieces: int) -> list[int]:
         return [0] * pieces
 

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,15 +23,14 @@ from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.leading import collect_spans
 from jaxserve.fleet.worker_frames import Become
-from jaxserve.link.weights.server import WeightsServer
 from jaxserve.observe import timeline_view
 from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
-from jaxserve.roles.held_weights import serve_weights
 from jaxserve.server.choice import ProbedPort, admin_face, network_faces
 
 if TYPE_CHECKING:
     from jaxserve.fleet.prepared import Prepared
+    from jaxserve.link.weights.server import WeightsServer
 
 HURRY_SECONDS = 2.0
 """Seconds in which a prefill worker finishes its prompts before it stands in for a lost domain."""
@@ -114,8 +114,10 @@ class Serving(Life):
         token = self._process.token
         if self._part is not None:
             add_pages_end(engine, self._part, token)
-        driver = engine.driver
-        self._weights = serve_weights(self._deployment, driver.held(), driver.slots, token)
+        if self._deployment.weights.address:
+            serve = pkgutil.resolve_name("jaxserve.roles.held_weights:serve_weights")
+            held, slots = engine.driver.held(), engine.driver.slots
+            self._weights = serve(self._deployment, held, slots, token)
 
     def _on_peer_failure(self, failure: EngineFailedError, leader: bootstrap.Peers) -> None:
         """A follower is gone or stuck: every client is told, then this process ends."""

@@ -10,7 +10,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,7 +33,6 @@ from jaxserve.link.remote.passes import POLICIES
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.link.remote.work import MessageLanding, sizes_together
 from jaxserve.link.session.listener import listen
-from jaxserve.link.weights.server import WeightsServer
 from jaxserve.logs import announce
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.ffn.block import FFNTemplates
@@ -49,7 +48,6 @@ from jaxserve.roles.ffn import (
     ffn_executables,
 )
 from jaxserve.roles.ffn_bytes import ffn_bytes, most_messages
-from jaxserve.roles.held_weights import serve_weights
 from jaxserve.roles.host_resources import available_memory
 from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import LeafSource
@@ -57,6 +55,7 @@ from jaxserve.roles.weights import LeafSource
 if TYPE_CHECKING:
     from jaxserve.fleet.ffn_group import FFNGroup
     from jaxserve.fleet.prepared import Prepared
+    from jaxserve.link.weights.server import WeightsServer
 
     Joined = Callable[[ProcessArguments, Deployment], AbstractContextManager[FFNGroup | None]]
 
@@ -233,9 +232,12 @@ class FFNMessages:
             counts = group.counts if group else None
             self.experts = make_balancer(programs.templates, deployment, slots, counts)
 
-    def serve_weights(self, token: str) -> WeightsServer | None:
+    def serve_weights(self, token: str) -> "WeightsServer | None":
         """Hands its weights out to workers that start, where the deployment says so."""
-        return serve_weights(self._deployment, self._worker.held(), self.slots, token)
+        if not self._deployment.weights.address:
+            return None
+        serve: Any = pkgutil.resolve_name("jaxserve.roles.held_weights:serve_weights")
+        return serve(self._deployment, self._worker.held(), self.slots, token)
 
     def move_experts(self, between_messages: Callable[[Callable[[], None]], float]) -> None:
         """Carries out the actions that the expert balancer has due, if any."""
@@ -278,6 +280,10 @@ class FFNMessages:
         """Returns the shapes of a message's pieces."""
         message = self._formats[kind]
         return [jax.ShapeDtypeStruct((size.rows, message.width), message.word)] * size.pieces
+
+    def padding(self, kind: str) -> np.ndarray:
+        """Returns a row that goes to no expert and counts for none."""
+        return self._formats[kind].padding(1)
 
     def holders(self, pieces: int) -> list[int]:
         """Returns the process at which each piece lands."""

@@ -17,14 +17,9 @@ from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.role_runtime import RoleRuntime
-from jaxserve.link.dispatch.contract import Contract
+from jaxserve.link.dispatch.contract import Contract, experts_of
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.module import Template
-
-
-def experts_of(experts: int, shards: int, number: int) -> range:
-    """Returns the experts of a shard."""
-    return range(experts * number // shards, experts * (number + 1) // shards)
 
 
 def shard_of(

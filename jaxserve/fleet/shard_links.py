@@ -1,7 +1,8 @@
 """An attention worker's end of its links to ffn workers that share the ffn role.
 
-Each of them, a shard, has some of the experts (`ffn_shard.py`), gets all messages, and answers with
-a share, which the attention worker adds up in the order of the shards. A link to one shard knows
+Each of them, a shard, has some of the experts (`ffn_shard.py`), gets the rows of all messages that
+need one of these, and answers with a share, which the attention worker adds up in the order of the
+shards. A link to one shard knows
 nothing of the others: a message that a shard has lost is sent again to that shard, or to its
 standby, and the answers of the others are kept meanwhile. A standby is also asked when a shard is
 late. Each shard moves its own experts, is asked for itself, and told where its experts were after a
@@ -15,11 +16,14 @@ from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from jaxserve.fleet.attention_runtime import PullEnd
 from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.fleet.role_runtime import RoleRuntime
+from jaxserve.link.dispatch.contract import Contract, experts_of
 from jaxserve.link.dispatch.ends import ReceiveAnswer
+from jaxserve.link.dispatch.message import message_formats
 from jaxserve.link.remote.client import LinkCounters, MessageClient
 from jaxserve.link.remote.hedging import HedgedClient
 from jaxserve.observe.spans import Span
@@ -27,6 +31,12 @@ from jaxserve.observe.view import FFNWorkerView
 from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
+
+WORTH = 0.5
+"""Most of the rows that a shard may need on the mean if they are to be picked out: on loopback,
+copies at both ends take as long as half of a message takes on its way."""
+LEAST_BYTES = 1 << 16
+"""Least bytes of a message whose rows are worth picking out."""
 
 
 class ShardClients:
@@ -74,6 +84,31 @@ class ShardClients:
         return [f"shard {n}, {problem}" for n, client in numbered for problem in client.problems]
 
 
+class OwnRows:
+    """Finds the rows of messages that need a shard.
+
+    Args:
+      experts: those of the shard.
+    """
+
+    def __init__(self, contract: Contract, experts: range):
+        self._formats, self._experts = message_formats(contract), experts
+
+    def __call__(self, kind: str, pieces: Sequence[jax.Array]) -> Sequence[bytes]:
+        """Returns the rows of each piece, a bit each, once the pieces are computed; none if all
+        rows are to be sent."""
+        form, masks = self._formats[kind], []
+        if not form.top_k or sum(piece.nbytes for piece in pieces) < LEAST_BYTES:
+            return ()
+        first, words = form.experts_at, form.top_k * 4 // form.word.itemsize
+        for piece in map(np.asarray, pieces):
+            ids = piece[:, first : first + words].view(np.int32)
+            own = ((ids >= self._experts.start) & (ids < self._experts.stop)).any(axis=1)
+            own[0] |= not own.any()  # a buffer cannot be empty
+            masks.append(own)
+        return () if np.all(masks) else [np.packbits(own).tobytes() for own in masks]
+
+
 class ShardEnd(PullEnd):
     """A `PullEnd` whose answers have an array for each shard."""
 
@@ -100,7 +135,23 @@ def links(
         own = [address for worker in workers[shard :: ffn.instances] for address in worker]
         clients.append(link(role._replace(instance=shard), own))
         clients[-1].wanted = f"ffn worker of shard {shard}"
+        if _needs_few(role, shard):
+            experts = experts_of(role.contract.experts, ffn.instances, shard)
+            clients[-1].needed = OwnRows(role.contract, experts)
     return ShardClients(clients)
+
+
+def _needs_few(role: RoleRuntime, shard: int) -> bool:
+    """Returns whether a shard needs few of a message's rows, if each expert is chosen as often. The
+    first shard computes the shared experts of all rows."""
+    layers, shards = role.contract.layers, role.contract.instances
+    moe = [role.config.layer(at).ffn for at, kind in enumerate(layers) if kind == "moe"]
+    if not shard and any(ffn.d_ff for ffn in moe):
+        return False
+    # A row reaches the shards of its groups of experts, if each shard has a group or part of one.
+    groups = [(one.top_groups, one.groups) for ffn in moe if (one := ffn.router)]
+    reach = max((top / all_ for top, all_ in groups if shards % all_ == 0), default=1.0)
+    return reach * (1 - (1 - 1 / (reach * shards)) ** role.contract.top_k) <= WORTH
 
 
 OF_SHARDS = links, ShardEnd, HedgedClient

@@ -31,36 +31,39 @@ class CorruptBulk(OSError):
     """The received bytes differ from those sent; the connection must not be used any more."""
 
 
+def on_host(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """Returns arrays with one buffer each in host memory, once they are computed: on CPUs their own
+    memory. Raises RuntimeError if one could not be computed."""
+    for array in arrays:
+        array.copy_to_host_async()
+    return [np.ascontiguousarray(array) for array in arrays]
+
+
 def send_arrays(
     channel: Channel,
     frame: Callable[[Bulk], bytes],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[np.ndarray],
     *,
     checked: bool = True,
+    rows: tuple[bytes, ...] = (),
 ) -> int:
-    """Sends a frame and the arrays behind it, once they are computed; returns their bytes.
-
-    On CPUs the arrays' own memory is sent, which must not change meanwhile.
+    """Sends a frame and the arrays behind it; returns their bytes. Raises OSError if the connection
+    is gone.
 
     Args:
       frame: makes the frame that announces the arrays.
-      arrays: Arrays with one buffer each.
+      arrays: contiguous arrays, whose memory must not change meanwhile.
       checked: takes a checksum.
-
-    Raises:
-      RuntimeError: an array could not be computed.
-      OSError: the connection is gone.
+      rows: see `Bulk`.
     """
-    for array in arrays:
-        array.copy_to_host_async()
-    views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    views = [array.reshape(-1).view(np.uint8) for array in arrays]
     parts: list[memoryview] = []
     for view in views:
         parts.append(memoryview(view))
         if padding := _padded(view.nbytes) - view.nbytes:
             parts.append(memoryview(bytes(padding)))
     size = sum(part.nbytes for part in parts)
-    channel.send(frame(Bulk(size, checksum(views) if checked else None)), parts)
+    channel.send(frame(Bulk(size, checksum(views) if checked else None, rows)), parts)
     return size
 
 
@@ -69,13 +72,6 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._unused: dict[int, deque[mmap.mmap]] = {}
-
-    def receive(self, channel: Channel, size: int, seconds: float) -> np.ndarray:
-        """Receives the bytes behind a frame; raises EOFError or OSError when the connection is
-        gone, or the last byte has not come within `seconds`."""
-        buffer = self.take(size)
-        channel.receive_into(memoryview(buffer), seconds)
-        return buffer
 
     def take(self, size: int) -> np.ndarray:
         """Returns a buffer of this number of bytes, aligned to pages, of arbitrary content."""

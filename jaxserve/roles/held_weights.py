@@ -186,15 +186,10 @@ def _assembled(parts: Sequence[tuple[Ranges, jax.Array | np.ndarray]], where: Ra
 
 def serve_weights(
     deployment: Deployment, blocks: Sequence[HeldBlock], slots: "ExpertSlots | None", token: str
-) -> WeightsServer | None:
-    """Serves a worker's weights at `weights.address`; None if the deployment sets no address.
-
-    Raises:
-      ConfigError: the address cannot be listened on.
-    """
+) -> WeightsServer:
+    """Serves a worker's weights at `weights.address`; raises ConfigError if it cannot be listened
+    on. Workers without such an address do not load this module."""
     settings = deployment.weights
-    if not settings.address:
-        return None
     server = WeightsServer(
         settings.address,
         weights_hello(deployment.model),

@@ -29,6 +29,11 @@ MOST_MESSAGES = 512
 """Most messages that an ffn worker runs side by side, where its memory allows it."""
 
 
+def experts_of(experts: int, shards: int, number: int) -> range:
+    """Returns the experts of one of several ffn workers that share a model's experts."""
+    return range(experts * number // shards, experts * (number + 1) // shards)
+
+
 class Contract(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes of everything that crosses between an attention worker and an ffn worker.
 
@@ -41,7 +46,8 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
       layers: kind of every layer's FFN, those of prediction modules included.
       dispatch: format of rows on their way to the ffn mesh.
       combine: format of rows on their way back.
-      instances: ffn instances, each of which gets all messages and answers with a share.
+      instances: ffn instances, each of which gets all messages, or its rows of them, and answers
+        with a share.
       messages: messages that the ffn worker runs side by side.
     """
 

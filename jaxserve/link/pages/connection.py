@@ -211,7 +211,8 @@ class PagesConnection(Session):
         expected = bulk_bytes(self._next_asked(ready.number).shapes)
         if ready.bulk.size != expected:
             raise OSError(f"a piece of {ready.bulk.size} bytes, expected {expected}")
-        buffer = self._buffers.receive(self._channel, expected, self._deadlines.answer)
+        buffer = self._buffers.take(expected)
+        self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
         self._answers.put((ready.number, _Received(buffer, ready.bulk)))
 
     def _not_sent(self, failed: Failed) -> None:

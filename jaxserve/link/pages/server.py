@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import ClassVar, NamedTuple, Protocol
 
 from jaxserve.clock import AwakeClock
-from jaxserve.link.bulk import send_arrays
+from jaxserve.link.bulk import on_host, send_arrays
 from jaxserve.link.pages import frames
 from jaxserve.link.pages.ends import PagesError, Piece
 from jaxserve.link.pages.source import PagesLoad
@@ -220,7 +220,7 @@ class _Puller(WorkingSession[frames.Fetch]):
             sent = send_arrays(
                 self._channel,
                 lambda bulk: encode(Ready(number, bulk)),
-                piece,
+                on_host(piece),
                 checked=self._server.checksums,
             )
             self._server.count(transfers=1, bytes=sent)

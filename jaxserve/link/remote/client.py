@@ -120,6 +120,10 @@ class MessageClient:
         self._active: Sequence[MessageConnection] = ()
         self.wanted = "ffn worker"
         """Name of what the addresses belong to, for errors."""
+        self.needed: Callable[[str, Sequence[jax.Array]], Sequence[bytes]]
+        self.needed = lambda kind, pieces: ()
+        """Finds the rows of a message, of a kind and in pieces, that the ffn worker needs; see
+        `PullTransfers.send`. The others are not sent."""
         self.last_used = ""
         """Address of the ffn worker in use, or of the one that was."""
         self._closed = False
@@ -156,7 +160,9 @@ class MessageClient:
         assert lane not in self._unanswered, lane
         words = next(self._numbers), lane, kind, layer, rows
         with self._changed:
-            self._unanswered[lane] = Unanswered(*words, packed, self._answer_shape(kind, rows))
+            needed = functools.partial(self.needed, kind)
+            shape = self._answer_shape(kind, rows)
+            self._unanswered[lane] = Unanswered(*words, packed, shape, needed=needed)
         self._post_waiting()
 
     def receive(self, lane: int) -> jax.Array:

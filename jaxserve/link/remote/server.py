@@ -191,16 +191,22 @@ class MessageServer:
         connection: "_DomainConnection",
         what: frames.NamedMessage,
         rows: Mapping[int, np.ndarray],
+        needed: Mapping[int, bytes],
     ) -> None:
         """Takes rows. With the last ones that a message lacks it is put on the devices and queued,
-        or reported to process 0."""
+        or reported to process 0.
+
+        Args:
+          needed: those of each piece that were sent, a bit each; none: all rows of all pieces.
+        """
         with self._changing:
             message = connection.domain.message(what, self.work.holders(what.pieces))
             if message is None:
                 return
             last, answer = message.take(connection, rows), message.answer
+            message.needed.update(needed)
         if answer is not None:
-            connection.answer(what.number, {piece: answer[piece] for piece in rows})
+            connection.answer(message, {piece: answer[piece] for piece in rows})
         if last:
             pieces = [message.rows[piece] for piece in message.places]
             message.landed = self.work.land(*message.shape, pieces)
@@ -290,7 +296,7 @@ class MessageServer:
             with self._changing:
                 parts = message.domain.ran(message, answer)
             for connection, own in parts.items():
-                connection.answer(message.what.number, own)
+                connection.answer(message, own)
         return next(iter(answers[0]), None)
 
 
@@ -309,9 +315,8 @@ class _DomainConnection(ServedSession):
         self._server = server
         self.domain = Domain[_DomainConnection]("")
         """Domain of the process, once it is admitted."""
-        self._waiting = collections.deque[tuple[int, Sequence[jax.Array]]]()
-        """Numbers of messages and the pieces of their answers, which one thread sends in this
-        order; the first is being sent."""
+        self._waiting = collections.deque[Callable[[], None]]()
+        """Sends answers, on one thread, in this order; the first is being sent."""
         self._queueing = threading.Lock()
         self._transfers = opens(server.transport)(channel)
 
@@ -345,21 +350,26 @@ class _DomainConnection(ServedSession):
 
     def _announced(self, note: frames.Note) -> None:
         shapes = self._server.message_shapes(note.kind, MessageSize(self._pieces, note.rows))
-        rows = self._transfers.receive(note.bulk, [shapes[piece] for piece in self.places])
+        own = [shapes[piece] for piece in self.places]
+        padding = self._server.work.padding(note.kind) if note.bulk.rows else 0
+        rows = self._transfers.receive(note.bulk, own, padding)
         words = note.number, note.lane, note.kind, note.layer, note.rows
         what = frames.NamedMessage(self.name, self._pieces, *words)
-        self._server.arrived(self, what, dict(zip(self.places, rows, strict=True)))
+        needed = dict(zip(self.places, note.bulk.rows, strict=False))
+        self._server.arrived(self, what, dict(zip(self.places, rows, strict=True)), needed)
 
     handlers: ClassVar = {frames.Note: _announced, frames.Question: _asked}
 
-    def answer(self, number: int, pieces: Mapping[int, jax.Array]) -> None:
+    def answer(self, message: "_Arriving", pieces: Mapping[int, jax.Array]) -> None:
         """Sends an answer, or has it sent once it is computed."""
         arrays = list(pieces.values())
+        needed = [message.needed[piece] for piece in pieces if piece in message.needed]
+        send = functools.partial(self._send, message.what.number, arrays, needed)
         if self._transfers.at_once(arrays):
-            self._send(number, arrays)
+            send()
         else:
             with self._queueing:
-                self._waiting.append((number, arrays))
+                self._waiting.append(send)
                 if len(self._waiting) == 1 and self.failure is None:
                     self._server.helpers.submit(self._send_waiting)
 
@@ -368,15 +378,15 @@ class _DomainConnection(ServedSession):
         more = True
         while more:
             if self.failure is None:
-                self._send(*self._waiting[0])
+                self._waiting[0]()
             with self._queueing:
                 self._waiting.popleft()
                 more = bool(self._waiting)
 
-    def _send(self, number: int, answer: Sequence[jax.Array]) -> None:
+    def _send(self, number: int, answer: Sequence[jax.Array], needed: Sequence[bytes]) -> None:
         """Sends an answer once it is computed."""
         try:
-            self._transfers.send(lambda bulk: encode(Ready(number, bulk)), answer)
+            self._transfers.send(lambda bulk: encode(Ready(number, bulk)), answer, needed)
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:

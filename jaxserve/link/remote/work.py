@@ -45,6 +45,9 @@ class Work(Protocol):
     def shapes(self, kind: str, size: MessageSize) -> Sequence[jax.ShapeDtypeStruct]:
         """Returns the shapes of a message's pieces. Raises for a kind that this worker lacks."""
 
+    def padding(self, kind: str) -> np.ndarray:
+        """Returns a row that this worker does not compute."""
+
     def holders(self, pieces: int) -> Sequence[int]:
         """Returns the process of this worker at which each of a message's pieces lands."""
 

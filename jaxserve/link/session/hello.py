@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever a message of a session changes its meaning."""
 
 SHOWN_DIFFERENCES = 4

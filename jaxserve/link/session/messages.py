@@ -35,6 +35,8 @@ class Bulk(msgspec.Struct, frozen=True, array_like=True):
     """Bytes, padding included."""
     checksum: int | None
     """Checksum of the bytes; None where none was taken (`pages.checksums`)."""
+    rows: tuple[bytes, ...] = ()
+    """Rows that follow of each array, a bit each; empty: all rows of all arrays."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):

@@ -1,4 +1,8 @@
-"""Rows between runtimes as bytes behind the frames of the connection that announces them."""
+"""Rows between runtimes as bytes behind the frames of the connection that announces them.
+
+A message may leave rows out that its receiver does not need, and an answer those of which it knows
+nothing. The frame names the rows that follow; the receiver fills in the others.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.config.topology import Transport
-from jaxserve.link.bulk import HostBuffers, bulk_bytes, received_arrays, send_arrays
+from jaxserve.link.bulk import HostBuffers, bulk_bytes, on_host, received_arrays, send_arrays
 from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.messages import Bulk
 
@@ -32,21 +36,56 @@ class PullTransfers:
         computed = all(one.is_deleted() or one.is_ready() for one in arrays)  # type: ignore[attr-defined]
         return computed and sum(array.nbytes for array in arrays) <= SMALL_BYTES
 
-    def send(self, frame: Callable[[Bulk], bytes], arrays: Sequence[jax.Array]) -> None:
+    def send(
+        self,
+        frame: Callable[[Bulk], bytes],
+        arrays: Sequence[jax.Array],
+        rows: Sequence[bytes] = (),
+    ) -> None:
         """Sends arrays with one buffer each behind the frame that announces them, once they are
-        computed; raises as `send_arrays`."""
-        send_arrays(self._channel, frame, arrays)
+        computed; raises as `on_host` and `send_arrays`.
 
-    def receive(self, bulk: Bulk, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+        Args:
+          rows: those to send of each array, a bit each; none: all rows of all arrays.
+        """
+        sent = on_host(arrays)
+        if rows:
+            sent = [one[mask_of(bits, len(one))] for one, bits in zip(sent, rows, strict=True)]
+        send_arrays(self._channel, frame, sent, rows=tuple(rows))
+
+    def receive(
+        self, bulk: Bulk, shapes: Sequence[jax.ShapeDtypeStruct], padding: np.ndarray | int = 0
+    ) -> list[np.ndarray]:
         """Returns arrays of these shapes that follow a received frame, in host memory.
+
+        Args:
+          padding: what rows hold that do not follow.
 
         Raises:
           OSError, EOFError: other arrays follow, or the connection is gone.
         """
-        if bulk.size != bulk_bytes(shapes):
-            raise OSError(f"{bulk.size} bytes of rows, expected {bulk_bytes(shapes)}")
-        buffer = self._buffers.receive(self._channel, bulk.size, SECONDS)
-        return received_arrays(buffer, bulk, shapes)
+        masks = [mask_of(bits, one.shape[0]) for bits, one in zip(bulk.rows, shapes, strict=False)]
+        came = [
+            jax.ShapeDtypeStruct((int(mask.sum()), *one.shape[1:]), one.dtype)
+            for mask, one in zip(masks, shapes, strict=False)
+        ] or shapes
+        if bulk.size != bulk_bytes(came):
+            raise OSError(f"{bulk.size} bytes of rows, expected {bulk_bytes(came)}")
+        # Buffers of one size for all numbers of rows, so that they are reused.
+        buffer = self._buffers.take(bulk_bytes(shapes))
+        self._channel.receive_into(memoryview(buffer)[: bulk.size], SECONDS)
+        parts = received_arrays(buffer, bulk, came)
+        if not masks:
+            return parts
+        whole = received_arrays(self._buffers.take(len(buffer)), Bulk(0, None), shapes)
+        for array, mask, part in zip(whole, masks, parts, strict=True):
+            array[mask], array[~mask] = part, padding
+        return whole
+
+
+def mask_of(bits: bytes, rows: int) -> np.ndarray:
+    """Returns for each row whether its bit is set."""
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=rows).view(bool)
 
 
 OPENS = PullTransfers

@@ -23,6 +23,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.errors import EngineFailedError
+from jaxserve.fleet import shard_links
 from jaxserve.fleet.assembly import make_engine
 from jaxserve.fleet.attention_runtime import attention_cell
 from jaxserve.fleet.ffn_runtime import message_server
@@ -187,7 +188,9 @@ def test_messages_that_share_a_pass_give_the_same_tokens(
 ):
     """Also those of domains one of which cancels requests, or leaves in the middle of its own. With
     messages in other formats the tokens are those of a domain that has the ffn worker alone. Shards
-    are several ffn workers, each with some of the experts."""
+    are several ffn workers, each with some of the experts, and get the rows of these alone."""
+    monkeypatch.setattr(shard_links, "LEAST_BYTES", 1)
+    monkeypatch.setattr(shard_links, "WORTH", 1.0)
     passes = []
     changes = settings | {"link.batching": batching, "domains": 3}
     with serving(tiny_model, changes) as server, contextlib.ExitStack() as stack:

@@ -5,12 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.ffn_shard import experts_of
 from tests.jaxserve.fleet.test_domains import FFN, SHARDS, open_domain, role_of, serving
-
-
-def test_experts_are_divided_evenly():
-    assert [list(experts_of(7, 4, shard)) for shard in range(4)] == [[0], [1, 2], [3, 4], [5, 6]]
 
 
 def test_what_a_shard_cannot_do_is_refused(tiny_model):

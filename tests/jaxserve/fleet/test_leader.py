@@ -40,11 +40,8 @@ def test_stranger_without_the_token_is_refused():
         stranger = ends.follower(leader, token="guess")
         with pytest.raises(ConfigError, match=r"process 1 .*refused.*another token than that"):
             stranger.register()
-
-
-def test_anything_but_a_registration_is_refused():
-    with Ends() as ends:
-        channel = dial(ends.leader().address, TOKEN, WAIT)
+        # Anything but a registration is refused, too.
+        channel = dial(leader.address, TOKEN, WAIT)
         channel.send(b"??")
         with pytest.raises((EOFError, OSError)):
             channel.receive()

@@ -6,7 +6,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxserve.fleet.shard_links import ShardClients, links
+from jaxserve.fleet import shard_links
+from jaxserve.fleet.shard_links import OwnRows, ShardClients, links
+from jaxserve.link.dispatch.contract import Contract, experts_of
 from jaxserve.link.remote.client import LinkCounters
 from tests.jaxserve.link.remote import test_client, toy_server
 from tests.jaxserve.link.remote.test_client import KIND, LANES, client, on_mesh, values
@@ -33,7 +35,30 @@ def test_a_shard_that_is_lost_or_late_costs_the_others_nothing(toys, number):
         assert late.counters.failures == (number == signal.SIGKILL)
 
 
-def test_each_link_has_its_shard_s_workers_and_names_the_shard():
+def test_a_shard_gets_the_rows_of_its_experts(monkeypatch):
+    """Of 8 experts it has 2 to 5: five of eight rows need it. It gets one row at least."""
+    shapes = {"groups": 1, "attention_devices": 1, "d_model": 6, "top_k": 2, "experts": 8}
+    formats = {"dispatch": "int8", "combine": "float32"}
+    contract = Contract(**shapes, **formats, layers=("dense", "moe"), instances=2)
+    own, form = OwnRows(contract, range(2, 6)), shard_links.message_formats(contract)["moe"]
+    ids = [[0, 1], [1, 2], [5, 6], [6, 7], [3, 4], [7, 0], [7, 5], [2, 3]]
+
+    def packed(experts):
+        rows = form.padding(len(experts))
+        rows[:, form.experts_at : form.experts_at + 8] = np.array(experts, np.int32).view(np.uint8)
+        return rows
+
+    assert not own("moe", [packed(ids)])
+    monkeypatch.setattr(shard_links, "LEAST_BYTES", 1)
+    assert not own("dense", [packed(ids)])
+    assert not own("moe", [packed(ids[6:])])  # both rows
+    assert own("moe", [packed(ids)]) == [bytes([0b01101011])]
+    assert own("moe", [packed([ids[0], ids[3], ids[5]])]) == [bytes([0b10000000])]
+    assert [list(experts_of(7, 4, shard)) for shard in range(4)] == [[0], [1, 2], [3, 4], [5, 6]]
+
+
+def test_each_link_has_its_shard_s_workers_and_names_the_shard(monkeypatch):
+    monkeypatch.setattr(shard_links, "_needs_few", lambda *_: False)
     role = Mock(_replace=lambda instance: instance)
     role.deployment.ffn, role.deployment.link.addresses = Mock(instances=2, processes=0), [*"abcd"]
     made = [(one.own, one.wanted) for one in links(role, lambda _, own: Mock(own=own)).clients]

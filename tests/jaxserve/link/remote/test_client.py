@@ -83,6 +83,16 @@ def check(link: MessageClient, number: int, lane: int = 0) -> None:
     np.testing.assert_array_equal(answer, 2 * values(number) + number % 4)
 
 
+def test_rows_that_are_not_needed_are_neither_sent_nor_answered(server):
+    with client(server) as link:
+        link.needed = lambda kind, pieces: [b"\xa0", b"\x80", b"\xf0", b"\x10"][: len(pieces)]
+        link.send(0, KIND, 3, toy.ROWS, on_mesh(values(5)))
+        rows = [0, 2, 4, 8, 9, 10, 11, 15]
+        expected = np.zeros_like(values(5))
+        expected[rows] = 2 * values(5)[rows] + 3
+        np.testing.assert_array_equal(link.receive(0), expected)
+
+
 def rounds(link: MessageClient, first: int, count: int) -> None:
     """`count` rounds over all lanes, every lane's message on its way while others are answered."""
     for lane in range(LANES):

@@ -14,7 +14,15 @@ NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))
 
 
 def test_frames_come_back_and_a_note_is_an_array_of_plain_values() -> None:
-    assert msgspec.msgpack.decode(encode(NOTE)) == ["note", 7, 1, "moe", 2, 64, [4096, 4294967295]]
+    assert msgspec.msgpack.decode(encode(NOTE)) == [
+        "note",
+        7,
+        1,
+        "moe",
+        2,
+        64,
+        [4096, 4294967295, []],
+    ]
     for frame in (frames.Join(HELLO, "d0", 2, (8, 24), (1,)), NOTE, Echo(3)):
         assert _DomainConnection.decode(encode(frame)) == frame
     answers = frames.Welcome(HELLO), Refused("24 rows", True), Failed(1, "no"), Echo(3)

@@ -58,7 +58,7 @@ class Attention:
     def connect(self, server):
         """Sends again what may be missing: each lane's last answered message and the next one."""
         self.connection = made = Mock(own=(self.piece,))
-        made.answer = lambda number, own: self.answered(made, number, own)
+        made.answer = lambda message, own: self.answered(made, message.what.number, own)
         made.domain = server.admit(made, self.name)
         each = [(lane, at + step) for lane, at in enumerate(self.at) for step in (-1, 0)]
         self.unsent = deque(self.message(*one) for one in each if 0 <= one[1] < LAYERS)
@@ -116,7 +116,7 @@ class Fleet:
         if isinstance(one, Attention):
             what = one.unsent.popleft()
             rows = {one.piece: np.array((one.name, what.number, one.piece), object)}
-            self.server_of(one).arrived(one.connection, what, rows)
+            self.server_of(one).arrived(one.connection, what, rows, {})
         elif one is leader and not self.batch:
             self.batch = one.server.passes.take()
         elif one is leader:

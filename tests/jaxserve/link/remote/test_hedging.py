@@ -52,7 +52,7 @@ class Line(Channel):
     def __init__(self, world, holder):
         self.world, self.holder, self.inbox, self.dead = world, holder, deque(), False
 
-    def send(self, frame, parts=()):
+    def send(self, frame, parts=(), needed=None):
         if self.dead:
             raise OSError("gone")
         body = frame(Bulk(0, None)) if parts else frame

@@ -206,6 +206,9 @@ def serve(options: dict) -> None:
             assert pieces == size.pieces
             return [jax.ShapeDtypeStruct((size.rows, words), WORD)] * pieces
 
+        def padding(self, kind: str) -> np.ndarray:
+            return np.full(int(kind.split("x")[1]), -1, WORD)
+
         def holders(self, pieces: int) -> list[int]:
             return [0] * pieces
 

@@ -33,7 +33,7 @@ def test_at_most_four_facts_are_shown() -> None:
 
 def test_the_protocol_comes_first() -> None:
     theirs = hello("attention", {}, protocol=9)
-    assert refusal(hello("ffn", FACTS), theirs) == "protocol 9 of attention, 7 of ffn"
+    assert refusal(hello("ffn", FACTS), theirs) == "protocol 9 of attention, 8 of ffn"
 
 
 def test_digest_depends_on_keys_and_values() -> None:

@@ -124,7 +124,4 @@ def test_no_thread_and_no_descriptor_stays() -> None:
         stranger.close()
     known.close()
     until(lambda: threading.active_count() <= before)
-
-
-def test_closed_before_it_is_started() -> None:
-    Listener("test", TOKEN, echo, most=1, seconds=1.0).close(1.0)
+    Listener("test", TOKEN, echo, most=1, seconds=1.0).close(1.0)  # before it is started
