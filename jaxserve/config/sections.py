@@ -120,8 +120,8 @@ class FFNRole(Section, frozen=True):
     nothing else leaves a part. Divides `ep`; inside one runtime attention's devices are a multiple
     of the ffn role's then, or with `pipeline: step` of a part's. Over `pull` each part is an ffn
     worker of its own, which may be lost and started again while the others answer; the first one
-    has the shared experts, and dense layers take turns. It gets the rows of its own experts alone
-    where that is at most half of all."""
+    has the shared experts, and dense layers take turns. A part gets the rows of its own experts
+    alone if it usually needs at most half of all rows."""
     memory_gb: Gigabytes = 0.0
     """Memory that the deployment may use on each ffn device, in 10^9 bytes, as
     `attention.memory_gb`, which counts in colocated mode."""

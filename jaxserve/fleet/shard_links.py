@@ -1,12 +1,11 @@
 """An attention worker's end of its links to ffn workers that share the ffn role.
 
-Each of them, a shard, has some of the experts (`ffn_shard.py`), gets the rows of all messages that
-need one of these, and answers with a share, which the attention worker adds up in the order of the
-shards. A link to one shard knows
-nothing of the others: a message that a shard has lost is sent again to that shard, or to its
-standby, and the answers of the others are kept meanwhile. A standby is also asked when a shard is
-late. Each shard moves its own experts, is asked for itself, and told where its experts were after a
-restart (`remote_experts.py`).
+Each worker, a shard, has some of the experts (`ffn_shard.py`), gets the rows that these need, and
+answers with a share. The attention worker adds the shares up in the order of the shards. A link to
+one shard knows nothing of the others: a message that a shard has lost is sent again to that shard,
+or to its standby, and the answers of the others are kept meanwhile. A standby is also asked when a
+shard is late. Each shard moves its own experts, is asked for itself, and told where its experts
+were after a restart (`remote_experts.py`).
 
 Only a process with `ffn.instances` over `pull` imports this module.
 """
@@ -148,7 +147,7 @@ def _needs_few(role: RoleRuntime, shard: int) -> bool:
     moe = [role.config.layer(at).ffn for at, kind in enumerate(layers) if kind == "moe"]
     if not shard and any(ffn.d_ff for ffn in moe):
         return False
-    # A row reaches the shards of its groups of experts, if each shard has a group or part of one.
+    # A row reaches the shards of its groups of experts, if a shard has a whole group or a part.
     groups = [(one.top_groups, one.groups) for ffn in moe if (one := ffn.router)]
     reach = max((top / all_ for top, all_ in groups if shards % all_ == 0), default=1.0)
     return reach * (1 - (1 - 1 / (reach * shards)) ** role.contract.top_k) <= WORTH

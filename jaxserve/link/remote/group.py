@@ -30,8 +30,8 @@ class Arriving[Sender: Hashable](Waiting):
       places: numbers of the pieces that land here.
       waiting: processes that have not reported the message; process 0 decides by them.
       rows: pieces that have arrived, by number.
-      needed: rows of each of them that were sent, a bit each; none: all. Of the others the answer
-        says nothing.
+      needed: rows of each piece that were sent, a bit each; none: all. The answer leaves out the
+        other rows.
       senders: connection over which each piece came last.
       landed: the message on the devices, once all its rows are here.
       answer: pieces of the answer, by number; None before the message has run.

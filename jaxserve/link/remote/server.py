@@ -197,7 +197,7 @@ class MessageServer:
         or reported to process 0.
 
         Args:
-          needed: those of each piece that were sent, a bit each; none: all rows of all pieces.
+          needed: rows of each piece that were sent, a bit each; none: all rows of all pieces.
         """
         with self._changing:
             message = connection.domain.message(what, self.work.holders(what.pieces))

@@ -1,7 +1,7 @@
 """Rows between runtimes as bytes behind the frames of the connection that announces them.
 
-A message may leave rows out that its receiver does not need, and an answer those of which it knows
-nothing. The frame names the rows that follow; the receiver fills in the others.
+A message may leave out rows that its receiver does not need. The answer then leaves out the same
+rows. The frame names the rows that follow; the receiver fills in the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class PullTransfers:
         computed; raises as `on_host` and `send_arrays`.
 
         Args:
-          rows: those to send of each array, a bit each; none: all rows of all arrays.
+          rows: rows to send of each array, a bit each; none: all rows of all arrays.
         """
         sent = on_host(arrays)
         if rows:

@@ -19,12 +19,9 @@ from tests.jaxserve.waiting import until
 WAIT = 10.0
 
 
-def test_needs_a_token():
+def test_needs_a_token_and_a_port():
     with pytest.raises(ConfigError, match="cluster token: empty"):
         Leader(identity(0), address="x:1", token="", cluster=SHORT, on_failure=print)
-
-
-def test_taken_port_is_an_error():
     with Ends() as ends:
         first = ends.leader()
         second = Leader(

@@ -57,6 +57,21 @@ def test_a_shard_gets_the_rows_of_its_experts(monkeypatch):
     assert [list(experts_of(7, 4, shard)) for shard in range(4)] == [[0], [1, 2], [3, 4], [5, 6]]
 
 
+@pytest.mark.parametrize(
+    ("shard", "shards", "top_k", "groups", "few"),
+    [
+        *((0, 8, 3, 1, False), (1, 8, 3, 1, True), (1, 4, 3, 1, False)),
+        *((7, 8, 8, 8, True), (7, 8, 8, 1, False), (7, 16, 8, 1, True), (3, 4, 8, 8, False)),
+    ],
+)
+def test_rows_are_picked_where_few_are_needed(shard, shards, top_k, groups, few):
+    """Half of the groups for a row; the first shard has the shared experts."""
+    router = Mock(groups=groups, top_groups=max(1, groups // 2))
+    role = Mock(contract=Mock(layers=("dense", "moe"), instances=shards, top_k=top_k))
+    role.config.layer = lambda at: Mock(ffn=Mock(d_ff=5, router=router if at else None))
+    assert shard_links._needs_few(role, shard) == few
+
+
 def test_each_link_has_its_shard_s_workers_and_names_the_shard(monkeypatch):
     monkeypatch.setattr(shard_links, "_needs_few", lambda *_: False)
     role = Mock(_replace=lambda instance: instance)

@@ -103,13 +103,15 @@ def test_a_domain_that_is_started_again_in_time():
         assert fleet.after(1) == []
 
 
-def test_not_while_a_fleet_starts():
+def test_not_while_a_fleet_starts_and_again_where_it_was_not_heard():
     fleet = Fleet("p0", "p1", "p2", "d0")
     assert fleet.after(100) == []
     fleet.join("d1")
     assert fleet.after(1) == []
     fleet.leave("d1")
     assert fleet.after(5.2) == [("p1", True)]
+    assert fleet.after(9.7) == []
+    assert fleet.after(6) == [("p1", True)]
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -133,14 +135,6 @@ def test_two_at_once_and_one_that_does_not_come():
     fleet.join("p1", stands_in=True)
     fleet.join("p0")  # its start failed, and it is what it was
     assert fleet.after(15) == [("p0", True)], "once fewer were there for long enough"
-
-
-def test_one_that_did_not_hear_it_is_told_again():
-    fleet = whole()
-    fleet.leave("d1")
-    assert fleet.after(5.2) == [("p1", True)]
-    assert fleet.after(9.7) == []
-    assert fleet.after(6) == [("p1", True)]
 
 
 def test_another_number_of_domains_is_asked_for():
