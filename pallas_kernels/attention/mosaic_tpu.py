@@ -90,12 +90,13 @@ def paged_attention(
     tokens, q_heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = k_pages.shape
     wide = any(array.dtype == jnp.float32 for array in (queries, *arrays))
-    dtype = jnp.float32 if wide else queries.dtype
+    dtype = jnp.dtype(jnp.float32 if wide else queries.dtype)
     sizes = call_of(queries, cache, where.page_table, call.window)
     chosen = sizes.tiles(target.device_kind, tiles)
     if tiles:
         _check_tiles(chosen, tiles, sizes)
     cut, group = sizes.cut(chosen), sizes.group
+    narrow = dtype.itemsize == 2 and "v5" not in target.device_kind
     plan = Sizes(
         kv_heads=kv_heads,
         group=group,
@@ -109,6 +110,7 @@ def paged_attention(
         dtype=dtype,
         query_dtype=queries.dtype,
         int8_products=int8_products,
+        mask_dtype=jnp.int16 if narrow else jnp.int32,
         **cut._asdict(),
     )
     if places is None:
@@ -266,7 +268,7 @@ def _call(
     scratch += [vmem((results, plan.item_tokens, *out.shape[1:]), out.dtype) for out in out_shapes]
     widths: tuple[int, ...] = (block, 1, 1, 1, plan.v_width)
     if plan.together:
-        widths = (block, 1 if block % LANES else LANES)
+        widths = (block,)
     sets = plan.together or tiles
     scratch += [vmem((sets, heads, rows, width), jnp.float32) for width in widths]
     if plan.compact:

@@ -48,6 +48,9 @@ class Sizes(NamedTuple):
     query_dtype: Any
     int8_products: bool
     """Whether pages in INT8 are multiplied in INT8, and not in `dtype`."""
+    mask_dtype: Any = jnp.int32
+    """Dtype of the positions by which values are masked: as wide as the values, where the vector
+    units compare it, so that a register holds the mask of a register of values."""
     together: int = 0
     """Tokens that a round takes whose keys fit one block each (`mosaic_tpu_short.py`); 0: items
     have any number of blocks."""
@@ -180,19 +183,22 @@ class Fetcher:
         """Yields the copies of page `number` to entry `index` of a buffer."""
         size = self.plan.page_size
         rows = pl.ds(pl.multiple_of(index * size, size), size)
+        arrived = self.arrival(slot)
         for pool in self.pools:
             place = (
                 (slot, slice(None), slice(None), rows)
                 if pool.swapped
                 else (slot, slice(None), rows)
             )
-            yield pltpu.make_async_copy(
-                pool.pages.at[number], pool.buffer.at[place], self.arrived.at[slot]
-            )
+            yield pltpu.make_async_copy(pool.pages.at[number], pool.buffer.at[place], arrived)
             if pool.scales is not None:
                 yield pltpu.make_async_copy(
-                    pool.scales.at[number], pool.scale_buffer.at[slot, index], self.arrived.at[slot]
+                    pool.scales.at[number], pool.scale_buffer.at[slot, index], arrived
                 )
+
+    def arrival(self, slot: Any) -> Any:
+        """Returns the semaphore of a slot. Tokens of one round share that of the first."""
+        return self.arrived.at[slot & -max(1, self.plan.together)]
 
     def await_block(self, slot: Any) -> None:
         """Waits for the copies of a whole block: one wait a buffer, since semaphores count
@@ -203,7 +209,7 @@ class Fetcher:
             for buffer in (pool.buffer, pool.scale_buffer):
                 if buffer is not None:
                     there = buffer.at[slot]
-                    pltpu.make_async_copy(there, there, self.arrived.at[slot]).wait()
+                    pltpu.make_async_copy(there, there, self.arrival(slot)).wait()
 
     def await_pages(self, slot: Any, pages: Any) -> None:
         """Waits for the copies of the first `pages` pages of a block."""

@@ -40,7 +40,7 @@ class State(NamedTuple):
     """Running state of the current item, in VMEM; [tiles, kv_heads, rows, ...] each."""
 
     scores: Any  # scores of the block that is mixed next
-    largest_of_block: Any
+    largest_of_block: Any = None
     largest: Any = None
     total: Any = None
     mixed: Any = None
@@ -219,13 +219,10 @@ class Kernel:
         self, item: Any, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None"
     ) -> None:
         """Stores the scores of a tile against the block in a slot, and the row maxima."""
-        self.store((tile, head), self.scores(item, tile, tokens, head, slot, mask))
-
-    def store(self, at: tuple[Any, ...], scores: Array) -> None:
-        """Stores the scores of a head, and the row maxima."""
-        self.state.scores[*at, : len(scores)] = scores
-        largest = jnp.max(scores, axis=1, keepdims=True)
-        self.state.largest_of_block[*at, : len(scores)] = largest
+        scores = self.scores(item, tile, tokens, head, slot, mask)
+        at = tile, head, slice(len(scores))
+        self.state.scores[at] = scores
+        self.state.largest_of_block[at] = jnp.max(scores, axis=1, keepdims=True)
 
     def scores(
         self, item: Any, tile: Any, tokens: int, head: int, slot: Any, mask: "Mask | None"
@@ -265,28 +262,27 @@ class Kernel:
         largest = jnp.maximum(before, state.largest_of_block[at])
         fade = jnp.exp2(before - largest)
         state.largest[at] = largest
-        total, weights = self.weights(at, largest, slot, mask)
+        total, weights = self.weights(state.scores[at], largest, head, slot, mask)
         state.total[at] = state.total[at] * fade + total
         return Weighed(at, fade, weights)
 
     def weights(
-        self, at: tuple[Any, ...], largest: Array, slot: Any, mask: "Mask | None"
+        self, scores: Array, largest: Array, head: int, slot: Any, mask: "Mask | None"
     ) -> tuple[Array, list["Weights"]]:
-        """Returns the sums [rows, 1] of the weights of the scores at `at`, and these weights times
-        the scales of the values. `largest` has one column, or one for each position."""
-        plan, state, head = self.plan, self.state, at[1]
+        """Returns the sums [rows, 1] of the weights of a head's scores, and these weights times
+        the scales of the values."""
+        plan = self.plan
         scales = None  # [1, block]
         if self.pools[-1].scales is not None:
             scales = self.scale_row(self.pools[-1], slot, head)
             if mask is not None:
                 scales = jnp.where(self.seen(mask, scales.shape, 1), scales, 0.0)
-        total = jnp.zeros_like(largest[:, :1])
+        total = jnp.zeros_like(largest)
         weights: list[Weights] = []
         step = PRODUCT_TOKENS if plan.int8_products else plan.block
         for start in range(0, plan.block, step):
             some = slice(start, min(start + step, plan.block))
-            most = largest if largest.shape[1] == 1 else largest[:, some]
-            part = jnp.exp2(state.scores[(*at, some)] - most)
+            part = jnp.exp2(scores[:, some] - largest)
             total += jnp.sum(part, axis=1, keepdims=True)
             if scales is not None:
                 part *= scales[:, some]
@@ -317,7 +313,7 @@ class Kernel:
                 continue
             values = operand(values, plan.dtype)
             if mask is not None:
-                seen = self.seen(mask, values.shape, tokens_axis)
+                seen = self.seen(mask, values.shape, tokens_axis, plan.mask_dtype)
                 values = jnp.where(seen, values.astype(plan.dtype), jnp.zeros((), plan.dtype))
             mixed += product(weights, values, tokens_axis)
         return mixed
@@ -333,6 +329,8 @@ class Kernel:
     def visible(self, mask: "Mask", tile: Any, rows: int) -> Array:
         """Returns which query sees which position of a block, [rows, block]."""
         items, shape = self.items, (rows, self.plan.block)
+        if self.plan.item_tokens == 1:
+            return jnp.broadcast_to(self.seen(mask, (1, self.plan.block), 1), shape)
         place = mask.base + lax.broadcasted_iota(jnp.int32, shape, 1)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         if self.plan.compact:
@@ -344,14 +342,21 @@ class Kernel:
         visible = place <= own
         return visible & (place > own - self.plan.window) if self.plan.window else visible
 
-    def seen(self, mask: "Mask", shape: tuple[int, ...], axis: int) -> Array:
-        """Returns which positions of a block some query of the item sees; others may hold NaN."""
-        place = mask.base + lax.broadcasted_iota(jnp.int32, shape, axis)
+    def seen(
+        self, mask: "Mask", shape: tuple[int, ...], axis: int, dtype: Any = jnp.int32
+    ) -> Array:
+        """Returns which positions of a block some query of the item sees; others may hold NaN.
+        Positions are compared in `dtype`."""
+
+        def bound(place: Any) -> Any:
+            return jnp.clip(place - mask.base, -1, self.plan.block).astype(dtype)
+
+        place = lax.broadcasted_iota(dtype, shape, axis)
         last = self.items.length[mask.item] - 1
         if not self.plan.window:
-            return place <= last
+            return place <= bound(last)
         first = last - (self.items.count[mask.item] - 1) * self.items.stride[mask.item]
-        return (place <= last) & (place > first - self.plan.window)
+        return (place <= bound(last)) & (place > bound(first - self.plan.window))
 
     # Writing
 

@@ -28,7 +28,7 @@ VMEM_BYTES = 56 * 2**20
 SPILLED_BYTES = 2 * 2**20
 """Vector memory left to the compiler for registers that it spills."""
 
-MOST_TOGETHER, ROWS_TOGETHER = 8, 2048
+MOST_TOGETHER, ROWS_TOGETHER = 8, 4096
 """Most tokens that one round attends from, and most of the positions in their blocks."""
 
 AHEAD_BYTES, MOST_BUFFERS = 8 * 2**20, 32
@@ -151,7 +151,7 @@ class Call(NamedTuple):
         scores, mixed = (_padded(rows, width, jnp.float32) for width in (block, self.v_width))
         column = _padded(rows, 1, jnp.float32)
         if together:
-            items += together * heads * (scores + column)
+            items += together * heads * scores
         else:
             items += item_tokens // tile * heads * (scores + mixed + 3 * column)
         return Need(buffers * self.fetched(pages), items, temporaries)

@@ -25,13 +25,13 @@ def test_every_op_has_cases(op, generation):
 
 
 @pytest.mark.tpu_aot
-def test_fp8_attention_of_step3_is_near_the_memory():
-    """A change that breaks the interleaving of the two stages shows here.
-
-    The same kernel takes 1.69 times its DMA time with libtpu 0.0.50 and 1.56 with 0.0.52.
-    """
+@pytest.mark.parametrize(
+    ("case", "size", "most"),
+    [("step3 fp8", 520, 1.1), ("deepseek-v4 bf16 128 rows", 256 * 1024, 1.3)],
+)
+def test_attention_is_near_the_memory(case, size, most):
+    """A change that breaks the interleaving of stages shows here. A window touches two pages."""
     pytest.importorskip("libtpu")
-    (floor,) = floors(["attention"], ["v7x"], ["step3 fp8"])
-    # Keys, values and a scale of each: 520 bytes.
-    assert floor.memory == pytest.approx(520 / (3690 / 2.2))
-    assert floor.ratio() <= 1.7
+    (floor,) = floors(["attention"], ["v7x"], [case])
+    assert floor.memory == pytest.approx(size / (3690 / 2.2))
+    assert floor.ratio() <= most

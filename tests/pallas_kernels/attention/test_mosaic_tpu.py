@@ -68,10 +68,12 @@ class TestMosaicTpu(RotatedPartSuite):
         """Seven rounds of two tokens, which use buffers again; padding between and behind them."""
         chunks = [(length, 1) for length in (1, 15, 16, 17, 31, 32, 33, 40, 41, 47, 48)]
         chunks = [*chunks[:5], PADDING, *chunks[5:], PADDING, PADDING]
-        case = self.case(sizes, chunks, pages_per_sequence=pages)
+        dtype = jnp.bfloat16 if sizes.window else jnp.float32
+        case = self.case(sizes, chunks, pages_per_sequence=pages, dtype=dtype)
         *arrays, table, sequence, position = case.arguments
         arguments = (*arrays, jnp.pad(table, ((0, 3), (0, 0))), sequence, position)
-        self.check(case._replace(arguments=arguments), 0.005 if sizes.products else 1e-5)
+        tolerance = 0.01 if sizes.products or sizes.window else 1e-5
+        self.check(case._replace(arguments=arguments), tolerance)
 
     @pytest.mark.parametrize("wait", ["await_block", "await_pages", "receive", "await_results"])
     def test_a_wait_that_is_left_out_is_a_race(self, wait, monkeypatch, request):
@@ -96,10 +98,8 @@ def call(
     pages = jax.ShapeDtypeStruct((8, 1, page_size, width), dtype)
     eight_bits = jnp.dtype(dtype).itemsize == 1
     scales = jax.ShapeDtypeStruct((8, 1, page_size), jnp.float32) if eight_bits else None
-    integers = [
-        jax.ShapeDtypeStruct(shape, jnp.int32)
-        for shape in ((sequences, pages_per_sequence), (2,), (2,))
-    ]
+    places = (sequences, pages_per_sequence), (2,), (2,)
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in places]
     queries = jax.ShapeDtypeStruct((2, 4, width), jnp.bfloat16)
 
     def attend(queries, pages, scales, *where):
