@@ -247,21 +247,21 @@ def sample_and_largest(
             return in_blocks(cut[0]), cut[1], cut[2], SamplerState(*cut[3:])
 
         def window(start: Array, mine: Array, tokens: Array) -> Array:
-            blocks, noise, *own = of(start, mine.size)
-            return replace_rows(tokens, start, mine, _draw(process(blocks, *own), noise))
+            blocks, noise, best, own = of(start, mine.size)
+            return replace_rows(tokens, start, mine, _draw(process(blocks, best, own), noise))
 
-        def of_few(start: Array, mine: Array, found: tuple[Array, Array]) -> tuple[Array, ...]:
+        def of_few(start: Array, mine: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
             """Draws from the blocks of a row with the largest maxima, which have all that a small
             top_k keeps, unless another block's maximum equals its last logit."""
-            blocks, noise, *own = of(start, 1)
+            blocks, noise, best, own = of(start, 1)
             maxima, chosen = jax.lax.top_k(_maxima(blocks)[0], _CANDIDATES + 1)
             chosen = jnp.sort(chosen[:-1])
             columns = jnp.concatenate([jnp.arange(_BLOCK), _BLOCK + chosen])
-            token = _draw(process(blocks[:, chosen], *own), noise[:, columns])
+            token = _draw(process(blocks[:, chosen], best, own), noise[:, columns])
             token = chosen[token // _BLOCK] * _BLOCK + token % _BLOCK
-            again = maxima[own[1].top_k - 1] <= maxima[-1]
-            new = zip(found, (token, again), strict=True)
-            return tuple(replace_rows(old, start, mine, rows) for old, rows in new)
+            again = maxima[own.top_k - 1] <= maxima[-1]
+            tokens, left = found
+            return replace_rows(tokens, start, mine, token), replace_rows(left, start, mine, again)
 
         def few_first() -> Array:
             few = random & (state.top_k > 0) & (state.top_k <= _CANDIDATES)
