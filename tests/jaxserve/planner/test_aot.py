@@ -116,7 +116,7 @@ a sequence."""
 
 
 MODELS = "deepseek-v4-flash", "gpt-oss-120b", "deepseek-v3.2", "glm-5", "qwen3-next-80b-a3b"
-LARGE = ("qwen3.5-397b-a17b", "h200:4x8")
+LARGE = [(model, "h200:4x8") for model in ("qwen3.5-397b-a17b", "deepseek-v4-pro")]
 
 
 @pytest.mark.nightly
@@ -125,7 +125,7 @@ LARGE = ("qwen3.5-397b-a17b", "h200:4x8")
     ("model", "where"),
     [
         pytest.param(*each, marks=COMPILED if "h200" in each[1] else ())
-        for each in [*itertools.product(MODELS, DECODE), LARGE]
+        for each in [*itertools.product(MODELS, DECODE), *LARGE]
     ],
 )
 def test_a_decode_step(tmp_path, capsys, model, where):
@@ -144,15 +144,7 @@ def test_a_decode_step(tmp_path, capsys, model, where):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("file", "bucket", "alone"),
-    [
-        ("step3-v6e", "32x32", 3),
-        ("step3-v7x", "128x32", 3),
-        ("deepseek-v3-v7x", "96x16", 3),
-        ("qwen3-235b-v6e", "72x16", 13),
-    ],
-)
+@golden.table("planner/both_roles.yaml")
 def test_a_step_of_both_roles_as_one_program(file, bucket, alone, tmp_path, capsys):
     """61 layers and three lanes, or 94 and two, with `attention.tp`. Neither pools, 12 to 65 GB,
     nor weights are copied. Exchanges begin before a role's computation and end after it, but for

@@ -28,17 +28,8 @@ from tests.jaxserve.roles.building import programs_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
-PUBLISHED = {
-    "step3": Parameters(316_294_538_240, 37_917_982_720, 0),
-    "deepseek-v3": Parameters(671_026_419_200, 36_625_618_432, 11_610_068_224),
-    "kimi-k2": Parameters(1_026_408_232_448, 31_687_095_808, 0),
-    "qwen3-235b-a22b": Parameters(235_093_634_560, 21_568_433_664, 0),
-    "qwen3-30b-a3b": Parameters(30_532_122_624, 3_041_867_776, 0),
-    "qwen3-32b": Parameters(32_762_123_264, 31_984_210_944, 0),
-}
-"""Published: Step-3 316 B, 38 B activated (arXiv 2507.19427, table 1); DeepSeek-V3 671 B, 36.6 B
-activated with the head and without the embedding (README_WEIGHTS.md of its files); Kimi K2 1 T and
-32 B; Qwen3 235 B, 30.5 B and 32.8 B, of which 22 B and 3 B activated (the model cards)."""
+COUNTS = msgspec.yaml.decode(golden.text("roles/published.yaml"))
+PUBLISHED = {name: Parameters(*counts) for name, counts in COUNTS.items()}
 
 VARIANTS = (
     *("step3-v6e", "step3-v7x", "step3-alltoall", "step3-large-batch"),
@@ -91,6 +82,22 @@ class TestParameters:
 
 class TestBytes:
     """Bytes of one device, by hand."""
+
+    @golden.table("roles/sequences.yaml")
+    def test_of_a_sequence(self, model, tokens, changes, kilobytes, megabytes):
+        """Pages of this many tokens, and what a slot has besides."""
+        page = changes.get("cache_page_size", 16)
+        fixed = {"mode": "colocated", "dtype": "bfloat16", "lanes": 1, "cache_prefix": False}
+        fixed |= {"scheduler_max_length": 131_072, "scheduler_page_buckets": [131_072 // page]}
+        fixed |= {"model": str(CONFIGS / "models" / model)} | changes
+
+        def rings_and_pages(slots, pages):
+            (part,) = by_role("demo", scheduler_slots=slots, cache_pages=pages, **fixed).values()
+            return part.rings, part.cache
+
+        (few_slots, few), (slots, pages) = rings_and_pages(8, 8192), rings_and_pages(16, 16_384)
+        found = (slots - few_slots) / 8 + (pages - few) / 8192 * tokens / page
+        assert found / 1e6 == pytest.approx(kilobytes * tokens / 1e3 + megabytes, rel=0.05)
 
     def test_of_dense_weights_and_pages_in_bf16(self):
         (part,) = by_role("qwen3-32b").values()
@@ -186,10 +193,9 @@ class TestAgainstWhatIsAllocated:
         pages = [array for layer in layers for array in layer]
         attention, _ = role_bytes(config, deployment)
         for device in programs.mesh.devices.flat:
-            held = [
-                s.data.nbytes for a in pages for s in a.addressable_shards if s.device == device
-            ]
-            assert sum(held) == attention.cache
+            shards = (shard for array in pages for shard in array.addressable_shards)
+            held = sum(shard.data.nbytes for shard in shards if shard.device == device)
+            assert held == attention.cache
 
     def test_colocated_holds_both_roles(self, tiny_model):
         config, _ = read_config(tiny_model)
