@@ -6,8 +6,8 @@ by the launcher's command.
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxserve.config.command_line import add_deployment_arguments, read_deployment
 from jaxserve.config.deployment import Deployment
@@ -61,12 +61,15 @@ def runtime_of(count: int, process: Member) -> list[Member]:
     ]
 
 
-ROLES_TOGETHER = (
-    *("attention.runtime=main", "ffn.runtime=main"),
-    *("link.transport=auto", "link.addresses=[]"),
-)
-"""Settings with which a deployment is read whose roles get runtimes of their own: `pull` is refused
-without addresses, and their number follows from the deployment."""
+ROLES_APART = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
+"""Settings of a deployment whose roles get runtimes of their own."""
+
+
+def _places(deployment: Deployment, written: Collection[str]) -> Mapping[str, Any]:
+    """Chooses addresses with which such a deployment is read, one for each process of an ffn worker
+    of each instance. Those that the launcher takes are free ones."""
+    count = max(1, deployment.ffn.processes) * deployment.ffn.instances
+    return {"link.addresses": [f"127.0.0.1:{port}" for port in range(1, count + 1)]}
 
 
 def rehearsal(deployment: Deployment) -> list[str]:
@@ -90,8 +93,7 @@ def roles_apart(deployment: Deployment, standbys: int) -> list[Member]:
     attention, ffn = (max(1, role.processes) for role in (deployment.attention, deployment.ffn))
     workers = deployment.ffn.instances * (1 + standbys)
     addresses = [f"127.0.0.1:{port}" for port in free_ports(ffn * workers)]
-    settings = ("attention.runtime=attention", "ffn.runtime=ffn", "link.transport=pull")
-    shared = _set(*settings, f"link.addresses={addresses}")
+    shared = _set(*ROLES_APART, f"link.addresses={addresses}")
     first = Member("role attention, runtime attention", [*shared, "--role", "attention"], 0)
     members = runtime_of(attention, first)
     for runtime, own in enumerate(itertools.batched(addresses, ffn), 1):
@@ -212,5 +214,6 @@ def deployment_for(forwarded: Sequence[str], apart: bool = False) -> Deployment:
     if known.config is None and known.model is None:
         raise ConfigError("--fleet or --runtimes: say --config or --model")
     elsewhere = ["fleet.prefill=[]", "fleet.domains=[]"]  # the file's addresses are not used here
-    elsewhere += ROLES_TOGETHER if apart else ()
-    return read_deployment(known.config, known.model, [*known.set, *elsewhere])
+    elsewhere += ROLES_APART if apart else ()
+    given = known.config, known.model, [*known.set, *elsewhere]
+    return read_deployment(*given, _places if apart else None)

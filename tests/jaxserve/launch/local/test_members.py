@@ -121,3 +121,5 @@ def test_roles_apart_whatever_runtimes_and_addresses_the_deployment_has():
     assert [member.role for member in (attention, *ffn)] == ["", "ffn", "ffn"]
     addresses = [member.arguments[-1] for member in ffn]
     assert attention.arguments[-3] == f"link.addresses={addresses}"
+    shards = ["--config", "demo", "--set", "ffn.ep=4", "--set", "ffn.instances=4"]
+    assert len(launched.roles_apart(deployment_for(shards, apart=True), standbys=1)) == 9
