@@ -13,6 +13,7 @@ which they tile, are never as short as a number of heads.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -400,9 +401,10 @@ def _call_gap(target: Target, queries: _Shaped, cache: reference.Cache, page_tab
     rows = joined.joined_rows(cache, target)
     if not rows:
         return kernel_gap(target, queries, cache)
-    sequences, size = page_table.shape[0], joined.copied_bytes(cache, page_table)
-    if queries.shape[0] > sequences and size > joined.MOST_BYTES:
-        return f"pages of {cache.k_pages.shape[2]} rows, {size} bytes in all that would be copied"
+    pages = cache.k_pages
+    size = page_table.size * math.prod(pages.shape[2:]) * pages.dtype.itemsize
+    if queries.shape[0] > page_table.shape[0] and size > joined.MOST_BYTES:
+        return f"pages of {pages.shape[2]} rows, {size} bytes in all that would be copied"
     return kernel_gap(target, queries, joined.larger_pages(cache, rows))
 
 

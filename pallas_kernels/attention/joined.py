@@ -59,12 +59,6 @@ def larger_pages(cache: Cache, rows: int) -> Cache:
     return cache._replace(k_pages=pages, k_scales=scales)
 
 
-def copied_bytes(cache: Cache, page_table: Array) -> int:
-    """Returns the bytes of all pages of the table."""
-    _, _, page_size, width = cache.k_pages.shape
-    return page_table.size * page_size * width * cache.k_pages.dtype.itemsize
-
-
 def attend(
     call: PagedCall,
     rows: int,

@@ -67,7 +67,11 @@ class ShortKernel(Kernel):
             self.state.scores[index, head] = self.scores(item, 0, 1, head, slot, mask)
         if ahead:
             self.fetch(number + ahead)
-        pl.when(number > 0)(functools.partial(self.send, number - 1))
+
+        @pl.when(number > 0)
+        def send() -> None:
+            for copy in self.results(number - 1):
+                copy.start()
 
     def place_of(self, item: Any) -> tuple[Any, Any, Mask]:
         """Returns an item, its slot and its mask; another item's mask if it does not exist."""
@@ -146,11 +150,6 @@ class ShortKernel(Kernel):
             queries.buffer.at[pl.ds(slot, each), 0],
             self.fetcher.query_arrived.at[slot],
         )
-
-    def send(self, number: Any) -> None:
-        """Starts the copies of the results of a round."""
-        for copy in self.results(number):
-            copy.start()
 
     def await_results(self, number: Any) -> None:
         """Waits until the results of a round are written."""
