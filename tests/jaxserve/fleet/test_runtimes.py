@@ -125,6 +125,7 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
     ("batching", "ranks", "family", "form"),
     [
         ("cohort", 1, "", ""),
+        ("rotation", 2, "", ""),
         ("cohort", 2, "deepseek_v4", "fp8"),
         ("merge", 2, "deepseek_v4", "int8"),
         ("merge", 2, "gpt_oss", "fp8"),
@@ -188,5 +189,5 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
             assert worker.end(SECONDS) == 0, worker.output
             assert "compilations 0" in worker.output
             passes, messages = re.search(r"passes (\d+) of (\d+)", worker.output).groups()
-            assert int(passes) < int(messages)
+            assert (int(passes) < int(messages)) == (batching != "rotation")
             assert "is down: the connection closed" in worker.output, worker.output
