@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import pkgutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from jaxserve.fleet.worker_frames import Become
 from jaxserve.observe import timeline_view
 from jaxserve.observe.merging import merge
 from jaxserve.observe.recorder import Recorder
+from jaxserve.roles.weights import serve_weights
 from jaxserve.server.choice import ProbedPort, admin_face, network_faces
 
 if TYPE_CHECKING:
@@ -114,10 +114,8 @@ class Serving(Life):
         token = self._process.token
         if self._part is not None:
             add_pages_end(engine, self._part, token)
-        if self._deployment.weights.address:
-            serve = pkgutil.resolve_name("jaxserve.roles.held_weights:serve_weights")
-            held, slots = engine.driver.held(), engine.driver.slots
-            self._weights = serve(self._deployment, held, slots, token)
+        driver = engine.driver
+        self._weights = serve_weights(self._deployment, driver.held, driver.slots, token)
 
     def _on_peer_failure(self, failure: EngineFailedError, leader: bootstrap.Peers) -> None:
         """A follower is gone or stuck: every client is told, then this process ends."""

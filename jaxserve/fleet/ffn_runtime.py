@@ -10,7 +10,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ from jaxserve.roles.ffn import (
 from jaxserve.roles.ffn_bytes import ffn_bytes, most_messages
 from jaxserve.roles.host_resources import available_memory
 from jaxserve.roles.layout import token_sizes
-from jaxserve.roles.weights import LeafSource
+from jaxserve.roles.weights import LeafSource, serve_weights
 
 if TYPE_CHECKING:
     from jaxserve.fleet.ffn_group import FFNGroup
@@ -234,10 +234,7 @@ class FFNMessages:
 
     def serve_weights(self, token: str) -> "WeightsServer | None":
         """Hands its weights out to workers that start, where the deployment says so."""
-        if not self._deployment.weights.address:
-            return None
-        serve: Any = pkgutil.resolve_name("jaxserve.roles.held_weights:serve_weights")
-        return serve(self._deployment, self._worker.held(), self.slots, token)
+        return serve_weights(self._deployment, self._worker.held, self.slots, token)
 
     def move_experts(self, between_messages: Callable[[Callable[[], None]], float]) -> None:
         """Carries out the actions that the expert balancer has due, if any."""

@@ -99,18 +99,17 @@ class Calculator(NamedTuple):
         load: Attending,
         stage: Literal["attend", "enter"] = "attend",
     ) -> tuple[Any, str]:
-        """Seconds and bound of a layer's attention, and of the sum over the devices of a DP group.
+        """Seconds and bound of a layer's attention, and of what its devices send each other.
         Seconds are an array, without a bound, for many DP groups with loads of their own."""
         kernels = self._attend_kernels(group, hardware, tp, load)
         seconds, bound = self._work(hardware, kernels)
         layers, fixed = _place(self.model.attention, group), kernels[1][0]
         seconds = self._corrected(stage, hardware, layers, kernels, fixed, seconds)
+        moving: Any = 0.0
         if tp > 1:
             row = 2 * (tp - 1) / tp * self.model.d_model * number_bytes(self.formats.rows)
             summed = load.tokens * row / gather_bandwidth(hardware, tp) / self.assumed.network
             moving = self.latency(hardware, tp) + summed
-            bound = "network" if bound and moving > seconds else bound
-            seconds = seconds + moving
         if (groups := self.formats.output) > 1:  # heads go to the parts, FP32 sums come back
             columns = self._declared(group, tp, platform_of(hardware.platform)).sent_columns
             row = columns * number_bytes(self.formats.rows)
@@ -119,8 +118,9 @@ class Calculator(NamedTuple):
             if devices <= hardware.link_devices:
                 width = alltoall_bandwidth(hardware, devices)
             passing = load.tokens * row / width / self.assumed.network
-            seconds = seconds + 2 * self.latency(hardware, devices) + passing
-        return seconds, bound
+            moving = moving + 2 * self.latency(hardware, devices) + passing
+        bound = "network" if bound and moving > seconds else bound
+        return seconds + moving, bound
 
     def _corrected(
         self,

@@ -188,7 +188,7 @@ def serve_weights(
     deployment: Deployment, blocks: Sequence[HeldBlock], slots: "ExpertSlots | None", token: str
 ) -> WeightsServer:
     """Serves a worker's weights at `weights.address`; raises ConfigError if it cannot be listened
-    on. Workers without such an address do not load this module."""
+    on. Called by `weights.py`."""
     settings = deployment.weights
     server = WeightsServer(
         settings.address,

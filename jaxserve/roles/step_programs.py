@@ -184,12 +184,12 @@ class Wire(NamedTuple):
     def exchange(
         self, sent: Array | None, received: jax.ShapeDtypeStruct | None, token: Array
     ) -> tuple[Array, Array]:
-        """Sends an array to each paired device of the other role, and receives one from each. None
-        for either: nothing travels in that direction.
+        """Sends an array to each paired device of the other role, and each sends one back. Without
+        `sent` or `received` nothing travels in that direction.
 
         Args:
-          sent: attention's message, which goes to all of them; or the answers of the ffn role, one
-            for each.
+          sent: attention's message, the same for all devices; or the answers of the ffn role, one
+            for each device.
           received: shape of an array that is received.
 
         Returns:

@@ -6,8 +6,9 @@ reads only the parts that its own devices hold. Colocated mode stacks the layers
 
 import contextlib
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -20,7 +21,9 @@ from jaxserve.model.module import Template
 from jaxserve.progress import Progress
 
 if TYPE_CHECKING:  # an ffn worker in a runtime of its own has no attention blocks
+    from jaxserve.link.weights.server import WeightsServer
     from jaxserve.model.blocks import AttentionTemplates
+    from jaxserve.roles.expert_slots import ExpertSlots
 
 Leaves = tuple[jax.Array, ...]
 
@@ -43,6 +46,21 @@ class HeldBlock(NamedTuple):
     """Layer of an attention or ffn block; -1 for other blocks."""
     entry: int | None = None
     """Index of the block in stacked leaves; None if the leaves are the block's alone."""
+
+
+def serve_weights(
+    deployment: Deployment,
+    held: Callable[[], Sequence[HeldBlock]],
+    slots: "ExpertSlots | None",
+    token: str,
+) -> "WeightsServer | None":
+    """Hands a worker's blocks out to workers that start, if the deployment has `weights.address`.
+    Without one, the modules for it are not loaded. Raises ConfigError if it cannot be listened
+    on."""
+    if not deployment.weights.address:
+        return None
+    serve: Any = pkgutil.resolve_name("jaxserve.roles.held_weights:serve_weights")
+    return cast("WeightsServer", serve(deployment, held(), slots, token))
 
 
 @contextlib.contextmanager

@@ -160,9 +160,8 @@ class MessageClient:
         assert lane not in self._unanswered, lane
         words = next(self._numbers), lane, kind, layer, rows
         with self._changed:
-            needed = functools.partial(self.needed, kind)
             shape = self._answer_shape(kind, rows)
-            self._unanswered[lane] = Unanswered(*words, packed, shape, needed=needed)
+            self._unanswered[lane] = Unanswered(*words, packed, shape, needed=self.needed)
         self._post_waiting()
 
     def receive(self, lane: int) -> jax.Array:

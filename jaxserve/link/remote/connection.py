@@ -58,7 +58,8 @@ class Unanswered:
       error: why the message could not be computed.
       posts: number of sends.
       refusals: number of times that an ffn worker refused to answer.
-      needed: finds the rows of its pieces that the ffn worker needs, once they are computed.
+      needed: finds the rows of a message, of its kind and in its pieces, that the ffn worker needs,
+        once they are computed.
     """
 
     number: int
@@ -73,7 +74,7 @@ class Unanswered:
     error: Exception | None = None
     posts: int = 0
     refusals: int = 0
-    needed: Callable[[Sequence[jax.Array]], Sequence[bytes]] = lambda pieces: ()
+    needed: Callable[[str, Sequence[jax.Array]], Sequence[bytes]] = lambda kind, pieces: ()
 
     def __str__(self) -> str:
         return f"layer {self.layer} of lane {self.lane} ({self.rows} rows a piece)"
@@ -219,7 +220,7 @@ class MessageConnection(Session):
         try:
             shards = [shard.data for shard in message.packed.addressable_shards]
             sent = [shards[self._own.index(piece)] for piece in self.places]
-            self._transfers.send(note, sent, message.needed(sent))
+            self._transfers.send(note, sent, message.needed(message.kind, sent))
         except OSError as error:
             self.fail(f"the connection closed ({error})")
         except Exception as error:  # of its computation, which `receive` raises
