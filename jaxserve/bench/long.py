@@ -22,7 +22,7 @@ from jaxserve.config.load import load_deployment
 from jaxserve.fleet.assembly import Options
 from jaxserve.fleet.here import open_here
 from jaxserve.fleet.sizing import Sizing
-from jaxserve.roles.parameters import count_parameters
+from jaxserve.roles.sizing import count_parameters
 
 MODEL = json.loads(Path(__file__).with_name("long_model.json").read_text())
 FITTED = (1024, 4096, 16384)

@@ -24,9 +24,9 @@ from jaxserve.mesh import Submeshes
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles import pipelines
-from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.pipelines import OpenModel
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import StepPlan
 
 

@@ -184,7 +184,7 @@ def _deployment(name: str, path: Path | str, found: dict[str, Any]) -> Finding:
     from jaxserve.checkpoint.int8_products import read_model
     from jaxserve.commands.checking import on_named_hardware
     from jaxserve.roles.capacity import check_capacity, memory_of
-    from jaxserve.roles.role_bytes import role_bytes
+    from jaxserve.roles.pipelines import role_bytes
 
     def say(text: str, state: str = "ok") -> Finding:
         return Finding("deployments", name, text, state)

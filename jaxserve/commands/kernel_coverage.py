@@ -17,10 +17,9 @@ from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
 from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
-from jaxserve.roles.compilation import wanted
+from jaxserve.roles.compilation import Program, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.layout import deployment_buckets
-from jaxserve.roles.program import Program
 from pallas_kernels.coverage import collect_fallbacks
 from pallas_kernels.target import target_of, use_target
 

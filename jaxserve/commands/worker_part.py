@@ -164,7 +164,7 @@ def worker_facts(
     """
     import jax
 
-    from jaxserve.roles.parameters import attention_cost  # imports JAX, too
+    from jaxserve.roles.sizing import attention_cost  # imports JAX, too
 
     role, limits, cost = part.role, deployment.scheduler, 0.0
     info = dict(engine.model_info())

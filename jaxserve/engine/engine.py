@@ -40,7 +40,7 @@ from jaxserve.observe.compilation import CompilationCounter
 from jaxserve.observe.load import EngineLoad
 from jaxserve.observe.view import PipelineView
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.expert_moves import MovesExperts
+from jaxserve.roles.worker import MovesExperts
 
 if TYPE_CHECKING:
     from jaxserve.link.remote.client import MessageClient

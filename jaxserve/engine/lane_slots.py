@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.sizes import SchedulerSizes
-from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan, words
 
 RECENT_TOKENS = 256

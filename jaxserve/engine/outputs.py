@@ -17,8 +17,8 @@ import numpy as np
 from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.request import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.engine.sequence import Sequence
-from jaxserve.roles.batch_layout import REJECTED
 from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.step_arrays import REJECTED
 
 if TYPE_CHECKING:
     from jaxserve.roles.step_plan import StepPlan

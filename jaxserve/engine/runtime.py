@@ -18,11 +18,11 @@ import numpy as np
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.batch_layout import FROM_DEVICE
-from jaxserve.roles.expert_moves import MovesExperts
 from jaxserve.roles.layout import Bucket, deployment_buckets
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SaidTokens, SlotRules, StepPlan, words
 from jaxserve.roles.weights import HeldBlock
+from jaxserve.roles.worker import MovesExperts
 
 if TYPE_CHECKING:
     from jaxserve.link.remote.client import MessageClient

@@ -31,11 +31,9 @@ from jaxserve.errors import EngineFailedError, InvalidRequestError, JaxserveErro
 from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.observe.spans import Span
 from jaxserve.observe.watch import Watch
-from jaxserve.roles.actions import Action, PageOrder
-from jaxserve.roles.expert_moves import Counted, MovesExperts
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.worker import lane_of_all
+from jaxserve.roles.worker import Action, Counted, MovesExperts, PageOrder, lane_of_all
 
 Command = Callable[[], Iterable[TokenOutput] | None]
 """Something to be done on the engine's thread, which delivers the outputs that it returns."""

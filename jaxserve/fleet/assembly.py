@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from jaxserve.fleet.prepared import Prepared
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
-    from jaxserve.roles.expert_moves import MovesExperts, ReadCounts
     from jaxserve.roles.page_transfer import PageAccess
     from jaxserve.roles.pipelines import OpenModel
     from jaxserve.roles.weights import OpenSource
+    from jaxserve.roles.worker import MovesExperts, ReadCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +195,8 @@ def open_model(deployment: Deployment, options: Options = DEFAULTS) -> "OpenMode
     from jaxserve.mesh import Submeshes
     from jaxserve.model.matrix_formats import placed
     from jaxserve.model.templates import ModelTemplates
+    from jaxserve.roles.capacity import check_memory
     from jaxserve.roles.compilation import use_compilation_cache
-    from jaxserve.roles.host_resources import check_memory
     from jaxserve.roles.pipelines import OpenModel, sizes_of
     from pallas_kernels.coverage import refuse_fallbacks
 

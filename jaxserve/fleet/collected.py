@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import EngineFailedError
-from jaxserve.roles.expert_moves import Counted
 from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
+from jaxserve.roles.worker import Counted
 
 if TYPE_CHECKING:
     from jaxserve.fleet.leader import Leader

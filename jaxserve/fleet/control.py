@@ -21,8 +21,8 @@ import msgspec
 from jaxserve.config.deployment import Cluster
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import Echo, Greeting
-from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.worker import Action
 
 PROTOCOL = 14
 """Raised whenever a message below changes its meaning."""

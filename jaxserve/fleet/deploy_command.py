@@ -131,7 +131,7 @@ def read_sizer(options: argparse.Namespace) -> tuple[Sizer, dict[str, Hardware]]
 
 def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
     """Returns the times of a fleet's requests, or of those that come to a part of it."""
-    from jaxserve.roles.parameters import attention_cost  # imports JAX
+    from jaxserve.roles.sizing import attention_cost  # imports JAX
 
     asked, demand, requests, layout = sizer.asked, sizer.demand, sizer.requests, fleet.unit.layout
     workers, units = _part(fleet, part)

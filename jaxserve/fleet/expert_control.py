@@ -7,8 +7,8 @@ import msgspec
 
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView
-from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.worker import Proposal
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):

@@ -26,8 +26,8 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.process_arguments import ProcessArguments
 from jaxserve.link.remote.server import MessageServer
-from jaxserve.roles.actions import Action
 from jaxserve.roles.expert_slots import ExpertSlots
+from jaxserve.roles.worker import Action
 
 logger = logging.getLogger(__name__)
 

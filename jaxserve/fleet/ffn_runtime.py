@@ -36,6 +36,7 @@ from jaxserve.link.session.listener import listen
 from jaxserve.logs import announce
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.ffn.block import FFNTemplates
+from jaxserve.roles.capacity import available_memory
 from jaxserve.roles.compilation import compile_steps
 from jaxserve.roles.expert_balancer import make_balancer
 from jaxserve.roles.expert_slots import ExpertSlots
@@ -48,7 +49,6 @@ from jaxserve.roles.ffn import (
     ffn_executables,
 )
 from jaxserve.roles.ffn_bytes import ffn_bytes, most_messages
-from jaxserve.roles.host_resources import available_memory
 from jaxserve.roles.layout import token_sizes
 from jaxserve.roles.weights import LeafSource, serve_weights
 

@@ -15,7 +15,7 @@ from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, own_counts
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.recorder import Recorder
-from jaxserve.roles.actions import ReadPages, WritePages
+from jaxserve.roles.worker import ReadPages, WritePages
 
 if TYPE_CHECKING:
     from jaxserve.roles.page_spread import LedPages
@@ -25,7 +25,7 @@ class Following:
     """Runs the leader's plans on a warm runtime, after telling the leader that it is ready.
 
     Args:
-      pages: access to the pages by its number (`roles/actions.py`).
+      pages: access to the pages by its number (`roles/worker.py`).
     """
 
     def __init__(

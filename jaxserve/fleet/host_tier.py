@@ -29,7 +29,7 @@ from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.engine.tiered_cache import TieredCache, TierFetches
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
-from jaxserve.roles.host_resources import free_host_memory
+from jaxserve.roles.capacity import free_host_memory
 from jaxserve.roles.page_programs import PagePrograms
 from jaxserve.roles.page_transfer import PageAccess, page_access
 from jaxserve.storage.bucket import StorageBucket, is_url

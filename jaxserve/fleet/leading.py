@@ -12,8 +12,8 @@ from jaxserve.fleet.collected import MEASURED, SPANS, collect_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.leader import Leader
 from jaxserve.observe.spans import Span
-from jaxserve.roles.actions import Action
 from jaxserve.roles.step_plan import StepPlan
+from jaxserve.roles.worker import Action
 
 
 class LedFollowers:

@@ -18,9 +18,8 @@ from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.expert_control import Findings, Look, RebalanceExperts, Restore, answers, encode
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView
-from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.worker import Action, Proposal
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.mesh import ATTENTION_AXES, FFN_AXES, by_process, mesh_rows
 from jaxserve.model.matrix_formats import placed
-from jaxserve.roles.capacity import Sizes
+from jaxserve.roles.capacity import Sizes, check_memory
 from jaxserve.roles.compilation import use_compilation_cache
-from jaxserve.roles.host_resources import check_memory
 from pallas_kernels.coverage import refuse_fallbacks
 
 if TYPE_CHECKING:

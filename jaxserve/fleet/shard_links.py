@@ -27,9 +27,8 @@ from jaxserve.link.remote.client import LinkCounters, MessageClient
 from jaxserve.link.remote.hedging import HedgedClient
 from jaxserve.observe.spans import Span
 from jaxserve.observe.view import FFNWorkerView
-from jaxserve.roles.actions import Action
-from jaxserve.roles.expert_moves import Proposal
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.worker import Action, Proposal
 
 WORTH = 0.5
 """Most of the rows that a shard may need on the mean if they are to be picked out: on loopback,

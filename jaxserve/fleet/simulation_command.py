@@ -30,6 +30,7 @@ from jaxserve.observe import timeline_view
 from jaxserve.planner.demand import Demand, Lengths
 from jaxserve.planner.deploy_fleet import Handoff
 from jaxserve.planner.hardware import load_hardware
+from jaxserve.planner.link_load import check_link
 from jaxserve.planner.models import model_config
 from jaxserve.planner.noise import ExpertLoads, read_skew
 from jaxserve.planner.options import assumptions, jitter, read_deployment, read_scenario
@@ -80,8 +81,6 @@ def _check_link(deployment: Deployment, gb_per_second: float) -> None:
     """Refuses what `serve --check` refuses: a TPOT that the link between runtimes cannot keep."""
     if not (deployment.topology.crosses_runtimes and deployment.fleet.tpot_seconds):
         return
-    from jaxserve.roles.link_load import check_link  # imports JAX
-
     check_link(model_config(Path(deployment.model)), deployment, gb_per_second)
 
 
@@ -248,7 +247,7 @@ def read_simulation(
     Raises:
       ConfigError: an option is wrong.
     """
-    from jaxserve.roles.parameters import attention_cost  # imports JAX
+    from jaxserve.roles.sizing import attention_cost  # imports JAX
 
     count = REQUESTS if options.requests is None else options.requests
     if not options.rate:

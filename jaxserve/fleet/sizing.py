@@ -80,7 +80,7 @@ def this_machine() -> "UsableDevices":
 
     from jaxserve.fleet.hardware import choose_platform
     from jaxserve.mesh import memory_limit
-    from jaxserve.roles.host_resources import free_host_memory
+    from jaxserve.roles.capacity import free_host_memory
     from jaxserve.roles.sizing import DEVICE_PART, HOST_PART, UsableDevices
 
     if choose_platform() == "cpu":
@@ -110,7 +110,7 @@ def _cpu_devices() -> int:
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: those of its affinity, or fewer where a control group has
     a quota of CPU time. A part of a core counts only where it is all that the process has."""
-    from jaxserve.roles.host_resources import control_groups
+    from jaxserve.roles.capacity import control_groups
 
     affinity = getattr(os, "sched_getaffinity", None)
     cores: float = len(affinity(0)) if affinity else os.cpu_count() or 1

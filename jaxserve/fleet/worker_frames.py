@@ -54,7 +54,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
       can_stand_in: whether it can start again in another role; see `Become`.
       stands_in: whether it was started in the other role.
       attention_cost: of a prefill worker: a prompt of n tokens takes n + n² times this, as
-        `roles/parameters.py` counts.
+        `roles/sizing.py` counts.
     """
 
     role: WorkerRole

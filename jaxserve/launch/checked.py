@@ -21,7 +21,7 @@ from jaxserve.launch.slice_layout import slice_layouts
 from jaxserve.launch.workloads import Workload, host_processes
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.roles.capacity import GB
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.pipelines import role_bytes
 from jaxserve.storage.bucket import is_url
 
 ROLES: tuple[Role, ...] = ("attention", "ffn")

@@ -36,17 +36,15 @@ from jaxserve.planner.scheduled import (
     waited_for,
 )
 from jaxserve.roles.attention_programs import LayerPrograms, attention_executables
+from jaxserve.roles.both_roles import one_program_bytes
 from jaxserve.roles.capacity import memory_of
 from jaxserve.roles.colocated import ColocatedPrograms, colocated_executables
-from jaxserve.roles.compilation import ProgramKey, wanted
+from jaxserve.roles.compilation import Program, ProgramKey, wanted
 from jaxserve.roles.ffn import FFNPrograms, ffn_executables
 from jaxserve.roles.lane_steps import dispatches
 from jaxserve.roles.layout import Bucket, deployment_buckets
-from jaxserve.roles.one_process import ends
-from jaxserve.roles.one_program import BothRolesPrograms
-from jaxserve.roles.program import Program
-from jaxserve.roles.role_bytes import role_bytes
-from jaxserve.roles.shared_pools import one_program_bytes
+from jaxserve.roles.one_program import BothRolesPrograms, ends
+from jaxserve.roles.pipelines import role_bytes
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
     FFNStepPrograms,

@@ -26,6 +26,7 @@ from jaxserve.planner.demand import Requests
 from jaxserve.planner.deploy_fleet import Asked, FleetPlan
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layout_keys import Tree, layout_keys, sections, usable
+from jaxserve.planner.link_load import check_link
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.search import Plan
 from jaxserve.planner.stages import Calculator
@@ -60,8 +61,7 @@ class PlanFile(NamedTuple):
             runtimes than it carries; gives the numbers.
         """
         from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
-        from jaxserve.roles.link_load import check_link
-        from jaxserve.roles.role_bytes import role_bytes
+        from jaxserve.roles.pipelines import role_bytes
 
         self.path.write_text(text, encoding="utf-8")
         try:

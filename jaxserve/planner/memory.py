@@ -1,5 +1,5 @@
 """Memory of a layout's devices, and the sequences that fit: what `serve --check` counts of the
-deployment that the layout is written as (`layout_keys.py`, `roles/role_bytes.py`).
+deployment that the layout is written as (`layout_keys.py`, `roles/pipelines.py`).
 """
 
 import functools
@@ -84,7 +84,7 @@ class Memory:
         Raises:
           ConfigError: the engine cannot divide the model like that.
         """
-        from jaxserve.roles.role_bytes import on_one_mesh  # imports JAX
+        from jaxserve.roles.pipelines import on_one_mesh  # imports JAX
 
         attention = self._of_attention(_attention_alone(layout), batch, budget, length)
         attention = attention._replace(devices=layout.attention_devices)

@@ -39,8 +39,7 @@ from jaxserve.preflight.exchange import exchange, narrow
 from jaxserve.preflight.layers import first_of_each_kind, only_layers
 from jaxserve.preflight.leaves import DeviceLeaves, open_on_devices
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
-from jaxserve.roles.capacity import GB
-from jaxserve.roles.host_resources import check_memory
+from jaxserve.roles.capacity import GB, check_memory
 from jaxserve.roles.layout import Bucket, token_sizes
 from jaxserve.roles.pipelines import sizes_of
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows

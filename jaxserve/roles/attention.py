@@ -27,10 +27,9 @@ from jaxserve.roles.attention_programs import (
 from jaxserve.roles.compilation import Call, hot_call
 from jaxserve.roles.drafting import StepEnd
 from jaxserve.roles.layout import Bucket, StepLoad
-from jaxserve.roles.sampling import Finished
+from jaxserve.roles.sampling import Finished, TokenLanes
 from jaxserve.roles.schedule import Rotation, Stage, StageName
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import KVArrays
 from jaxserve.roles.weights import HeldBlock, Leaves
 from jaxserve.roles.worker import Observer, Passed, Stages, lane_of_all, layers_of

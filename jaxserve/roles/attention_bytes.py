@@ -3,12 +3,11 @@
 from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import MLA, Attention, Compressed, ModelConfig
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.blocks import AttentionTemplates
-from jaxserve.roles.activations import attention_activations, head_width, shared_width
-from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
+from jaxserve.roles.capacity import FP32, RoleBytes, StepSizes, block_bytes, shard_bytes, step_sizes
 
 
 def attention_weights(config: ModelConfig, deployment: Deployment, *, ends: bool = True) -> int:
@@ -69,3 +68,48 @@ def _activations(config: ModelConfig, deployment: Deployment) -> int:
         attention_activations(step, spec.q_heads, tp, head_width(spec), shared_width(spec))
         for spec in config.attentions()
     )
+
+
+def head_width(spec: Attention) -> int:
+    """Returns how many numbers attention computes for one head and token: queries before and after
+    RoPE, and mixed values; with latents queries before and after absorption, mixed latents and
+    values, and a prompt chunk's keys and values."""
+    if isinstance(spec, MLA):
+        query = spec.nope_dim + spec.rope_dim
+        return 2 * query + (spec.kv_latent + spec.rope_dim) + spec.kv_latent + 3 * spec.v_dim
+    return 3 * spec.head_dim
+
+
+def shared_width(spec: Attention) -> int:
+    """Returns how many numbers attention computes for one token that its heads share: an indexer's
+    queries before and after RoPE, and the chosen positions, each as large as two numbers.
+    """
+    indexer = spec.indexer if isinstance(spec, MLA | Compressed) else None
+    return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
+
+
+def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shared: int = 0) -> int:
+    """Returns the bytes of activations on an attention device.
+
+    For every lane: the residual stream of its DP group's tokens, a message and its answer in
+    transit, and the token counts for penalties (an int32 for each slot and token of the
+    vocabulary).
+
+    For the one program that runs at a time, the larger of two: one layer's normed tokens, heads
+    (queries before and after RoPE or absorption, mixed values, with latents also the keys and
+    values of a prefill chunk) and FP32 output; or the FP32 logits, three times for the sampler, of
+    every slot's last token and its drafts. Attention scores are not counted, because kernels keep
+    them on the chip.
+
+    Args:
+      heads: query heads.
+      width: numbers computed for one head and token.
+      shared: numbers computed for one token that every device of `tp` holds.
+    """
+    tokens, size, d = step.tokens, step.size, step.d_model
+    rows = -(-tokens // tp)
+    lane = tokens * step.residual * size + rows * (step.packed + d * size)
+    attend = tokens * (heads // tp * width + shared + d) * size + tokens * d * FP32
+    logits = step.slots * step.vocab * FP32
+    counts = logits  # as many, of four bytes
+    return step.lanes * (lane + counts) + max(attend, 3 * (1 + step.drafts) * logits)

@@ -26,13 +26,29 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.residual import added
-from jaxserve.roles.batch_layout import BatchLayout
-from jaxserve.roles.compilation import Call, Get, compile_steps, hot_call
-from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
+from jaxserve.roles.compilation import (
+    PIECES,
+    REPLICATED,
+    ROWS,
+    Arrays,
+    Call,
+    Get,
+    Program,
+    compile_steps,
+    hot_call,
+)
+from jaxserve.roles.drafting import (
+    DraftingExecutables,
+    StepEnd,
+    drafting_executables,
+    enter_module,
+    first_pass,
+    leave_module,
+    next_pass,
+)
 from jaxserve.roles.layout import Bucket, deployment_buckets
-from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
-from jaxserve.roles.program import PIECES, REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
+from jaxserve.roles.step_arrays import BatchLayout
 from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
 from jaxserve.roles.worker import modules_of

@@ -22,9 +22,16 @@ from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.module import Template
 from jaxserve.model.residual import added
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.batch_layout import BatchLayout
-from jaxserve.roles.compilation import Get, StepCompiler
-from jaxserve.roles.drafting import DraftingExecutables, StepEnd, drafting_executables
+from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Get, Program, StepCompiler
+from jaxserve.roles.drafting import (
+    DraftingExecutables,
+    StepEnd,
+    drafting_executables,
+    enter_module,
+    first_pass,
+    leave_module,
+    next_pass,
+)
 from jaxserve.roles.expert_programs import (
     Bank,
     ExpertPrograms,
@@ -35,15 +42,12 @@ from jaxserve.roles.expert_programs import (
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.prediction_programs import enter_module, first_pass, leave_module, next_pass
-from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
-from jaxserve.roles.sampling import SamplingExecutables, sampling_executables
-from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
+from jaxserve.roles.sampling import SamplingExecutables, TokenLanes, sampling_executables
+from jaxserve.roles.step_arrays import BatchLayout
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
-from jaxserve.roles.whole_steps import WholeSteps
+from jaxserve.roles.whole_steps import StackedLeaves, WholeSteps, scanned, with_own_pages
 from jaxserve.roles.worker import Observer
 from pallas_kernels.quantize import sliceable
 

@@ -34,18 +34,21 @@ from jaxserve.model.ffn.placement import (
     home_slots,
     rank_loads,
 )
-from jaxserve.roles.actions import (
-    STORAGE,
-    Action,
-    CountExperts,
-    FetchExperts,
-    MoveExperts,
-    ReadExperts,
-)
-from jaxserve.roles.expert_moves import Counted, LayerProposal, Proposal, ReadCounts
 from jaxserve.roles.expert_programs import expert_bytes, move_pieces
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.worker import (
+    STORAGE,
+    Action,
+    Counted,
+    CountExperts,
+    FetchExperts,
+    LayerProposal,
+    MoveExperts,
+    Proposal,
+    ReadCounts,
+    ReadExperts,
+)
 
 CLOSE = 0.02
 """How much busier, as a share of the mean, the busiest rank may be for fewer moves."""

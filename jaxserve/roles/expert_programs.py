@@ -22,7 +22,7 @@ from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.collectives import exchanged_rows, spare_rows
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.module import Template, TemplateLeaf
-from jaxserve.roles.program import REPLICATED, Program
+from jaxserve.roles.compilation import REPLICATED, Program
 from pallas_kernels.quantize import array_bytes, from_bytes, in_bytes
 from pallas_kernels.quantize.words import PoolLayout, Words, in_lines
 
@@ -38,7 +38,7 @@ class Bank(NamedTuple):
     pool: int = 0
     first: int = 0
     """Pool that has the bank's matrices, and the number of matrices before them in it, where pages
-    and experts share memory (`shared_pools.py`)."""
+    and experts share memory (`both_roles.py`)."""
 
     @property
     def form(self) -> tuple[int, int]:

@@ -25,19 +25,18 @@ from jaxserve.model.ffn.placement import (
     home_slots,
     replica_table,
 )
-from jaxserve.roles.actions import (
+from jaxserve.roles.compilation import REPLICATED, Program, compile_all
+from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms, bank_arrays
+from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights
+from jaxserve.roles.worker import (
     STORAGE,
     Action,
+    Counted,
     CountExperts,
     FetchExperts,
     MoveExperts,
     ReadExperts,
 )
-from jaxserve.roles.compilation import compile_all
-from jaxserve.roles.expert_moves import Counted
-from jaxserve.roles.expert_programs import NOTHING, Bank, ExpertPrograms, bank_arrays
-from jaxserve.roles.program import REPLICATED, Program
-from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights
 from pallas_kernels.quantize import array_bytes
 
 

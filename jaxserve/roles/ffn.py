@@ -28,11 +28,10 @@ from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, p
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNTemplates
 from jaxserve.model.ffn.exchange import RowBlocks, make_exchanges
-from jaxserve.roles.compilation import Get, compile_steps, hot_call
+from jaxserve.roles.compilation import Get, Program, compile_steps, hot_call
 from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load, bank_arrays
 from jaxserve.roles.expert_slots import ExpertSlots, open_slots
 from jaxserve.roles.layout import Bucket, token_sizes
-from jaxserve.roles.program import Program
 from jaxserve.roles.weights import HeldBlock, LeafSource, RoleWeights, load_progress
 from jaxserve.roles.worker import Passed, Stages, layers_of
 

@@ -1,19 +1,20 @@
 """Computes the bytes that the ffn role takes on each of its devices."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import ModelConfig
+from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.link.dispatch.contract import MOST_MESSAGES
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.ffn.block import FFNTemplates
-from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of
+from jaxserve.model.ffn.traffic import ExchangeMesh, exchange_mesh, exchange_of
 from jaxserve.model.module import TemplateLeaf
-from jaxserve.roles.activations import ffn_activations
-from jaxserve.roles.capacity import RoleBytes, block_bytes, shard_bytes, step_sizes
+from jaxserve.roles.capacity import FP32, RoleBytes, StepSizes, block_bytes, shard_bytes, step_sizes
 from pallas_kernels.quantize import E8M0, FOUR_BITS
 
 ExpertLeaves = Sequence[tuple[TemplateLeaf, NamedSharding]]
@@ -101,3 +102,57 @@ def most_messages(config: ModelConfig, deployment: Deployment, available: int | 
     while count > 1 and pass_activations(config, deployment, count) > room:
         count //= 2
     return count
+
+
+def ffn_activations(
+    step: StepSizes,
+    mesh: ExchangeMesh,
+    dp: int,
+    pieces: int,
+    kinds: Mapping[FFN, bool],
+    domains: int = 1,
+    messages: int = 1,
+) -> int:
+    """Returns the bytes of activations on an ffn device, which sees the rows of all DP groups.
+
+    For every lane of every domain: a message's rows and their answer in transit. For the one layer
+    that runs at a time, over the messages of a pass: all rows packed, unpacked, and the result in
+    FP32; the hidden rows of the dense FFN or shared expert; and for every row and routed expert of
+    it the sorted row, gate, up and hidden values, and the output, with room for an FP32 copy, which
+    accelerators do not make.
+
+    Routing decides at run time how many of these rows belong to a device; in the worst case all do,
+    with the all-to-all, too. An all-to-all also holds results in the model's dtype, the device's
+    own rows sorted, a copy for each rank that they may go to, and the results that come back for
+    them.
+
+    Args:
+      dp: DP groups of a domain.
+      pieces: attention devices.
+      kinds: whether an all-to-all exchanges the rows of a layer's routed experts, by its kind.
+      domains: attention workers whose messages arrive here.
+      messages: messages that a pass runs side by side, padding included.
+    """
+    size, d, packed = step.size, step.d_model, step.packed
+    rows, devices = dp * step.tokens, mesh.ranks * mesh.tensor
+    arriving = -(-rows // pieces) * -(-pieces // devices) * mesh.instances
+    lanes = max(step.lanes * domains, messages) if mesh.split else 1
+    rows *= messages
+    hidden = 2 * FP32 + size
+
+    def layer(spec: FFN, alltoall: bool) -> int:
+        top_k = spec.router.top_k if spec.router else 0
+        apart = top_k > 0 and mesh.shared > 0  # ranks of its own have the shared expert
+        whole = 0 if apart else spec.d_ff
+        held = rows * (packed + d * (size + FP32) + -(-whole // devices) * hidden)
+        if top_k:
+            # The most experts of one row that can all lie on the same device.
+            choices = max(top_k, apart * spec.d_ff // spec.expert_d_ff)
+            routed = d * (2 * size + FP32) + -(-spec.expert_d_ff // mesh.tensor) * hidden
+            held += rows * choices * routed
+            if alltoall:
+                sent = math.ceil(rows * mesh.own) * min(top_k + apart, mesh.ranks)
+                held += rows * d * size + sent * (packed + mesh.tensor * d * size)
+        return held
+
+    return lanes * arriving * (packed + d * size) + max(itertools.starmap(layer, kinds.items()))

@@ -11,10 +11,9 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.roles.attention_programs import AttentionPrograms, Passes, pass_executables
-from jaxserve.roles.compilation import Get, compile_all, compile_steps
+from jaxserve.roles.compilation import Arrays, Get, compile_all, compile_steps
 from jaxserve.roles.drafting import StepEnd, drafting_executables
 from jaxserve.roles.layout import Bucket, deployment_buckets
-from jaxserve.roles.program import Arrays
 from jaxserve.roles.sampling import sampling_executables
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.whole_steps import WholeSteps

@@ -12,68 +12,50 @@ Two lanes need the answer of the turn before at once. A lane alone waits for its
 turn.
 
 Arrays of a program have the same shape on all of its devices. Each device therefore has memory for
-the weights and pages of both roles; on TPUs pages and experts share it (`shared_pools.py`).
+the weights and pages of both roles; on TPUs pages and experts share it (`both_roles.py`).
 Embedding, head and sampler are programs of the attention mesh.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.message import PackedRows
-from jaxserve.mesh import ATTENTION_RULES, FFN_AXES, FFN_RULES, ROLE, Submeshes, cached_sharding
+from jaxserve.mesh import (
+    ATTENTION_RULES,
+    FFN_AXES,
+    FFN_RULES,
+    ROLE,
+    Submeshes,
+    cached_sharding,
+    zeros_of,
+)
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
+from jaxserve.roles.both_roles import Halves, PooledWeights, Run, SharedPools, both_roles_mesh
+from jaxserve.roles.compilation import PIECES, ROWS, Arrays, Get, Program
 from jaxserve.roles.expert_programs import ExpertPrograms, add_load, bank_arrays, stacked_banks
-from jaxserve.roles.lane_steps import all_runs, runs_of
+from jaxserve.roles.expert_slots import open_slots
+from jaxserve.roles.lane_steps import StepPipeline, all_runs, options, runs_of
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import PIECES, ROWS, Arrays, Program
-from jaxserve.roles.shared_pools import Run, SharedPools
-from jaxserve.roles.stacked_layers import StackedLeaves, with_own_pages
+from jaxserve.roles.pipelines import OpenModel
+from jaxserve.roles.sampling import TokenLanes
 from jaxserve.roles.token_programs import StepContext
-
-
-def refusal(deployment: Deployment) -> str:
-    """Returns why one process cannot run the steps of both roles; empty if it can."""
-    attention, ffn = deployment.attention.tp, deployment.ffn.tp
-    if deployment.attention.devices != deployment.ffn.devices or deployment.ffn.instances > 1:
-        return "one process has both roles, which need equally many devices and ffn.instances = 1"
-    reason = f"attention.tp = {attention} and ffn.tp = {ffn}: one must be 1, or both equal"
-    return "" if ffn in (1, attention) or attention == 1 else reason
-
-
-def both_roles_mesh(deployment: Deployment, meshes: Submeshes) -> tuple[Mesh, tuple[str, ...]]:
-    """Returns the devices of both roles as one mesh, and its axes that make up the ffn mesh, major
-    first: the last one divides an expert's d_ff, the others divide the experts.
-
-    The axes after `role` are `ep`, `ffn_tp` and attention's `tp`. Attention's `dp` is the product
-    of the first two.
-
-    Raises:
-      ConfigError: the devices are not CPUs or TPUs, or the roles' meshes have no common axes.
-    """
-    devices = np.array([*meshes.attention.devices.flat, *meshes.ffn.devices.flat])
-    attention, ffn, platform = deployment.attention, deployment.ffn, devices[0].platform
-    whole = f"a {platform} device would hold the weights and pages of both roles"
-    if reason := refusal(deployment) or ("" if platform in ("cpu", "tpu") else whole):
-        advice = "start a process for each role (--processes 2), or take pipeline = layer"
-        raise ConfigError(f"pipeline = step: {reason}; {advice}")
-    sizes = 2, -1, max(1, ffn.tp // attention.tp), attention.tp
-    mesh = Mesh(devices.reshape(sizes), (ROLE, "ep", "ffn_tp", "tp"))
-    axes = ("ep", "tp", "ffn_tp") if ffn.tp == 1 else ("ep", "tp")
-    return mesh, ("ep", "ffn_tp") if attention.tp == 1 else axes
+from jaxserve.roles.weights import RoleWeights, load_progress
+from jaxserve.roles.whole_steps import StackedLeaves, with_own_pages
+from jaxserve.roles.worker import Observer
 
 
 class BothRolesPrograms(AttentionPrograms):
@@ -357,3 +339,88 @@ def _answered(turn: _Turn, lane: int, answer: Array) -> _Turn:
 
 def _of_layer(stack: StackedLeaves, place: Array) -> list[Any]:
     return stack.of_layer({name: leaf[place] for name, leaf in stack.sliced.items()}, place)
+
+
+def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:
+    """Collects the programs of the attention mesh before and after the layers of each bucket's
+    steps: `embedded`, `leave`, and `lane_steps.options`."""
+    makes = BothRolesPrograms.embedded, BothRolesPrograms.leave
+    return {
+        bucket: (*(get(make, bucket.of_tokens) for make in makes), *others)
+        for bucket, others in options(programs, buckets, get).items()
+    }
+
+
+class BothRolesPipeline(StepPipeline):
+    """Runs the steps of all lanes of both roles."""
+
+    _programs: BothRolesPrograms
+    _pooled: PooledWeights | None = None
+
+    def __init__(self, model: OpenModel, deployment: Deployment, observer: Observer | None = None):
+        config, names, meshes, templates, source = model
+        if (count := jax.process_count()) > 1 and not deployment.shares_processes(count):
+            raise ConfigError(f"pipeline = step: each of {count} processes needs both roles")
+        self._programs = programs = BothRolesPrograms(templates, deployment, meshes)
+        self._pages: list[jax.Array] = []
+        with load_progress(source, 2 + 2 * config.all_layers):
+            of_ends = RoleWeights(source, programs.mesh)
+            self._embedding, self._head = of_ends.add_ends(templates, names, ATTENTION_RULES)
+            modules = add_modules(of_ends, templates, names)
+            weights = RoleWeights(source, union := programs.union)
+            if (shared := programs.shared) is not None:
+                self._pooled = weights = PooledWeights(shared, model, union, self._pages)
+            for run in programs.runs:
+                kind, first, stop, *_ = run
+                attention, ffn = names.attention[first:stop], names.ffn[first:stop]
+                block = templates.attention[kind]
+                weights.add("attention", block, attention, ATTENTION_RULES, first)
+                if self._pooled is not None and kind.ffn.router:
+                    self._pooled.add_experts(run, programs.rules)
+                else:
+                    weights.add("ffn", templates.ffn[kind.ffn], ffn, programs.rules, first)
+        weights.held += of_ends.held
+        self._compile(programs, ends, self._embedding, self._head, modules)
+        self._halves = Halves(programs.mesh, programs.union, programs.sharding(ROWS))
+        slots = open_slots(programs.experts, programs.banks, weights, names, source)
+        super().__init__(deployment.lanes, weights, slots, observer)
+
+    def renew(self) -> bool:
+        """See `WholeSteps`. In pools a lost step has destroyed the experts as well: they are
+        loaded again, where the latest moves have put them."""
+        if self._pooled is not None:
+            placements = {} if self.slots is None else self.slots.placements
+            self._pooled.renew(self._programs.rules, placements)
+        return super().renew()
+
+    def _clear(self) -> None:
+        super()._clear()
+        programs, pools = self._programs, [] if self._pooled is None else self._pooled.halves
+        self._pages.clear()  # the old ones are free before there are new ones
+        self._pages += map(self._halves.with_empty, pools, programs.pages)
+        self._pages += zeros_of(programs.pages[len(pools) :])
+        pools.clear()
+        self._tokens = TokenLanes(programs, self._head)
+
+    def _own_pages(self) -> list[jax.Array]:
+        # A program that a half is donated to takes the whole arrays along.
+        self._apart = [self._halves.apart(array) for array in self._pages]
+        specs = (array.sharding.spec for array in self._programs.all_pages)
+        return [*map(self._halves.taken, self._pages, specs)]
+
+    def _set_pages(self, pages: Sequence[jax.Array]) -> None:
+        kinds = zip(pages, self._apart, self._programs.pages, strict=True)
+        self._pages[:] = [self._halves.joined(*each) for each in kinds]
+
+    def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
+        embedded, leave, *_ = self._ends[bucket]
+        begun = [(*embedded(last, batch, *self._embedding), table) for last, batch, table in steps]
+        streams = self._layers(bucket, 0, begun)
+        lanes = zip(streams, steps, strict=True)
+        return [(tuple(leave(*x, *step[:2], *self._head)), x) for x, step in lanes]
+
+    def _layers(self, bucket: Bucket, module: int, steps: Sequence[Arrays]) -> list[Arrays]:
+        step, leaves = self.executables[bucket, len(steps), module], sum(self._weights.blocks, ())
+        made = step(*map(self._halves.spread, itertools.chain(*steps)), *self._state, *leaves)
+        self._keep(made[len(steps) :])
+        return [(self._halves.taken(x, ROWS),) for x in made[: len(steps)]]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Num
 
 from jaxserve.config.formats import FormatName
 from jaxserve.model.attention.kv_cache import Entry, PagePool, row_arrays
-from jaxserve.roles.program import PIECES, Arrays, Program
+from jaxserve.roles.compilation import PIECES, Arrays, Program
 from jaxserve.roles.token_programs import TokenPrograms
 from pallas_kernels.quantize.words import Words
 

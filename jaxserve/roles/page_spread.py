@@ -2,7 +2,7 @@
 
 A pages link has one end a worker, and its host memory is that of one process: the leading one. The
 mesh's own collectives bring pieces together there, and spread pieces from there. Every process
-therefore takes part in every piece, at the same place between the same steps (`actions.py`). The
+therefore takes part in every piece, at the same place between the same steps (`worker.py`). The
 link's other end does not know this. Entries in the format of another worker's cache are converted
 on arrival.
 """
@@ -19,13 +19,12 @@ from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.model.attention.kv_cache import Entry
 from jaxserve.model.quant.rows import has_scales, storage
-from jaxserve.roles.actions import PageOrder, ReadPages, WritePages
-from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.compilation import PIECES, REPLICATED, Arrays, Program, compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
-from jaxserve.roles.program import PIECES, REPLICATED, Arrays, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
+from jaxserve.roles.worker import PageOrder, ReadPages, WritePages
 from pallas_kernels.quantize import as_bits, from_bits
 from pallas_kernels.quantize.api import quantize_rows
 

@@ -19,10 +19,9 @@ from jaxserve.config.formats import FormatName
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
-from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.compilation import PIECES, ROWS, Program, compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey, PagePrograms
-from jaxserve.roles.program import PIECES, ROWS, Program
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 Pages = Sequence[jax.Array]

@@ -14,12 +14,12 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.link.dispatch.shards import Assemble, fast_shards
 from jaxserve.mesh import ATTENTION_RULES, zeros_of
 from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
-from jaxserve.roles.compilation import compile_all
+from jaxserve.roles.compilation import Arrays, compile_all
 from jaxserve.roles.expert_slots import open_slots
 from jaxserve.roles.lane_steps import StepPipeline, all_runs, dispatches, options
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.pipelines import OpenModel
-from jaxserve.roles.program import Arrays
+from jaxserve.roles.sampling import TokenLanes
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.step_programs import (
     AttentionStepPrograms,
@@ -27,7 +27,6 @@ from jaxserve.roles.step_programs import (
     Union,
     exchanges_digest,
 )
-from jaxserve.roles.token_lanes import TokenLanes
 from jaxserve.roles.weights import RoleWeights, load_progress
 from jaxserve.roles.worker import Observer, Passed, modules_of
 

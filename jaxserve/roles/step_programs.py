@@ -55,6 +55,7 @@ from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.exchange import make_exchanges
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
+from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Program
 from jaxserve.roles.expert_programs import (
     Bank,
     ExpertPrograms,
@@ -65,9 +66,8 @@ from jaxserve.roles.expert_programs import (
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.lane_steps import Dispatch, all_runs, runs_of
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.program import REPLICATED, ROWS, Arrays, Program
-from jaxserve.roles.stacked_layers import StackedLeaves, scanned, with_own_pages
 from jaxserve.roles.token_programs import StepContext
+from jaxserve.roles.whole_steps import StackedLeaves, scanned, with_own_pages
 from pallas_kernels.permute_order import permutes
 
 STAGES = 3

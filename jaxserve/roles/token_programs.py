@@ -23,10 +23,9 @@ from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
 from jaxserve.model.sampler import SamplerState, sample_and_largest
-from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED, BatchLayout
+from jaxserve.roles.compilation import ROWS
 from jaxserve.roles.layout import NO_TOKEN, Bucket
-from jaxserve.roles.program import ROWS
-from jaxserve.roles.step_arrays import LaneState
+from jaxserve.roles.step_arrays import FROM_DEVICE, REJECTED, BatchLayout, LaneState
 from jaxserve.roles.step_plan import StepPlan
 from pallas_kernels.quantize.words import PoolLayout
 
@@ -43,7 +42,7 @@ class TokenPrograms:
 
     Attributes:
       stacked: whether an array of `all_pages` has the pages of all layers of its pool, or of one.
-      shared: where page arrays lie in pools of other shapes (`shared_pools.py`); None: nowhere.
+      shared: where page arrays lie in pools of other shapes (`both_roles.py`); None: nowhere.
     """
 
     stacked = True

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.roles.batch_layout import BatchLayout
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.step_arrays import BatchLayout
 from jaxserve.roles.step_plan import NewSequence, RowOptions, StepPlan
 from jaxserve.roles.written_steps import SequenceRow
 

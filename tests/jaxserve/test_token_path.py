@@ -19,8 +19,8 @@ import pytest
 from jaxserve.fleet.assembly import open_model
 from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
+from jaxserve.roles.compilation import Program
 from jaxserve.roles.ffn import FFNPrograms
-from jaxserve.roles.program import Program
 from tests.jaxserve import layouts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -119,7 +119,7 @@ def exchanged_rows(
     """Runs a ragged all-to-all into a new array; rows that no device sends have any value.
 
     XLA's GPU kernel waits for rows of every device on other hosts and skips devices without any
-    (`roles/program.py`). On GPUs a device without rows for another one therefore sends one
+    (`roles/compilation.py`). On GPUs a device without rows for another one therefore sends one
     row into the last row of the result, which must be free then (`spare_rows`).
 
     Args:

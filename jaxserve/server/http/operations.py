@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.rolling import FleetProposal, WorkerStatus
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 from jaxserve.observe.load import EngineLoad
-from jaxserve.roles.expert_moves import Proposal
+from jaxserve.roles.worker import Proposal
 from jaxserve.server.access import is_loopback
 from jaxserve.server.http.errors import HttpError
 from jaxserve.server.http.exchange import HttpExchange

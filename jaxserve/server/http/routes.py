@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from jaxserve.fleet.rolling import WorkerStatus
-from jaxserve.roles.expert_moves import Proposal
+from jaxserve.roles.worker import Proposal
 from jaxserve.server.http import information, live, operations, requests, responses
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions

@@ -24,8 +24,8 @@ from jaxserve.fleet.assembly import Options, open_engine
 from jaxserve.fleet.ffn_runtime import open_ffn
 from jaxserve.link.pages.frames import pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
-from jaxserve.roles.actions import ReadPages, WritePages
 from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.worker import ReadPages, WritePages
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.hand_offs import (

@@ -5,8 +5,8 @@ from jaxserve.engine.outputs import StepOutputs, step_result
 from jaxserve.engine.prefix_cache import PageKeys
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.sequence import Sequence, token_array
-from jaxserve.roles.batch_layout import REJECTED
 from jaxserve.roles.layout import Bucket
+from jaxserve.roles.step_arrays import REJECTED
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
 

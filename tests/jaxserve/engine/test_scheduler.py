@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import InvalidRequestError, OverloadedError
-from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.written_steps import SequenceRow
 from tests import golden
 from tests.jaxserve.engine.step_plans import (

@@ -7,8 +7,8 @@ import pytest
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import TokenLogprobs, TokenOutput
 from jaxserve.errors import InvalidRequestError
-from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED
 from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.step_arrays import FROM_DEVICE, REJECTED
 from tests import golden
 from tests.jaxserve.engine.step_plans import in_pool, make_scheduler, news, row, sampled
 from tests.jaxserve.engine.step_plans import make_request as request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from tests.jaxserve.engine.step_plans import (
     FullScheduler,
     in_pool,

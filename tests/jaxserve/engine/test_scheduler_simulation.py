@@ -23,8 +23,8 @@ from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.sizes import SchedulerSizes
 from jaxserve.engine.stepper import PREFILL_PARAMS
-from jaxserve.roles.batch_layout import FROM_DEVICE, REJECTED
 from jaxserve.roles.layout import NO_TOKEN
+from jaxserve.roles.step_arrays import FROM_DEVICE, REJECTED
 from jaxserve.roles.written_steps import SequenceRow
 from tests.jaxserve.engine.step_plans import FullScheduler
 from tests.jaxserve.full_steps import FullStep

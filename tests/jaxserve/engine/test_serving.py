@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.assembly import open_engine
-from jaxserve.roles.program import Program
+from jaxserve.roles.compilation import Program
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector, ask
 from tests.jaxserve.waiting import until

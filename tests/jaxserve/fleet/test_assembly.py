@@ -10,8 +10,8 @@ from jaxserve.engine.runtime import warm_up, warm_up_plans
 from jaxserve.errors import CheckpointError, ConfigError, MemoryTakenError, exit_code
 from jaxserve.fleet.assembly import build_runtime, open_engine
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.layout import Bucket, deployment_buckets
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from tests import golden
 from tests.jaxserve import layouts
 
@@ -24,7 +24,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         def never(*arguments, **options):
             raise AssertionError("too late")
 
-        monkeypatch.setattr("jaxserve.roles.program.Program.compile", never)
+        monkeypatch.setattr("jaxserve.roles.compilation.Program.compile", never)
         monkeypatch.setattr("jaxserve.checkpoint.hf.HFCheckpoint.leaves", never)
 
     def test_too_few_devices(self, tiny_model):
@@ -58,7 +58,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         ],
     )
     def test_the_memory_that_devices_report(self, tiny_model, limit, refused, message, monkeypatch):
-        monkeypatch.setattr("jaxserve.roles.host_resources.memory_limit", lambda device: limit)
+        monkeypatch.setattr("jaxserve.roles.capacity.memory_limit", lambda device: limit)
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, {}))
 
@@ -67,7 +67,7 @@ class TestErrorsBeforeAnythingIsLoaded:
         self, tiny_model, overrides, free, message, monkeypatch
     ):
         """Unless the deployment says what they may use."""
-        monkeypatch.setattr("jaxserve.roles.host_resources.free_host_memory", lambda: free)
+        monkeypatch.setattr("jaxserve.roles.capacity.free_host_memory", lambda: free)
         refused = ConfigError if message != "too late" else AssertionError
         with pytest.raises(refused, match=message):
             build_runtime(layouts.deployment(tiny_model, overrides))
@@ -77,8 +77,8 @@ class TestErrorsBeforeAnythingIsLoaded:
     )
     def test_memory_that_others_have(self, tiny_model, whole, refused, monkeypatch):
         """A later start may find it free; what the host has not it will never have."""
-        monkeypatch.setattr("jaxserve.roles.host_resources.free_host_memory", lambda: 10**6)
-        monkeypatch.setattr("jaxserve.roles.host_resources.whole_host_memory", lambda: whole)
+        monkeypatch.setattr("jaxserve.roles.capacity.free_host_memory", lambda: 10**6)
+        monkeypatch.setattr("jaxserve.roles.capacity.whole_host_memory", lambda: whole)
         with pytest.raises(ConfigError, match=r"of 0\.0003 GB \(reported") as error:
             build_runtime(layouts.deployment(tiny_model, {}))
         assert type(error.value) is refused

@@ -12,9 +12,9 @@ from jaxserve.fleet.remote_experts import RemoteExperts
 from jaxserve.link.remote.batching import Turns
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.observe.view import FFNWorkerView
-from jaxserve.roles.actions import MoveExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts
 from jaxserve.roles.expert_view import ExpertView
+from jaxserve.roles.worker import MoveExperts
 from tests.jaxserve.waiting import until
 
 SIZES = SlotSizes(4, 2, 1)

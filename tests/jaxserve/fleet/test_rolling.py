@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import rolling
-from jaxserve.roles.expert_moves import Proposal
+from jaxserve.roles.worker import Proposal
 from tests.jaxserve.fleet.fake_worker import FakeWorker
 from tests.jaxserve.fleet.test_router import LONG, Rig, rig
 from tests.jaxserve.waiting import until

@@ -15,7 +15,7 @@ from jaxserve.mesh import AbstractSubmeshes, Submeshes
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.ffn.block import check_ffn, expert_rows
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.batch_layout import FROM_DEVICE
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from pallas_kernels.lookup import from_blocks
 from tests import golden

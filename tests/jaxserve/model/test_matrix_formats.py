@@ -14,7 +14,7 @@ from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.pipelines import role_bytes
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.opened import Opened

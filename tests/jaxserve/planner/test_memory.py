@@ -15,7 +15,7 @@ from jaxserve.planner.layout_keys import sized_keys, usable
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.memory import Memory, largest
 from jaxserve.planner.search import Searcher
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.pipelines import role_bytes
 from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H800, layout
 

@@ -5,7 +5,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.models import load_model, model_config
-from jaxserve.roles.parameters import attention_cost, count_parameters
+from jaxserve.roles.sizing import attention_cost, count_parameters
 from tests import golden
 
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from jaxserve.observe.probe import Probe
-from jaxserve.roles.actions import CountExperts
 from jaxserve.roles.attention import Cell, Workers
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.schedule import Rotation
-from jaxserve.roles.worker import Passed
+from jaxserve.roles.worker import CountExperts, Passed
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve import layouts
 from tests.reference.step3_numpy import Step3Numpy

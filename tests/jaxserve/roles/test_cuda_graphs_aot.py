@@ -61,7 +61,7 @@ def compiled(*case):
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]
     assert not BLOCKS_THE_HOST & set(found), found
-    assert "CommandBuffer" not in found  # no address stays: see `roles/program.py`
+    assert "CommandBuffer" not in found  # no address stays: see `roles/compilation.py`
     assert len([kind for kind in found if kind in LAUNCHES]) <= most, found
 
 

@@ -11,9 +11,15 @@ from jaxserve.config.sections import Experts
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.placement import SlotSizes, home_slots
 from jaxserve.roles import expert_balancer
-from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.expert_balancer import ExpertBalancer, ExpertFacts, imbalance, propose
-from jaxserve.roles.expert_moves import Counted
+from jaxserve.roles.worker import (
+    STORAGE,
+    Counted,
+    CountExperts,
+    FetchExperts,
+    MoveExperts,
+    ReadExperts,
+)
 from tests.jaxserve.waiting import Clock, until
 
 SIZES = SlotSizes(8, 4, 1)

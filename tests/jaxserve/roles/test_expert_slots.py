@@ -17,11 +17,11 @@ from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.errors import EngineFailedError
 from jaxserve.model.ffn.move_rounds import aligned, plan_rounds
 from jaxserve.model.ffn.placement import EMPTY, home_slots
-from jaxserve.roles.actions import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from jaxserve.roles.colocated import ColocatedPrograms, ColocatedWeights
 from jaxserve.roles.expert_slots import counts_of_ranks, open_slots
 from jaxserve.roles.ffn import FFNPrograms, FFNWeights
 from jaxserve.roles.held_weights import HeldWeights
+from jaxserve.roles.worker import STORAGE, CountExperts, FetchExperts, MoveExperts, ReadExperts
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.test_peer import from_peers, serving
 from tests.jaxserve.model.ffn.test_placement import random_placement

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.fleet.assembly import build_runtime
-from jaxserve.roles.batch_layout import REJECTED
+from jaxserve.roles.step_arrays import REJECTED
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve import layouts
 from tests.reference.decoder_numpy import DecoderNumpy

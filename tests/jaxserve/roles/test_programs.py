@@ -10,7 +10,7 @@ from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.stacked_layers import StackedLeaves
+from jaxserve.roles.whole_steps import StackedLeaves
 from pallas_kernels.norm_quantize import rms_norm_quantize
 from pallas_kernels.quantize import StackEntry
 from pallas_kernels.target import Target, use_target

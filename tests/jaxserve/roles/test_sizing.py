@@ -14,7 +14,7 @@ from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import Sizing
 from jaxserve.roles.capacity import check_capacity
-from jaxserve.roles.role_bytes import role_bytes
+from jaxserve.roles.pipelines import role_bytes
 from jaxserve.roles.sizing import UsableDevices
 from tests import golden
 

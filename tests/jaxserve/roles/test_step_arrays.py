@@ -4,9 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.roles.batch_layout import FROM_DEVICE, BatchLayout, RulesLayout
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_arrays import LaneState, rules_array, targets_array
+from jaxserve.roles.step_arrays import (
+    FROM_DEVICE,
+    BatchLayout,
+    LaneState,
+    RulesLayout,
+    rules_array,
+    targets_array,
+)
 from jaxserve.roles.step_plan import NewSequence, SlotRules, StepPlan, words
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 from tests.jaxserve.roles.test_step_plan import PLAN
@@ -150,3 +156,22 @@ def test_targets_lie_where_their_tokens_do():
     ]
     plan = plan_of_rows(0, 0, Bucket(8, 1), [rows, []], slots=3)
     assert targets_array(plan, groups=2, slots=3).tolist() == [[0, 0, 4, 5, 0, 7, 8, 0], [0] * 8]
+
+
+def test_fields_of_modules_come_last():
+    """3 tokens, 2 slots; the order of the others is that of `test_step_arrays.py`."""
+    layout = BatchLayout(3, 2, modules=3)
+    assert layout.width == 3 + 3 + 2 * 7 + 2 * 3
+    assert layout.fields(np.arange(layout.width))["upcoming"].tolist() == [20, 21, 22, 23, 24, 25]
+
+
+def test_rules_in_order():
+    """A vocabulary of 70 tokens: bitmasks of three words."""
+    layout = RulesLayout(70)
+    assert layout.width == 7 + 2 * 384 + 2 * 3
+    fields = layout.fields(np.arange(2 * layout.width).reshape(2, -1))
+    assert fields["temperature"].tolist() == [[0], [781]]
+    assert fields["masked"].tolist() == [[6], [787]]
+    assert fields["token_ids"].shape == fields["biases"].shape == (2, 384)
+    assert fields["allowed"][0].tolist() == [775, 776, 777]
+    assert fields["prompt"][0].tolist() == [778, 779, 780]

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from jaxserve.roles.batch_layout import FROM_DEVICE
 from jaxserve.roles.layout import Bucket, StepLoad
+from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules, StepPlan
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 

@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.roles import sampling
-from jaxserve.roles.batch_layout import REJECTED, BatchLayout
 from jaxserve.roles.layout import Bucket
-from jaxserve.roles.step_arrays import LaneState, rules_array
+from jaxserve.roles.step_arrays import REJECTED, BatchLayout, LaneState, rules_array
 from jaxserve.roles.step_plan import SlotRules
 from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows

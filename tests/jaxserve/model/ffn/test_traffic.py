@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from jaxserve.commands.checking import describe_exchange
 from jaxserve.config.deployment import Deployment, FFNRole, Link
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.block import check_ffn
@@ -21,7 +22,6 @@ from jaxserve.model.ffn.traffic import (
     reach,
 )
 from jaxserve.model.row_width import RowBytes, row_bytes
-from jaxserve.roles.capacity_report import describe_exchange
 from tests import golden
 from tests.jaxserve.roles.test_capacity import load
 

@@ -14,7 +14,7 @@ from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import has_key, keyed_id
 from jaxserve.fleet.rolling import Rolling, WorkerStatus
-from jaxserve.roles.expert_moves import Proposal
+from jaxserve.roles.worker import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.roles.link_load import check_link, link_load
+from jaxserve.planner.link_load import check_link, link_load
 from tests.jaxserve.roles.test_capacity import load
 
 

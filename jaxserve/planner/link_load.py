@@ -1,6 +1,6 @@
 """Computes the bytes that cross between an attention runtime and an ffn runtime in a step, and the
 least time that the link takes for them. `serve --check`, `plan simulate` and the plans that are
-written refuse by it; needs no device."""
+written refuse by it."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,7 +9,6 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.link.dispatch.message import answer_format, message_formats
 from jaxserve.link.dispatch.route import Route
 
 
@@ -52,6 +51,8 @@ def link_load(
     transport = deployment.topology.transport
     if transport is None or not transport.gb_per_second or gb_per_second == 0:
         return None
+    from jaxserve.link.dispatch.message import answer_format, message_formats  # imports JAX
+
     contract = Contract.of(config, deployment)
     messages, answer = message_formats(contract), answer_format(contract)
     widths = [messages[kind].width * messages[kind].word.itemsize for kind in contract.layers]
