@@ -287,7 +287,7 @@ def test_a_process_does_not_reach_what_only_others_run() -> None:
 
 
 def test_a_router_reaches_no_scheduler() -> None:
-    engine = {"scheduler", "admission", "dp_group", "lane_slots", "prefix_cache"}
+    engine = {"scheduler", "admission", "dp_group", "lane_slots", "pages"}
     assert not {f"jaxserve.engine.{module}" for module in engine} & set(reach("router"))
 
 

@@ -33,7 +33,7 @@ from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.runtime import freeze
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.link.session.messages import encode
 from jaxserve.roles.step_arrays import LaneState

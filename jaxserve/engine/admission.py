@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
-from jaxserve.engine.prefix_cache import PageNode
+from jaxserve.engine.pages import PageNode
 from jaxserve.engine.request import Request
 from jaxserve.engine.sequence import Sequence
 from jaxserve.link.pages.source import PagesSource

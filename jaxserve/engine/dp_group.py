@@ -12,10 +12,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
-from jaxserve.engine.pages import NO_PAGE, PageAllocator, RingPool
-from jaxserve.engine.prefix_cache import PageNode, PrefixCache
-from jaxserve.engine.sequence import Home, Sequence
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.pages import NO_PAGE, PageAllocator, PageNode, PrefixCache, RingPool
+from jaxserve.engine.sequence import Home, SchedulerSizes, Sequence
 from jaxserve.roles.layout import pages_for
 
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes, Sequence
 from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import RowOptions, SaidTokens, StepPlan, words
 

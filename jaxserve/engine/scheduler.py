@@ -43,10 +43,9 @@ from jaxserve.engine.admission import AdmissionQueue, Fetches
 from jaxserve.engine.dp_group import DPGroup, check_lanes, queue_integrity
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
 from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
-from jaxserve.engine.prefix_cache import PageKeys
+from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
-from jaxserve.engine.sequence import RequestRules, Sequence, token_array
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import RequestRules, SchedulerSizes, Sequence, token_array
 from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.observe.load import DraftCounts

@@ -17,8 +17,7 @@ import numpy as np
 from jaxserve.engine.admission import rank
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes, Sequence
 
 ENOUGH = 8
 """Steps of a size, with or without drafts, measured before the two are compared."""

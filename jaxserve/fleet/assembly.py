@@ -240,7 +240,7 @@ def make_engine(
     """
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.scheduler import Scheduler
-    from jaxserve.engine.sizes import SchedulerSizes
+    from jaxserve.engine.sequence import SchedulerSizes
     from jaxserve.model.attention.kv_cache import largest_window, ring_pages
     from jaxserve.observe.probe import Probe
     from jaxserve.observe.watch import Watch

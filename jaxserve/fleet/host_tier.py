@@ -19,14 +19,12 @@ from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
-from jaxserve.engine.bucket_pages import BucketPages
-from jaxserve.engine.disk_pages import DiskPages
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import Loop
-from jaxserve.engine.page_tier import PageTier, page_sizes
+from jaxserve.engine.page_stores import BucketPages, DiskPages
+from jaxserve.engine.page_tier import PageTier, TieredCache, TierFetches, page_sizes
 from jaxserve.engine.runtime import Driver
 from jaxserve.engine.stepper import HandOffs, Post
-from jaxserve.engine.tiered_cache import TieredCache, TierFetches
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
 from jaxserve.roles.capacity import free_host_memory

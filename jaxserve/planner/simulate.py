@@ -27,7 +27,7 @@ from jaxserve.engine.loop import Await, Enqueue, Loop
 from jaxserve.engine.outputs import StepOutputs, StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.errors import ConfigError
 from jaxserve.observe.spans import Span
 from jaxserve.planner.demand import Lengths

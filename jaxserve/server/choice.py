@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import Server
-from jaxserve.engine.interface import StepLoop
 from jaxserve.fleet.worker_port import WorkerPort
 from jaxserve.server.access import Access
 from jaxserve.server.face_processes import FaceProcesses
@@ -19,6 +18,7 @@ from jaxserve.server.http.routes import ADMIN_ENDPOINTS, METRICS, PROBES
 from jaxserve.server.http.server import HttpServer
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.tracing import Tracing
+from jaxserve.text.output import StepLoop
 
 LAST_ANSWERS_SECONDS = 5.0
 

@@ -26,7 +26,6 @@ import msgspec
 from jaxserve.checkpoint.fingerprint import model_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.fleet_sections import Fleet, Prefill
-from jaxserve.engine.interface import TokenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import TOKEN_VARIABLE
 from jaxserve.fleet.request_frames import GrammarOf
@@ -41,6 +40,7 @@ from jaxserve.server.metrics import Metrics
 from jaxserve.server.shedding import shedding
 from jaxserve.server.tracing import Tracing
 from jaxserve.storage.mirror import local_folder
+from jaxserve.text.output import TokenEngine
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 

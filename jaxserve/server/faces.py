@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.config.deployment import Server
-from jaxserve.engine.interface import TokenEngine
 from jaxserve.errors import CheckpointError
 from jaxserve.server.access import Access
 from jaxserve.server.front_end import LiveRequests
@@ -23,6 +22,7 @@ from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import Observer, TextGenerator
+from jaxserve.text.output import TokenEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

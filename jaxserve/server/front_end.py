@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from jaxserve.engine.interface import StepLoop, TokenEngine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import (
     DrainingError,
@@ -32,7 +31,7 @@ from jaxserve.server.structured_outputs import FIELD
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.generation import Generation
 from jaxserve.text.generator import SHORT_PROMPT, TextGenerator
-from jaxserve.text.output import GenerationOutput
+from jaxserve.text.output import GenerationOutput, StepLoop, TokenEngine
 
 TOKENISING_THREADS = 2
 SUBMITTING_THREADS = 16

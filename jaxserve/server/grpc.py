@@ -11,7 +11,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.config.sections import Server
-from jaxserve.engine.interface import StepLoop
 from jaxserve.errors import ConfigError
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, FrontEnd
@@ -23,6 +22,7 @@ from jaxserve.server.rpc import SERVICE, inference_handlers
 from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.generator import TextGenerator
+from jaxserve.text.output import StepLoop
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

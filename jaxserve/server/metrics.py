@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from jaxserve.engine.interface import StepLoop, TokenEngine
 from jaxserve.engine.request import SamplingParams
 from jaxserve.progress import advances
 from jaxserve.server.engine_metrics import LABEL, PREFIX, EngineCollector
-from jaxserve.text.output import GenerationOutput
+from jaxserve.text.output import GenerationOutput, StepLoop, TokenEngine
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)

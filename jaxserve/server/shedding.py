@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import PATIENCE, SamplingParams, TokenOutput
 from jaxserve.errors import OverloadedError
 from jaxserve.observe.load import EngineLoad
+from jaxserve.text.output import TokenEngine
 
 SAMPLE_SECONDS = 0.05
 """A count of waiting requests is as old at most when a request was taken up."""

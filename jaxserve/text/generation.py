@@ -12,10 +12,9 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.output import GenerationOutput
+from jaxserve.text.output import GenerationOutput, TokenEngine
 from jaxserve.text.tokenizer import IncrementalDetokenizer, StopMatcher
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
-from jaxserve.engine.interface import TokenEngine
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenOutput, checked_ids
 from jaxserve.errors import DrainingError, InvalidRequestError
 from jaxserve.text.generation import (
@@ -21,7 +20,7 @@ from jaxserve.text.generation import (
     checked_request_id,
     new_request_id,
 )
-from jaxserve.text.output import GenerationOutput, joined
+from jaxserve.text.output import GenerationOutput, TokenEngine, joined
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import MISSING

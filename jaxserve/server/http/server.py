@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.config.sections import Server
-from jaxserve.engine.interface import StepLoop
 from jaxserve.server.access import Access, check_bind
 from jaxserve.server.front_end import MAX_PENDING_TOKENS, LiveRequests
 from jaxserve.server.http.app import App
@@ -30,6 +29,7 @@ from jaxserve.server.stream import MESSAGES_A_SECOND
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.generator import TextGenerator
+from jaxserve.text.output import StepLoop
 
 CORS_SECONDS = 600
 """How long a browser may remember that it may call."""

@@ -16,7 +16,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.roles.sampling import Finished
 from jaxserve.roles.step_plan import StepPlan
 from tests.conftest import REPOSITORY

@@ -6,7 +6,7 @@ import numpy as np
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan

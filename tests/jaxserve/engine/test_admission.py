@@ -1,9 +1,8 @@
 from jaxserve.engine.admission import GroupLoad, choose_domain
 from jaxserve.engine.dp_group import DPGroup
 from jaxserve.engine.lane_slots import LaneSlots
-from jaxserve.engine.prefix_cache import PageKeys
-from jaxserve.engine.sequence import Sequence, token_array
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.pages import PageKeys
+from jaxserve.engine.sequence import SchedulerSizes, Sequence, token_array
 from tests.jaxserve.engine.step_plans import make_request, make_scheduler
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from jaxserve.engine.hand_off import LinkedHandOffs
 from jaxserve.engine.loop import Loop
-from jaxserve.engine.prefix_cache import PageKeys
+from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import InvalidRequestError

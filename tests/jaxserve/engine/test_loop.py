@@ -8,7 +8,7 @@ from jaxserve.engine.loop import Await, Enqueue, Idle, Loop
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.errors import EngineFailedError, OverloadedError
 from tests.jaxserve.waiting import Clock
 

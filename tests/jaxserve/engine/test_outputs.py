@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.outputs import StepOutputs, step_result
-from jaxserve.engine.prefix_cache import PageKeys
+from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.engine.sequence import Sequence, token_array
 from jaxserve.roles.layout import Bucket

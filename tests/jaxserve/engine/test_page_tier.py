@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine import page_tier
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.host_pages import HostPages, PageName, page_names
+from jaxserve.engine.page_stores import HostPages, PageName, page_names
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.sequence import token_array
 from jaxserve.errors import ConfigError

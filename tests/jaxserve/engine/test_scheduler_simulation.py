@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
-from jaxserve.engine.sizes import SchedulerSizes
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.engine.stepper import PREFILL_PARAMS
 from jaxserve.roles.layout import NO_TOKEN
 from jaxserve.roles.step_arrays import FROM_DEVICE, REJECTED

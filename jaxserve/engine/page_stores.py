@@ -1,29 +1,136 @@
-"""KV pages in a folder, the tier below host memory (`cache.storage`).
+"""Stores of KV pages below the device: host memory, and a folder or bucket (`cache.storage`).
 
-A file holds one page. Its name says what the page's entries depend on: the model's weights and
-formats, the salt, and all tokens up to the page's last one. So a page is found again after a
-restart, and by every worker that has the folder. Files appear whole (`write_whole`) and begin with
-a checksum of their name and content; a file whose checksum is wrong is deleted. Workers need no
-lock: two that write the same page write the same bytes, and a file may vanish at any time.
+`page_tier.py` asks on the engine's thread. Pages in host memory (`HostPages`) are found by keys;
+this is the bookkeeping, which copies nothing: another thread fills `HostPage.rows` in.
 
-`page_tier.py` asks on the engine's thread, which touches no file: it sees a set of names. One
-thread here writes, lists and deletes. A few read, and their callers wait for a limited time.
+A file of a folder holds one page. Its name says what the page's entries depend on: the model's
+weights and formats, the salt, and all tokens up to the page's last one. So a page is found again
+after a restart, and by every worker that has the folder. Files appear whole (`write_whole`) and
+begin with a checksum of their name and content; a file whose checksum is wrong is deleted. Workers
+need no lock: two that write the same page write the same bytes, and a file may vanish at any time.
+The engine's thread touches no file: it sees a set of names. One thread here writes, lists and
+deletes. A few read, and their callers wait for a limited time.
+
+An object in a bucket (`BucketPages`) is what a file is in a folder, for all workers that may read
+it. A bucket does not tell when an object was last used, so none is deleted for room: that is left
+to the bucket's own rules. Requests have a short deadline: a page that comes late is of no use.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from jaxserve.engine.host_pages import HostPage, PageName
 from jaxserve.errors import CheckpointError
+from jaxserve.roles.page_programs import PagePrograms
+from jaxserve.storage.bucket import ByteSpan, StorageBucket
 from jaxserve.storage.files import write_whole
+
+
+class PageName(NamedTuple):
+    """Name of a page: what its KV entries depend on."""
+
+    key: bytes
+    """Digest of the salt and of all tokens up to the page's last one."""
+    root: bytes
+    """Digest of the salt and the first page's tokens, common to everything that continues it."""
+    ring: bool = False
+    """True if its ring page belongs to it: the entries of layers with a window, or the state behind
+    the page."""
+
+    @property
+    def with_ring(self) -> "PageName":
+        """Name of the same page together with its ring page."""
+        key = hashlib.blake2b(self.key, digest_size=24).digest()
+        return self._replace(key=key, ring=True)
+
+
+def page_names(
+    salt: bytes, keys: Iterable[bytes], before: PageName | None = None
+) -> list[PageName]:
+    """Returns the names of successive pages.
+
+    Args:
+      salt: of the sequence; see `PageKeys`.
+      keys: the pages' tokens, as in `PageKeys`.
+      before: name of the page before the first key; None: the pages begin the sequence.
+    """
+    names = []
+    for key in keys:
+        above = before.key if before else hashlib.blake2b(salt, digest_size=24).digest()
+        digest = hashlib.blake2b(above + key, digest_size=24).digest()
+        before = PageName(digest, before.root if before else digest)
+        names.append(before)
+    return names
+
+
+class HostPage:
+    """A page in the store.
+
+    Attributes:
+      name: its name.
+      size: bytes that it counts.
+      rows: KV entries of all layers and heads as bytes; None before they have arrived, and for good
+        if they were lost on the way.
+    """
+
+    __slots__ = ("name", "rows", "size")
+
+    def __init__(self, name: PageName, size: int):
+        self.name, self.size = name, size
+        self.rows: np.ndarray | None = None
+
+
+class HostPages:
+    """The pages that are in host memory; the least recently used ones leave first.
+
+    Args:
+      most: bytes that fit.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.held = most, 0
+        """Bytes that fit, and bytes that are here."""
+        self._pages: OrderedDict[bytes, HostPage] = OrderedDict()
+
+    def get(self, name: PageName) -> HostPage | None:
+        """Returns a page and makes it the most recently used one; None if it is not here."""
+        page = self._pages.get(name.key)
+        if page is not None:
+            self._pages.move_to_end(name.key)
+        return page
+
+    def add(self, name: PageName, size: int) -> HostPage:
+        """Adds a page that is not here, without rows; pages used longest ago leave for it."""
+        page = self._pages[name.key] = HostPage(name, size)
+        self.held += size
+        while self.held > self.most:
+            self.discard(next(iter(self._pages.values())))
+        return page
+
+    def discard(self, page: HostPage) -> None:
+        """Removes a page, unless it has left or another has taken its place."""
+        if self._pages.get(page.name.key) is page:
+            del self._pages[page.name.key]
+            self.held -= page.size
+
+    def forget(self, root: bytes | None = None) -> None:
+        """Removes the pages that continue a first page; None: all."""
+        for page in [*self._pages.values()]:
+            if root is None or page.name.root == root:
+                self.discard(page)
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +150,7 @@ READ_SECONDS = 10.0
 
 
 class DiskPages:
-    """The pages in a folder that may be used here; of one in a bucket, see `bucket_pages.py`.
+    """The pages in a folder that may be used here.
 
     Args:
       folder: exists, and has nothing but pages: all files in it count, and may be deleted.
@@ -206,3 +313,88 @@ class DiskPages:
 def checksum(file: str, rows: np.ndarray) -> bytes:
     """Returns the checksum of a page's file, which includes the file's name."""
     return zlib.crc32(rows.data, zlib.crc32(file.encode())).to_bytes(CHECKSUM)
+
+
+PAUSE_SECONDS = 30.0
+"""Pages are not written for this long after one could not be: they would wait one behind the other,
+also at the end of the process."""
+
+
+class BucketPages(DiskPages):
+    """The pages below a URL that may be used here.
+
+    Args:
+      folder: its URL; there is nothing but pages below it.
+      limit: not kept.
+      identity, counters: see `DiskPages`.
+
+    Raises:
+      CheckpointError: the bucket cannot be listed.
+    """
+
+    readers, list_seconds = 16, 30.0
+
+    def __init__(self, folder: str, limit: int, identity: str, counters: dict[str, float]):
+        self._bucket, self._paused = StorageBucket(folder, READ_SECONDS), 0.0
+        super().__init__(folder, 1 << 62, identity, counters)
+
+    def _scan(self) -> list[tuple[int, str, int]]:
+        return [(0, name, 0) for name in self._bucket.names()]
+
+    def _bytes(self, file: str) -> bytes:
+        (part,) = self._bucket.read([ByteSpan(file)])
+        if part is None:
+            raise FileNotFoundError(file)
+        return part.data
+
+    def _write(self, file: str, data: bytes) -> None:
+        if time.monotonic() < self._paused:
+            raise CheckpointError(f"nothing is written for {PAUSE_SECONDS:g} s")
+        self._paused = time.monotonic() + PAUSE_SECONDS
+        self._bucket.write(file, data)
+        self._paused = 0.0
+
+    def _touch(self, file: str) -> None:
+        if file not in self._names:
+            raise FileNotFoundError(file)
+
+    def _delete(self, file: str) -> None:
+        self._bucket.write(file, None)
+
+
+def page_sizes(programs: PagePrograms) -> tuple[int, int]:
+    """Returns the bytes of a page, without its ring page and with it.
+
+    Args:
+      programs: their smallest piece is a page.
+    """
+    whole = programs.parts(programs.page_size, programs.format).values()
+    size = sum(array.size * array.dtype.itemsize for array in whole)
+    return programs.page_size * programs.token_bytes, size
+
+
+def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
+    """Returns wire arrays `[layers, rows, …]` of a piece as one array `[pages, bytes]`.
+
+    Args:
+      piece: pages in the arrays. With a ring page there is one.
+    """
+    parts = []
+    for array in arrays:
+        rows = np.ascontiguousarray(array).view(np.uint8).reshape(len(array), piece, -1)
+        parts.append(np.moveaxis(rows, 1, 0).reshape(piece, -1))
+    return np.concatenate(parts, axis=1)
+
+
+def unpacked(
+    pages: Items[np.ndarray], shapes: Items[jax.ShapeDtypeStruct], piece: int
+) -> list[np.ndarray]:
+    """Returns the wire arrays of pages in the form of `packed`; zeros fill the piece up."""
+    rows = np.zeros((piece, len(pages[0])), np.uint8)
+    rows[: len(pages)] = pages
+    ends = np.cumsum([shape.size * shape.dtype.itemsize // piece for shape in shapes])
+    arrays = []
+    for shape, part in zip(shapes, np.split(rows, ends[:-1], axis=1), strict=True):
+        layers = np.moveaxis(part.reshape(piece, shape.shape[0], -1), 0, 1)
+        arrays.append(layers.reshape(-1).view(shape.dtype).reshape(shape.shape))
+    return arrays

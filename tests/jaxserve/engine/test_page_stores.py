@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine import disk_pages
-from jaxserve.engine.bucket_pages import BucketPages
-from jaxserve.engine.disk_pages import CHECKSUM, DiskPages
-from jaxserve.engine.host_pages import HostPage, PageName
+from jaxserve.engine import page_stores
+from jaxserve.engine.page_stores import CHECKSUM, BucketPages, DiskPages, HostPage, PageName
 from tests.jaxserve.storage.conftest import objects as objects
 from tests.jaxserve.storage.object_server import BUCKET
 
@@ -120,7 +118,7 @@ def test_the_least_recently_used_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     keep(disk, 6, 7)
     assert (held(disk), disk._counters["storage_errors"]) == ([1, 4, 5, 6, 7], 1)
-    monkeypatch.setattr(disk_pages, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(page_stores, "READ_SECONDS", 0.05)
     gate, utime = threading.Event(), os.utime
     monkeypatch.setattr(os, "utime", lambda path: gate.wait(30) and utime(path))
     assert (read(disk, 4, 5), held(disk)) == ([], [])
@@ -163,7 +161,7 @@ def write_forever(folder: str) -> None:
 
 def test_writers_that_are_killed(tmp_path):
     """Eight write and delete the same pages at the same time, until SIGKILL."""
-    call = "from tests.jaxserve.engine import test_disk_pages as t; t.write_forever(%r)"
+    call = "from tests.jaxserve.engine import test_page_stores as t; t.write_forever(%r)"
     command = [sys.executable, "-c", call % str(tmp_path)]
     writers = [subprocess.Popen(command) for _ in range(8)]
     count, end = 0, time.monotonic() + 60
