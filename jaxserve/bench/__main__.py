@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxserve.bench import (
     compare,
-    conversations,
+    contexts,
     domains,
     drafts,
     experts,
@@ -15,7 +15,6 @@ from jaxserve.bench import (
     hand_off,
     host,
     load,
-    long,
     mixes,
     overlap,
     quality,
@@ -58,8 +57,8 @@ BENCHES = {
         {
             "options": mixes.measure_options,
             "sampling": mixes.measure_sampling,
-            "conversations": conversations.measure,
-            "long": long.measure,
+            "conversations": contexts.measure_conversations,
+            "long": contexts.measure_long,
         },
     ),
     "front": Bench("the network faces, over an engine stub", {"front": front.measure}),

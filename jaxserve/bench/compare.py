@@ -33,9 +33,16 @@ import numpy as np
 from jaxserve.bench import compare_others
 from jaxserve.bench.compare_others import SIDES
 from jaxserve.bench.load import write_checkpoint
-from jaxserve.bench.report import Measure, Part, add_report_arguments, count, median_ratio, publish
+from jaxserve.bench.report import (
+    Measure,
+    Part,
+    add_report_arguments,
+    count,
+    median_ratio,
+    publish,
+    take_turns,
+)
 from jaxserve.bench.requests import greedy, random_prompts
-from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Helper, Task, asked, say
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.command_line import add_options

@@ -7,6 +7,7 @@ fresh draws of the same popularity, and draws after some experts have exchanged 
 
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.random_model import deployment_of, model_config, templates_of
-from jaxserve.bench.report import Measure, Part, median_ratio
-from jaxserve.bench.timing import core_seconds, take_turns
+from jaxserve.bench.report import Measure, Part, median_ratio, take_turns
 from jaxserve.bench.workers import Task, run_worker
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
@@ -160,3 +160,14 @@ def counting_cost(ffn: Any, moe: FFN, rows: DispatchMessage, rounds: int) -> flo
     taken = take_turns(ways, rounds, warm_ups=0)
     samples = {name: [*map(statistics.median, found)] for name, found in taken.items()}
     return median_ratio(samples["with"], samples["without"])
+
+
+def core_seconds(call: Callable[[], Any], calls: int, warm_ups: int = 1) -> list[float]:
+    """Core time of each call and of the arrays that it computes: its time on a core of its own,
+    whatever else runs on the machine."""
+    samples = []
+    for _ in range(warm_ups + calls):
+        start = time.process_time()
+        jax.block_until_ready(call())
+        samples.append(time.process_time() - start)
+    return samples[warm_ups:]

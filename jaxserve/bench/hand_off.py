@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from jaxserve.bench.random_model import deployment_of, model_config, random_engine
-from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.report import Measure, Part, wall_seconds
 from jaxserve.bench.requests import greedy, random_prompts, run_requests
-from jaxserve.bench.timing import wall_seconds
 from jaxserve.bench.workers import BenchError, Helper, Task, asked, run_worker, say, two_cores
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.model import FFN

@@ -18,8 +18,7 @@ import jax
 import msgspec
 
 from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
-from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.timing import take_turns
+from jaxserve.bench.report import Measure, Part, take_turns
 from jaxserve.bench.workers import Task, leave_runtime, run_worker, run_workers
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import FFN, RouterSpec

@@ -19,8 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.bench.random_model import templates_of
-from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.timing import wall_seconds
+from jaxserve.bench.report import Measure, Part, wall_seconds
 from jaxserve.bench.workers import Task, run_worker
 from jaxserve.checkpoint.conversion import convert, quieten_libraries
 from jaxserve.checkpoint.hf_config import read_config

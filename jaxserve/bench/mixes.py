@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 
 from jaxserve.bench.random_model import random_engine
-from jaxserve.bench.report import Measure, Part, median_ratio
+from jaxserve.bench.report import Measure, Part, median_ratio, take_turns
 from jaxserve.bench.requests import DEMO, greedy, random_prompts, run_requests
-from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Task, run_workers
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.config.load import load_deployment

@@ -19,9 +19,8 @@ from typing import Any
 import jax
 
 from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
-from jaxserve.bench.report import Measure, Part
+from jaxserve.bench.report import Measure, Part, take_turns
 from jaxserve.bench.stages import run_steps
-from jaxserve.bench.timing import take_turns
 from jaxserve.bench.workers import Task, leave_runtime, run_worker, run_workers, two_cores
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names

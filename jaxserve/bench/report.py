@@ -1,4 +1,5 @@
-"""Report of a benchmark: measures with targets, the machine, a table, a JSON file.
+"""Report of a benchmark: measures with targets, rounds in which ways take turns, the machine, a
+table, a JSON file.
 
 Used by all benchmarks and by `chaos/`; knows none of them and starts no JAX backend.
 """
@@ -9,9 +10,11 @@ import importlib.metadata
 import math
 import os
 import platform
+import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,6 +178,29 @@ def publish(
     if late := missed(parts):
         print(f"\nmissed: {', '.join(late)}", file=sys.stderr)
     return int(bool(late))
+
+
+def take_turns[T](
+    ways: Mapping[str, Callable[[], T]], rounds: int, warm_ups: int = 1
+) -> dict[str, list[T]]:
+    """Runs every way once a round, in an order drawn anew, so that other work on the machine
+    affects all ways alike. Returns the results of the rounds after the first `warm_ups`."""
+    draw, names = random.Random(0), list(ways)
+    taken: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(-warm_ups, rounds):
+        draw.shuffle(names)
+        for name in names:
+            result = ways[name]()
+            if number >= 0:
+                taken[name].append(result)
+    return taken
+
+
+def wall_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of a call, by the clock."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.bench.outliers import write_outliers
+from jaxserve.bench.quality import write_outliers
 from jaxserve.calibration import forward, layers
 from jaxserve.calibration.layers import quantise_attention
 from pallas_kernels.grouped_matmul.dense import matmul
