@@ -1,5 +1,5 @@
-"""What both roles share where their steps are one program (`one_program.py`): a mesh, arrays over
-it and, on TPUs, memory.
+"""Mesh, arrays and, on TPUs, memory that both roles share where their steps are one program
+(`one_program.py`).
 
 Arrays of such a program have the same shape on all of its devices. A *pool* therefore holds pages
 on devices of the attention role, and matrices of experts on those of the ffn role. Keys and values

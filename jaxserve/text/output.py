@@ -1,4 +1,4 @@
-"""What faces and text need of an engine, and the outputs of a request on their way to a client.
+"""Interfaces of an engine for text and faces, and outputs of a request on their way to a client.
 
 The protocols keep text/ and server/ from depending on anything else of the engine. Outputs are made
 by `generation.py`, and read by the faces, by `LLM` and by the metrics; consecutive ones can be
