@@ -1,10 +1,11 @@
-"""Ports that this process takes where no address names one.
+"""Ports that this process takes where no address names one, and what an address says of its host.
 
 `serve` calls `use` with `cluster.ports` before anything listens. Called by every module that
-listens on a port of its own choice: the broadcast tree, hand-offs of pages.
+listens on a port of its own choice: the broadcast tree, hand-offs of pages. Resolves no names.
 """
 
 import contextlib
+import ipaddress
 import random
 import socket
 from typing import Any
@@ -65,3 +66,21 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             for _ in range(count)
         )
         return [probe.getsockname()[1] for probe in probes]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this host alone."""
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
+
+
+def is_ip(host: str) -> bool:
+    """Whether a host is named by its address."""
+    return _ip(host) is not None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None

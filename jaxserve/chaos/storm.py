@@ -1,28 +1,96 @@
 """Puts a deployment under load, causes one fault after the other, and collects the results.
 
-Called by `__main__.py`. `schedule.py` draws the faults, `faults.py` causes them, `load.py` asks
-and compares, `figures.py` judges.
+Called by `__main__.py`. `schedule.py` draws the faults, `load.py` asks and compares,
+`figures.py` judges.
 """
 
 import asyncio
 import contextlib
+import os
 import re
+import resource
 import signal
+import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 
 from jaxserve.bench.workers import BenchError
 from jaxserve.chaos.deployment import Line, Process, RunningDeployment
-from jaxserve.chaos.faults import happening
 from jaxserve.chaos.figures import Event, Found
 from jaxserve.chaos.load import Face, Load
+from jaxserve.chaos.proxy import Disturbance
 from jaxserve.chaos.questions import Question
 from jaxserve.chaos.resources import Census
 from jaxserve.chaos.schedule import Fault, draw
+
+TURN_SECONDS = 0.1
+"""Period of a slow process, which is stopped for a part of each."""
+
+
+@contextlib.contextmanager
+def happening(fault: Fault, victim: Process, deployment: RunningDeployment) -> Iterator[None]:
+    """Has the fault happen while the block runs."""
+    pid = victim.pid
+    match fault.kind:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+            yield
+        case "end":
+            os.kill(pid, signal.SIGTERM)
+            yield
+        case "stop":
+            with _continued(pid):
+                os.kill(pid, signal.SIGSTOP)
+                yield
+        case "slow":
+            over = threading.Event()
+            thread = threading.Thread(target=_slow, args=(pid, fault.size, over), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+        case "drop" | "delay" | "corrupt":
+            proxy = deployment.proxies[victim.dialled]
+            proxy.disturb(cast(Disturbance, fault.how or fault.kind), fault.size)
+            try:
+                yield
+            finally:
+                proxy.disturb("")
+        case "disk":
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+            try:
+                yield
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        case _:
+            raise ValueError(fault.kind)
+
+
+@contextlib.contextmanager
+def _continued(pid: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _slow(pid: int, part: float, over: threading.Event) -> None:
+    with contextlib.suppress(ProcessLookupError), _continued(pid):
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(part * TURN_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+            over.wait((1 - part) * TURN_SECONDS)
+
 
 START_SECONDS = 600.0
 COME_BACK_SECONDS = 300.0

@@ -1,13 +1,20 @@
-"""Binds processes of one deployment that share a host to separate cores.
+"""Cores and priorities of the processes of one deployment that share a host.
 
-Called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of Slurm.
-Without it the threads of all processes wander over all sockets. Cores that the process may not use,
-by cgroups or `taskset`, stay out. On a single socket of 2 cores it gains nothing: bound to a core,
-the Python of a decode step took 1.16 ms of CPU, and 1.17 ms unbound (256 sequences, 2026-11-28).
+Cores: called by `host.py` for the processes of `--host-processes`, and by `serve.py` for tasks of
+Slurm. Unbound, the threads of all processes wander over all sockets. Cores that the process may not
+use, by cgroups or `taskset`, stay out. On a single socket of 2 cores it gains nothing: bound to a
+core, the Python of a decode step took 1.16 ms of CPU, and 1.17 ms unbound (256 sequences,
+2026-11-28).
+
+Priorities: a process that the local launcher starts again beside others on the same cores may begin
+with a lower one (`launch/local/supervisor.py`): loading and compiling then take the time that
+serving leaves over.
 """
 
+import contextlib
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,3 +59,28 @@ def _place(core: int) -> tuple[int, int]:
         return int(socket.read_text()), int(physical.read_text())
     except (OSError, ValueError):
         return 0, core
+
+
+TRIES = 20
+
+
+def renice(process: int, niceness: int, group: int) -> None:
+    """Gives every thread of a process a niceness, and its session one among sessions.
+
+    Raises:
+      PermissionError: it is lower than now, and this user may not have that.
+    """
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+    # Where the kernel shares cores between sessions first (sched(7)); others have no such file.
+    for _ in range(TRIES):
+        try:
+            Path(f"/proc/{process}/autogroup").write_text(f"{group}")
+        except BlockingIOError:  # users other than root may change one each 0.1 s
+            time.sleep(0.1)
+            continue
+        except OSError:
+            pass
+        return

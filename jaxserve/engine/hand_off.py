@@ -27,8 +27,7 @@ from jaxserve.engine.loop import (
 from jaxserve.engine.request import Request, TokenOutput
 from jaxserve.engine.stepper import HandOffs, OnHeld, Post
 from jaxserve.errors import EngineFailedError, InvalidRequestError
-from jaxserve.link.pages.ends import FetchJob, PagesError, Piece
-from jaxserve.link.pages.frames import Fetch, pages_digest
+from jaxserve.link.pages.frames import Fetch, FetchJob, PagesError, Piece, pages_digest
 from jaxserve.link.pages.source import NOTHING_HELD, PagesLoad, PagesSource
 from jaxserve.observe.load import FETCHED, summed
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.config.sections import MIN_SECRET_CHARACTERS
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.process_arguments import ProcessArguments as ProcessArguments
+from jaxserve.fleet.membership import ProcessArguments as ProcessArguments
 from jaxserve.link.session.channel import join_address, split_address
 
 TOKEN_VARIABLE = "JAXSERVE_CLUSTER_TOKEN"

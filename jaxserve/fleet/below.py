@@ -11,10 +11,9 @@ import socket
 import msgspec
 
 from jaxserve.fleet import control
-from jaxserve.fleet.addresses import is_ip, is_loopback
 from jaxserve.link.session.messages import encode
 from jaxserve.link.session.served import ServedSession
-from jaxserve.ports import listening
+from jaxserve.ports import is_ip, is_loopback, listening
 
 HELLO_SECONDS = 10.0
 """Seconds within which a follower proves its token and registers."""

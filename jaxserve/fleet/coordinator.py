@@ -31,8 +31,17 @@ from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
 from jaxserve.fleet.placement import RequestPlacement
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.request_frames import Cancel, check_unused
-from jaxserve.fleet.routed import Job, Routed, WaitingRequests, Worker
-from jaxserve.fleet.routing_actions import Action, End, SendFrame, SendPrefill, SendSubmit
+from jaxserve.fleet.routed import (
+    Action,
+    End,
+    Job,
+    Routed,
+    SendFrame,
+    SendPrefill,
+    SendSubmit,
+    WaitingRequests,
+    Worker,
+)
 from jaxserve.fleet.worker_frames import (
     Adopt,
     Release,

@@ -23,12 +23,10 @@ import jax
 import jaxserve
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.addresses import is_loopback
 from jaxserve.fleet.hardware import choose_platform
-from jaxserve.fleet.membership import ProcessShare, process_shares
-from jaxserve.fleet.process_arguments import ProcessArguments
+from jaxserve.fleet.membership import ProcessArguments, ProcessShare, process_shares
 from jaxserve.link.session.channel import split_address
-from jaxserve.ports import free_port
+from jaxserve.ports import free_port, is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from jaxserve.fleet.collected import COUNTS, collect_counts, own_counts
 from jaxserve.fleet.control import Boundary, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
-from jaxserve.fleet.process_arguments import ProcessArguments
+from jaxserve.fleet.membership import ProcessArguments
 from jaxserve.link.remote.server import MessageServer
 from jaxserve.roles.expert_slots import ExpertSlots
 from jaxserve.roles.worker import Action

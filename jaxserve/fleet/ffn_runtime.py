@@ -22,7 +22,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.shrink import shrunk
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import expert_answers
-from jaxserve.fleet.process_arguments import ProcessArguments
+from jaxserve.fleet.membership import ProcessArguments
 from jaxserve.fleet.process_end import alone
 from jaxserve.fleet.role_runtime import RoleRuntime, deadlines_of, open_role
 from jaxserve.fleet.signals import on_signals, tell_ready

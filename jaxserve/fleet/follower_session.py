@@ -11,9 +11,9 @@ import msgspec
 
 from jaxserve.config.deployment import Cluster
 from jaxserve.fleet import control
-from jaxserve.fleet.addresses import is_loopback
 from jaxserve.fleet.below import HELLO_SECONDS, Below
 from jaxserve.link.session.channel import Channel, Deadlines, join_address, split_address
+from jaxserve.ports import is_loopback
 
 if TYPE_CHECKING:
     from jaxserve.fleet.leader import Leader

@@ -25,7 +25,7 @@ def open_here(deployment: Deployment, options: Options = DEFAULTS) -> "Engine":
       ConfigError, CheckpointError: the layout or the model does not fit.
     """
     from jaxserve.fleet.devices import initialise
-    from jaxserve.fleet.process_arguments import ProcessArguments
+    from jaxserve.fleet.membership import ProcessArguments
 
     opened, thread = threading.Event(), threading.current_thread()
     _opening[thread] = opened

@@ -18,7 +18,7 @@ import jax
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, JaxserveError, exit_code
 from jaxserve.fleet.devices import initialise, log_devices
-from jaxserve.fleet.process_arguments import ProcessArguments
+from jaxserve.fleet.membership import ProcessArguments
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""State of a router: its workers, and its requests that have not ended.
+"""State of a router: its workers, its requests that have not ended, and the actions about them that
+`router.py` carries out.
 
-Changed only by `coordinator.py`. Nothing is on disk: a lost router loses its own requests, and no
-other router's.
+Decided and changed only by `coordinator.py`. Nothing is on disk: a lost router loses its own
+requests, and no other router's.
 """
 
 import bisect
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxserve.engine.request import TokenOutput
-from jaxserve.fleet.worker_frames import DrainMode, WorkerFacts
+from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.fleet.request_frames import Cancel
+from jaxserve.fleet.worker_frames import Adopt, DrainMode, Release, Renew, Withdraw, WorkerFacts
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.observe.load import EngineLoad
 
@@ -206,3 +208,41 @@ class Worker:
     def count(self) -> int:
         """Requests that it has, from all routers."""
         return self.others + len(self.requests)
+
+
+class SendPrefill(NamedTuple):
+    """Sends a prompt to a prefill worker."""
+
+    worker: str
+    attempt: str
+    request: Routed
+    priority: int
+
+
+class SendSubmit(NamedTuple):
+    """Sends a request to a domain, with the source of its pages if they are held."""
+
+    worker: str
+    attempt: str
+    request: Routed
+
+
+class SendFrame(NamedTuple):
+    """Sends a worker a message that says everything."""
+
+    worker: str
+    frame: Adopt | Cancel | Release | Renew | Withdraw
+
+
+class End(NamedTuple):
+    """Ends a request without a last output from a worker."""
+
+    request: Routed
+    reason: FinishReason
+    error: str | None = None
+    unavailable: bool = False
+    """True if the request might succeed later."""
+
+
+Send = SendPrefill | SendSubmit | SendFrame
+Action = Send | End

@@ -34,8 +34,17 @@ from jaxserve.fleet.request_frames import (
     without_grammar,
 )
 from jaxserve.fleet.rolling import Rolling
-from jaxserve.fleet.routed import Job, Routed, Worker
-from jaxserve.fleet.routing_actions import Action, End, Send, SendFrame, SendPrefill, SendSubmit
+from jaxserve.fleet.routed import (
+    Action,
+    End,
+    Job,
+    Routed,
+    Send,
+    SendFrame,
+    SendPrefill,
+    SendSubmit,
+    Worker,
+)
 from jaxserve.fleet.stand_ins import StandIns
 from jaxserve.fleet.worker_connections import WorkerConnection, WorkerConnections
 from jaxserve.observe.load import EngineLoad

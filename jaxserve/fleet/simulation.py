@@ -27,8 +27,7 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import placed
-from jaxserve.fleet.routed import Job, Routed
-from jaxserve.fleet.routing_actions import Action, SendPrefill, SendSubmit
+from jaxserve.fleet.routed import Action, Job, Routed, SendPrefill, SendSubmit
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole
 from jaxserve.link.pages.source import NOTHING_HELD, PagesSource
 from jaxserve.planner.demand import Lengths

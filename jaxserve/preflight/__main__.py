@@ -26,10 +26,9 @@ from jaxserve.fleet.arguments import add_arguments as add_process_arguments
 from jaxserve.link.session import tls
 from jaxserve.logs import configure
 from jaxserve.preflight import hosts, kernels
-from jaxserve.preflight.children import run_on_devices, run_part
+from jaxserve.preflight.children import pull_steps, role_of, run_on_devices, run_part
 from jaxserve.preflight.meeting import Meeting
 from jaxserve.preflight.outcomes import Check, Failed, Outcome, Skipped, count, run, table
-from jaxserve.preflight.pull import pull_steps, role_of
 from jaxserve.preflight.record import default_path, planned, record, write
 
 BEGIN_SECONDS = 600.0

@@ -33,7 +33,7 @@ from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.matrix_formats import placed
 from jaxserve.model.message import DispatchMessage
 from jaxserve.model.templates import ModelTemplates
-from jaxserve.preflight.layers import only_layers
+from jaxserve.preflight.leaves import only_layers
 from jaxserve.preflight.outcomes import Failed, Skipped
 from jaxserve.roles.compilation import use_compilation_cache
 from jaxserve.roles.expert_programs import Bank

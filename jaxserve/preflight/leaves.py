@@ -1,8 +1,8 @@
-"""Random weights that devices make for themselves, each its own shards, in one program a shape.
+"""Models for checks of speed and memory: cut down to some of their layers, with random weights.
 
-Weights of large models take minutes on a host. These are for checks of speed and memory: they have
-the scale of real ones, and depend on names of tensors and on positions alone. INT4 comes from
-`checkpoint/random_leaves.py`.
+Weights of large models take minutes on a host. Devices therefore make these for themselves, each
+its own shards, in one program a shape. They have the scale of real ones, and depend on names of
+tensors and on positions alone. INT4 comes from `checkpoint/random_leaves.py`.
 """
 
 import functools
@@ -12,12 +12,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.source import CheckpointNames, Sources
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import ModelConfig
 from jaxserve.model.module import Template
+
+
+def first_of_each_kind(
+    config: ModelConfig, names: CheckpointNames
+) -> tuple[ModelConfig, CheckpointNames]:
+    """The model with the first layer of each kind alone."""
+    first = {config.layer(layer): layer for layer in reversed(range(config.layers))}
+    return only_layers(config, names, sorted(first.values()))
+
+
+def only_layers(
+    config: ModelConfig, names: CheckpointNames, layers: Sequence[int]
+) -> tuple[ModelConfig, CheckpointNames]:
+    """The model with these layers alone, without prediction modules."""
+    kinds = tuple(config.decoder[layer] for layer in layers)
+    config = msgspec.structs.replace(config, decoder=kinds, predictors=(), modules=0)
+    names = names._replace(
+        attention=[names.attention[layer] for layer in layers],
+        ffn=[names.ffn[layer] for layer in layers],
+        predictions=[],
+    )
+    return config, names
+
 
 _LARGEST = {"int8": 127.0, "uint8": 448.0, "float8_e4m3fn": 448.0}
 """Largest magnitude of a quantised value; `uint8` holds the bits of FP8."""

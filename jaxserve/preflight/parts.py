@@ -36,8 +36,7 @@ from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.matrix_formats import placed
 from jaxserve.observe.recorder import Recorder
 from jaxserve.preflight.exchange import exchange, narrow
-from jaxserve.preflight.layers import first_of_each_kind, only_layers
-from jaxserve.preflight.leaves import DeviceLeaves, open_on_devices
+from jaxserve.preflight.leaves import DeviceLeaves, first_of_each_kind, only_layers, open_on_devices
 from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 from jaxserve.roles.capacity import GB, check_memory
 from jaxserve.roles.layout import Bucket, token_sizes

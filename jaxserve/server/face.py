@@ -3,7 +3,7 @@
 It serves gRPC and HTTP on ports that it shares with its siblings. The engine is in the process that
 started it, so a face is a replica of the router with one worker, at a Unix socket. It ends when the
 engine's process says so or is gone; signals are the engine's process's to answer. Beside the
-messages of routers and workers (`worker_frames.py`) it exchanges these with `face_port.py`:
+messages of routers and workers (`worker_frames.py`) it exchanges these with `face_processes.py`:
 
     face → engine   Abort
     engine → face   (Admitted | Abort | Aborted)

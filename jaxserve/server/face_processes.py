@@ -2,9 +2,11 @@
 
 A face's work (tokenising, detokenising, stop strings, templates, messages) then costs the engine's
 step loop nothing but one message a step and process: xDeepServe's output short-circuit (§4.2). Each
-process (`face.py`) is a router whose one worker is the engine, at a Unix socket. `FaceProcesses`
-has the life of `faces.Faces`, so `serve.py` treats both alike. A process that dies has its requests
-cancelled and a successor on the same ports; its siblings go on.
+process (`face.py`) is a router whose one worker is the engine, at a Unix socket (`FacePort`).
+Beyond what a router needs, faces share one set of request ids, hear which requests are admitted,
+and abort each other's. `FaceProcesses` has the life of `faces.Faces`, so `serve.py` treats both
+alike. A process that dies has its requests cancelled and a successor on the same ports; its
+siblings go on.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
@@ -27,13 +29,14 @@ from jaxserve.checkpoint.fingerprint import model_digest
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.fleet_sections import Fleet, Prefill
 from jaxserve.errors import ConfigError
+from jaxserve.fleet import worker_frames as frames
 from jaxserve.fleet.arguments import TOKEN_VARIABLE
-from jaxserve.fleet.request_frames import GrammarOf
+from jaxserve.fleet.request_frames import GrammarOf, check_unused
 from jaxserve.fleet.worker_frames import WorkerFacts, hello_of
-from jaxserve.fleet.worker_port import DEADLINES
+from jaxserve.fleet.worker_port import DEADLINES, RouterConnection, WorkerPort
+from jaxserve.link.session.channel import Channel
 from jaxserve.server.access import Access, check_bind
-from jaxserve.server.face import Start
-from jaxserve.server.face_port import FacePort
+from jaxserve.server.face import Abort, Aborted, Admitted, Start
 from jaxserve.server.front_end import LiveRequests
 from jaxserve.server.listener import reserve
 from jaxserve.server.metrics import Metrics
@@ -44,8 +47,70 @@ from jaxserve.text.output import TokenEngine
 from jaxserve.text.structured import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # a router has no such engine
+if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+
+
+class FacePort(WorkerPort):
+    """Listens for faces.
+
+    Attributes:
+      live: which face has a request, by the id that the request's client knows.
+    """
+
+    live: "dict[str, FaceConnection]"
+
+    def start(self) -> dict[str, str]:
+        """See `WorkerPort`."""
+        self.live = {}
+        return super().start()
+
+    def connected(self, pid: int) -> bool:
+        """Whether the face in a process is connected."""
+        return any(face.name.endswith(f"pid {pid})") for face in list(self._routers))
+
+    def abort(self, request_id: str) -> bool:
+        """Has a face end its request; returns whether one has it."""
+        face = self.live.get(request_id)
+        if face is not None:
+            face.post(Abort(request_id))
+        return face is not None
+
+    def _connection(self, channel: Channel) -> "FaceConnection":
+        return FaceConnection(self, channel)
+
+
+class FaceConnection(RouterConnection):
+    """One face's requests, and the way of their outputs to it."""
+
+    _port: FacePort
+
+    def _run(self, deadline: float | None, frame: frames.Submit) -> None:
+        check_unused(name := _name(frame.request_id), self._port.live)
+        self._port.live[name] = self
+        super()._run(deadline, frame)
+        self.post(Admitted(frame.request_id))
+
+    def _adopt(self, frame: frames.Adopt) -> None:
+        self._port.live[_name(frame.request_id)] = self
+        super()._adopt(frame)
+        self.post(Admitted(frame.request_id))
+
+    def _ended(self, attempt: str) -> None:
+        super()._ended(attempt)
+        if self._port.live.get(_name(attempt)) is self:
+            del self._port.live[_name(attempt)]
+
+    def _abort(self, frame: Abort) -> None:
+        self.post(Aborted(frame.request_id, self._port.abort(frame.request_id)))
+
+    handlers: ClassVar = RouterConnection.handlers | {frames.Adopt: _adopt, Abort: _abort}
+
+
+def _name(attempt: str) -> str:
+    """The id that a request's client knows."""
+    return attempt.rpartition("@")[0]
+
 
 START_SECONDS = 120.0
 """How long a process may take to load its tokenizer and bind, and to open."""

@@ -3,8 +3,14 @@
 Called by `llm.py` and the network faces, which pass messages as their clients wrote them: JSON
 data in the format of OpenAI's API. `messages.py` checks it and brings it into the form that the
 template reads. Knows nothing of engines, networks or token ids.
+
+Folders of DeepSeek-V3.2 and V4 have a Python script in place of a template. The script is not run.
+It is parsed, and the strings at its top level that explain tools to the model are given to this
+project's template of the family (`*.jinja` beside this file), which writes messages and calls.
 """
 
+import ast
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,6 @@ from typing import Any
 from jaxserve.config.special_tokens import KINDS, read_json, special_token_texts
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.storage.mirror import SCRIPTS, local_folder
-from jaxserve.text.encoding_scripts import script_template
 from jaxserve.text.messages import MessageForm, checked_tools, plain_field
 from jaxserve.text.template import CheckedTemplate, TemplateError, TemplateRefusal
 
@@ -206,4 +211,54 @@ def _named_sources(found: Any, file: str, problems: list[str]) -> dict[str, str]
     if not texts:
         problems.append(f"chat_template of {file}: expected a text, or names and templates")
         return {}
+    return found
+
+
+_STRINGS = {
+    "encoding_dsv32": {"tools_text": "TOOLS_SYSTEM_TEMPLATE"},
+    "encoding_dsv4": {"tools_text": "TOOLS_TEMPLATE", "effort_text": "REASONING_EFFORT_MAX"},
+}
+"""Script → variable of our template → the script's name of the string."""
+_FIELDS = {
+    "dsml_token": "｜DSML｜",
+    "thinking_start_token": "<think>",
+    "thinking_end_token": "</think>",
+    "tool_schemas": "{tool_schemas}",
+}
+"""Values of the fields in the script's strings; our template fills in the schemas."""
+
+
+def script_template(folder: Path, problems: list[str]) -> str | None:
+    """Returns the chat template for the script of a model folder; None if it has no known script.
+
+    In mirrors and converted folders scripts lie in the folder itself.
+
+    Appends to `problems` if the script cannot be read or lacks a string.
+    """
+    places = [folder / place / f"{stem}.py" for stem in _STRINGS for place in ("encoding", "")]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        return None
+    try:
+        found = _strings(path.read_text(encoding="utf-8"))
+        texts = {ours: found[name].format(**_FIELDS) for ours, name in _STRINGS[path.stem].items()}
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return None
+    except (LookupError, AttributeError) as error:
+        problems.append(f"{path.name}: this string is missing, or this field is not known: {error}")
+        return None
+    own = Path(__file__).with_name(f"{path.stem}.jinja").read_text(encoding="utf-8")
+    values = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    return "".join(f"{{% set {name} = {value} %}}" for name, value in values.items()) + own
+
+
+def _strings(script: str) -> dict[str, str]:
+    """Returns the strings that a script assigns to names at its top level."""
+    found: dict[str, str] = {}
+    for line in ast.parse(script).body:
+        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        value = getattr(line, "value", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found |= {one.id: value.value for one in targets if isinstance(one, ast.Name)}
     return found

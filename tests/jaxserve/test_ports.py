@@ -30,3 +30,8 @@ def test_what_names_no_port_listens_in_the_range(first: int) -> None:
 def test_a_range_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.ports 9200-9100: expected FIRST-LAST"):
         ports.use("9200-9100")
+
+
+def test_loopback() -> None:
+    hosts = ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "10.0.0.1", "0.0.0.0", "node1"]
+    assert [host for host in hosts if ports.is_loopback(host)] == hosts[:5]

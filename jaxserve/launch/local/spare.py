@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.commands import priority
+from jaxserve.commands import cores
 from jaxserve.commands.children import started
 from jaxserve.ports import free_port
 
@@ -95,7 +95,7 @@ class Spare(NamedTuple):
                     with contextlib.suppress(ProcessLookupError):  # it has ended
                         os.sched_setaffinity(int(thread), {core})
             if self.niced:
-                priority.renice(self.child.pid, os.nice(0) + nicer, nicer)
+                cores.renice(self.child.pid, os.nice(0) + nicer, nicer)
             self.own.recv(1)  # its word: with bytes unread, closing would reset the connection
             message = msgspec.json.encode(part)
             if socket.send_fds(self.own, [message], outputs) == len(message):
@@ -147,7 +147,7 @@ class Spares:
 
     def _renice(self, nicer: int) -> None:
         for spare in itertools.chain(*self._waiting.values()):
-            priority.renice(spare.child.pid, os.nice(0) + nicer, nicer)
+            cores.renice(spare.child.pid, os.nice(0) + nicer, nicer)
 
     def fill(self) -> Sequence[subprocess.Popen[bytes]]:
         """Starts missing spares of one role. Returns spares that have ended by themselves."""

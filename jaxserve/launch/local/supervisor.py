@@ -1,24 +1,63 @@
 """Runs the processes of a deployment on this host, and starts those again that die, as a service
-manager does on a cluster. The processes of one runtime die and start together."""
+manager does on a cluster. The processes of one runtime die and start together. Children report that
+they are ready as to systemd.
+"""
 
+import contextlib
 import itertools
 import math
 import os
 import resource
 import secrets
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxserve.commands import priority
+from jaxserve.commands import cores
 from jaxserve.launch.local.children import STOP_SECONDS, describe, end, say, start
 from jaxserve.launch.local.members import Member
-from jaxserve.launch.local.readiness import Readiness
 from jaxserve.launch.local.spare import PartCommand, Spare, Spares
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a sender, which the system adds (unix(7))."""
+
+
+class Readiness:
+    """A socket to which processes report as to systemd (sd_notify(3)).
+
+    Attributes:
+      address: value of `NOTIFY_SOCKET` for the children: a name without a file (unix(7)), on Linux
+        alone.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"@jaxserve-{secrets.token_hex(8)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        if sys.platform == "linux":  # elsewhere no process reports
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(f"\0{self.address[1:]}")
+
+    def reports(self) -> Iterator[int]:
+        """Yields the ids of processes that have become ready since the last call."""
+        room = socket.CMSG_SPACE(_CREDENTIALS.size)
+        with contextlib.suppress(BlockingIOError):  # nothing is left
+            while True:
+                message, ((*_, sender),), *_ = self._socket.recvmsg(64, room)
+                if message == b"READY=1":
+                    yield _CREDENTIALS.unpack(sender)[0]
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
 
 MOST_RESTARTS_A_MINUTE = 120
 LAST_WORDS_SECONDS = 10.0
@@ -172,7 +211,7 @@ class Supervisor:
                 if child.pid == pid:
                     self._ready.add(number)
                     if self._starting.pop(number, None) is not None:
-                        priority.renice(pid, os.nice(0), 0)
+                        cores.renice(pid, os.nice(0), 0)
             if len(self._ready | self._ended) == len(self._members):
                 self._calm = 0.0
 
@@ -201,7 +240,7 @@ class Supervisor:
                 continue
             del self._starting[number]
             if self._children[number].poll() is None:
-                priority.renice(self._children[number].pid, os.nice(0), 0)
+                cores.renice(self._children[number].pid, os.nice(0), 0)
 
     def _look(self) -> bool:
         """Notices processes that have ended; False if all is to end."""

@@ -19,8 +19,7 @@ import msgspec
 from jaxserve.errors import ConfigError
 from jaxserve.link.bulk import CorruptBulk, HostBuffers
 from jaxserve.link.pages.connection import Landing, PagesConnection
-from jaxserve.link.pages.ends import FetchJob, PagesError
-from jaxserve.link.pages.frames import Release, Renew
+from jaxserve.link.pages.frames import FetchJob, PagesError, Release, Renew
 from jaxserve.link.pages.source import PagesLoad, PagesSource
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, AuthenticationError, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal

@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.ends import FetchedPiece, FetchJob, PagesError
-from jaxserve.link.pages.frames import pages_digest
+from jaxserve.link.pages.frames import FetchedPiece, FetchJob, PagesError, pages_digest
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import TICK_SECONDS, Deadlines, dial
 from jaxserve.link.session.greet import greet

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from jaxserve.clock import AwakeClock
 from jaxserve.link.bulk import on_host, send_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.ends import PagesError, Piece
+from jaxserve.link.pages.frames import PagesError, Piece
 from jaxserve.link.pages.source import PagesLoad
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,

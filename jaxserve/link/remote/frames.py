@@ -22,7 +22,7 @@ class Join(Greeting, frozen=True, tag="join"):
     """All numbers of rows that a piece may have."""
     own: tuple[int, ...] = (0,)
     """Numbers of the pieces that this process sends; none: the connection carries nothing, and ends
-    as soon as the ffn process dies (`session/lifelines.py`)."""
+    as soon as the ffn process dies (`session/readers.py`)."""
 
 
 class Welcome(Greeting, frozen=True, tag="welcome"):

@@ -35,7 +35,7 @@ from jaxserve.link.remote.batching import Turns
 from jaxserve.link.remote.group import Arriving, Domain
 from jaxserve.link.remote.passes import Passes
 from jaxserve.link.remote.work import Preparations, Work
-from jaxserve.link.session import lifelines
+from jaxserve.link.session import readers
 from jaxserve.link.session.channel import DEFAULT_DEADLINES, Channel, Deadlines
 from jaxserve.link.session.hello import Hello, Refusal
 from jaxserve.link.session.listener import Listener, listen
@@ -324,7 +324,7 @@ class _DomainConnection(ServedSession):
         server = self._server
         if not join.own:
             self.send(frames.Welcome(self._hello))
-            lifelines.keep(self._channel.descriptor)
+            readers.keep_alive(self._channel.descriptor)
             raise EOFError("kept to show when this process ends")
         if list(join.own) != sorted(set(range(join.pieces)).intersection(join.own)):
             raise Refusal(f"sends pieces {list(join.own)} of messages of {join.pieces} pieces")

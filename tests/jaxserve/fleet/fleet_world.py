@@ -5,7 +5,7 @@ from typing import Any
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import OverloadedError
-from jaxserve.fleet import routing_actions as orders
+from jaxserve.fleet import routed as orders
 from jaxserve.fleet.coordinator import Coordinator
 from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Job, Routed

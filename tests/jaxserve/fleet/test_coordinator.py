@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
-from jaxserve.fleet import routing_actions as orders
+from jaxserve.fleet import routed as orders
 from jaxserve.fleet.estimates import prompt_cost
 from jaxserve.fleet.fleet_load import fleet_load
 from jaxserve.fleet.prefix_index import blocks_of

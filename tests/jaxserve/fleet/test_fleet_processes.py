@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from jaxserve.engine.request import SamplingParams
-from jaxserve.planner import acting
+from jaxserve.planner import verify
 from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
@@ -308,7 +308,7 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
         for domains, becomes in ((1, "a prefill worker"), (2, "a domain")):
 
             def want(workers, domains=domains, becomes=becomes):
-                acting._call(f"http://127.0.0.1:{admin}", domains)
+                verify._call(f"http://127.0.0.1:{admin}", domains)
                 run.wait_for(f"is to become {becomes}: 1 domains .*POST /roles", SECONDS)
 
             kill_in_a_stream(client, drawn, want)

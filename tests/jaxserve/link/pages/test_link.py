@@ -21,7 +21,7 @@ from jaxserve.link import bulk
 from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import PagesClient
-from jaxserve.link.pages.ends import FetchedPiece, FetchJob
+from jaxserve.link.pages.frames import FetchedPiece, FetchJob
 from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.link.pages.ends import PagesError, Piece
-from jaxserve.link.pages.frames import Fetch, pages_digest
+from jaxserve.link.pages.frames import Fetch, PagesError, Piece, pages_digest
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines

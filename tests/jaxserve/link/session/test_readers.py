@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxserve.link.session import lifelines
+from jaxserve.link.session import readers
 from tests.jaxserve.waiting import until
 
 
@@ -21,7 +21,7 @@ def test_one_thread_keeps_connections_in_a_table_of_its_own_until_peers_close_th
     with socket.create_server(("127.0.0.1", 0)) as listening:
         peer, (end, _) = socket.create_connection(listening.getsockname()), listening.accept()
     name = os.readlink(f"/proc/self/fd/{end.fileno()}")
-    lifelines.keep(end.fileno())
+    readers.keep_alive(end.fileno())
     (thread,) = (one for one in threading.enumerate() if one.name == "lifelines")
     folder = f"/proc/self/task/{thread.native_id}/fd"
     with peer:
