@@ -143,12 +143,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _calibration(options: argparse.Namespace) -> CalibrationText:
-    """The text as the model's tokens.
-
-    Raises:
-      ConfigError: it has fewer than two.
-      OSError, UnicodeDecodeError: it cannot be read.
-    """
+    """Returns the text as the model's tokens. Raises ConfigError for fewer than two, OSError or
+    UnicodeDecodeError if it cannot be read."""
     config, _ = read_config(options.source, options.ignore_key)
     settings = CalibrationSettings(options.expert_samples, options.calibration_tokens)
     token_ids = _token_ids(options.calibrate, options.source)

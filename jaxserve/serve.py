@@ -107,11 +107,8 @@ def main(arguments: Sequence[str] | None = None, prepared: "Prepared | None" = N
 def _ready_to_start(
     deployment: Deployment, process: ProcessArguments, given: Sequence[str]
 ) -> Deployment:
-    """The deployment on the devices that are left (`--devices`), with links that work here.
-
-    Raises:
-      ConfigError: the process cannot play its role; nothing is loaded yet.
-    """
+    """Returns the deployment on the devices that are left (`--devices`), with links that work here.
+    Raises ConfigError if the process cannot play its role; nothing is loaded yet."""
     from jaxserve.commands.self_tests import with_tested_links
     from jaxserve.fleet.devices import own_share
 

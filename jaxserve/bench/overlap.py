@@ -153,11 +153,7 @@ def stage_ms(width: int, steps: int) -> tuple[float, float]:
 
 class _Alone:
     """Observer that waits for each stage before the next one is enqueued, so that the core time of
-    the process tells them apart.
-
-    Attributes:
-      ms: milliseconds of every stage, by its name.
-    """
+    the process tells them apart. Keeps the milliseconds of every stage in `ms`, by its name."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = {}

@@ -215,10 +215,7 @@ def _read(
     source: Path, ignored: Collection[str], modules: int, weights: TargetFormat | None, group: int
 ) -> tuple[ModelConfig, CheckpointNames]:
     """Returns the configuration of the converted model, and the names of the source's tensors.
-
-    Raises:
-      CheckpointError: as `read_config`; or the source has INT4 groups of another size.
-    """
+    Raises CheckpointError as `read_config`, or if the source has INT4 groups of another size."""
     config, names = read_config(source, ignored, modules)
     if weights is None or sharing(weights) != "group":
         return config, names
@@ -263,11 +260,8 @@ def _model(
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Keeps other conversions away from the target, on file systems that lock folders.
-
-    Raises:
-      CheckpointError: another process converts to it.
-    """
+    """Keeps other conversions away from the target, on file systems that lock folders. Raises
+    CheckpointError if another process converts to it."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is there, and not of a conversion")
     target.mkdir(parents=True, exist_ok=True)

@@ -199,12 +199,8 @@ class HFCheckpoint(FolderReader):
         grids: Sequence[dict[str, np.ndarray]] | None = None,
         empty: float = 0.0,
     ) -> jax.Array:
-        """Makes a leaf by reading tensors.
-
-        Args:
-          tensors: by the names in the sources.
-          grids: for each source, the scales of its FP8 blocks; None: no dequantisation.
-          empty: value of padding.
+        """Makes a leaf by reading tensors. `tensors` are by the names in the sources, `grids` the
+        scales of each source's FP8 blocks (None: no dequantisation), `empty` the value of padding.
         """
         of_blocks = [{} for _ in sources] if grids is None else grids
 

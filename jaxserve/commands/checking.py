@@ -225,11 +225,8 @@ def _role_rows(deployment: Deployment, domains: int) -> list[list[str]]:
 
 def _check_files(deployment: Deployment, names: CheckpointNames, reading: float) -> int:
     """Compares the tensors that the weight files say to have with those of the model, also where
-    the folder is in a bucket; returns the exit code.
-
-    Args:
-      reading: seconds in which headers were read before.
-    """
+    the folder is in a bucket; returns the exit code. `reading` has the seconds of reading headers
+    before."""
     begin, folder = time.monotonic() - reading, deployment.model
     try:
         here = local_folder(folder)

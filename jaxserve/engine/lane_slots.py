@@ -303,11 +303,8 @@ class LaneSlots:
         return said
 
     def _upcoming(self, rows: np.ndarray, starts: np.ndarray) -> bytes:
-        """Returns the tokens behind those of the step, as `StepPlan.upcoming`.
-
-        Args:
-          rows: in the middle of their prompts.
-          starts: Place of each row's first token behind the step.
+        """Returns the tokens behind those of the step, as `StepPlan.upcoming`, for rows in the
+        middle of their prompts. `starts` has the place of each row's first token behind the step.
         """
         if not self._sizes.modules:
             return b""

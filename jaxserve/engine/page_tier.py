@@ -284,11 +284,8 @@ class PageTier:
 
     # ------------------------------------------------------------------- the engine's thread
     def _landed(self, pages: Items[HostPage], read: int) -> list[TokenOutput]:
-        """Drops pages that did not come.
-
-        Args:
-          read: bytes that are not on their way from the device any more.
-        """
+        """Drops pages that did not come, and counts `read` bytes as no longer on their way from the
+        device."""
         self._reading -= read
         for page in pages:
             if page.rows is None:

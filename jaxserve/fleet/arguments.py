@@ -134,11 +134,8 @@ def from_arguments(
 
 
 def _over_slices(values: Mapping[str, str]) -> int:
-    """The number of this process among those of all slices, from its number within its own.
-
-    Raises:
-      ConfigError: the slices do not divide the processes, or there is no such slice or process.
-    """
+    """Returns the number of this process among those of all slices, from its number within its own.
+    Raises ConfigError if the slices do not divide the processes, or lack this slice or process."""
     slices, number = int(values["slices"]), int(values["slice"] or 0)
     processes, within = int(values["processes"] or 1), int(values["process_id"] or 0)
     if slices < 1 or processes % slices:
@@ -158,11 +155,8 @@ _POD_PORT = 9001
 
 def _take_from_pod(values: dict[str, str], environment: Mapping[str, str]) -> bool:
     """Fills missing values in from the variables that GKE gives the pods of a TPU slice; returns
-    whether the variables exist. JAX reads them only where it has found a TPU.
-
-    Raises:
-      ConfigError: they contradict each other.
-    """
+    whether the variables exist. JAX reads them only where it has found a TPU. Raises ConfigError if
+    they contradict each other."""
     names = next((environment[name] for name in _TPU_HOSTS if environment.get(name)), "")
     number = environment.get("TPU_WORKER_ID", "")
     if not names or not number:

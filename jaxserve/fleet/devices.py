@@ -112,11 +112,8 @@ def log_devices() -> None:
 
 
 def _own_devices(arguments: ProcessArguments, deployment: Deployment) -> tuple[int, ...] | None:
-    """The host's accelerators that belong to this process, by their numbers; None: all.
-
-    Raises:
-      ConfigError: processes of one host share its TPU chips.
-    """
+    """Returns the numbers of the host's accelerators that belong to this process; None: all. Raises
+    ConfigError if processes of one host share its TPU chips."""
     number, platform = arguments.host_process, choose_platform()
     if number is None or platform == "cpu":
         return arguments.local_device_ids
@@ -180,10 +177,7 @@ MOST_SIMULATED = 64
 
 def _set_cpu_devices(share: ProcessShare, alone: bool) -> None:
     """Makes the simulated CPU devices of this process: its share, or alone at least its share.
-
-    Raises:
-      ConfigError: it needs more than `MOST_SIMULATED`, or JAX has already started with too few.
-    """
+    Raises ConfigError beyond `MOST_SIMULATED`, or if JAX has already started with too few."""
     if share.devices > MOST_SIMULATED:
         raise ConfigError(
             f"this process needs {share.devices} devices ({share.attention} attention + "

@@ -270,11 +270,8 @@ class Leader:
     def _wait(
         self, done: Callable[[FollowerSession], bool], what: str, timeout: float | None = None
     ) -> None:
-        """Waits until `done` is true of every follower; raises as `wait_registered`.
-
-        Args:
-          timeout: seconds; None: `cluster.start_seconds`, which begin anew at each progress: a
-            follower that is not done has advanced, or another one is done.
+        """Waits until `done` is true of every follower; raises as `wait_registered`. A timeout of
+        None is `cluster.start_seconds`, which begin anew whenever a follower advances or is done.
         """
         limit = self.cluster.start_seconds if timeout is None else timeout
         clock = AwakeClock(longest=max(1.0, 2 * _LOOK_SECONDS))

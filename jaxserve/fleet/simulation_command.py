@@ -110,11 +110,8 @@ def _read_loads(options: argparse.Namespace, made: Scenario) -> ExpertLoads | No
 
 
 def _lengths(options: argparse.Namespace, made: Scenario) -> Lengths:
-    """Returns the lengths of prompts and outputs.
-
-    Raises:
-      ConfigError: a sequence of mean lengths is longer than the deployment allows.
-    """
+    """Returns the lengths of prompts and outputs. Raises ConfigError if a sequence of mean lengths
+    is longer than the deployment allows."""
     longest = made.deployment.scheduler.max_length
     if options.prompt + options.output > longest:
         raise ConfigError(
@@ -183,11 +180,8 @@ def _told(**parts: msgspec.Struct) -> list[str]:
 
 
 def _pool(options: argparse.Namespace) -> Report:
-    """Simulates independent attention workers under every policy of the ffn worker.
-
-    Raises:
-      ConfigError: an option is wrong.
-    """
+    """Simulates independent attention workers under every policy of the ffn worker. Raises
+    ConfigError if an option is wrong."""
     made = read_scenario(options, options.prompt + options.output // 2)
     if not made.deployment.topology.crosses_runtimes:
         raise ConfigError(f"--workers: link.transport = {made.deployment.link.transport}, not pull")

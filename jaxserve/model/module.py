@@ -154,11 +154,8 @@ def _shapes(make: Callable[..., Any], matrix: jax.ShapeDtypeStruct, *arguments: 
 
 
 def _filled(rngs: nnx.Rngs, dtype: jnp.dtype, sizes: dict[str, int], fill: Any) -> Weight:
-    """Makes a weight, without values if `rngs` has no streams (`Template`).
-
-    Args:
-      fill: makes an array of a shape and a dtype.
-    """
+    """Makes a weight by `fill`, which takes a shape and a dtype; without values if `rngs` has no
+    streams (`Template`)."""
     shape = tuple(sizes.values())
     value = fill(shape, dtype) if len(rngs) else jax.ShapeDtypeStruct(shape, dtype)
     return Weight(value, dimensions=_names(sizes))

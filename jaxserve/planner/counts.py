@@ -174,15 +174,9 @@ def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
 def _tpu_kernels(
     generation: str, config: ModelConfig, deployment: Deployment, positions: int
 ) -> dict[str, float]:
-    """Returns the seconds of both kernels on a TPU core beyond the time of their bytes. Of an
-    expert, only gate and up were counted; down is taken to be alike.
-
-    Args:
-      positions: cached tokens that a device attends to.
-
-    Raises:
-      ConfigError: a case was not counted.
-    """
+    """Returns the seconds of both kernels on a TPU core beyond the time of their bytes, at this
+    number of cached positions. Of an expert, only gate and up were counted; down is taken to be
+    alike. Raises ConfigError if a case was not counted."""
     model, ffn = Path(deployment.model).name, deployment.ffn
     columns = 1.5 * config.experts // ffn.ep * config.moe.expert_d_ff // ffn.tp
 
@@ -199,11 +193,8 @@ def _tpu_kernels(
 
 
 def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> str:
-    """Returns the counted case of an ffn device's experts and tokens.
-
-    Raises:
-      ConfigError: no case matches.
-    """
+    """Returns the counted case of an ffn device's experts and tokens. Raises ConfigError if no case
+    matches."""
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
@@ -226,11 +217,8 @@ def _name_of(shape: tuple[int, ...]) -> str | None:
 
 def _shared_seconds(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> float:
     """Returns the seconds beyond their bytes of the shared expert's own kernels on a device; 0
-    where XLA multiplies the shared expert, or no kernel was counted.
-
-    Raises:
-      ConfigError: kernels were counted for other numbers of rows.
-    """
+    where XLA multiplies it, or no kernel was counted. Raises ConfigError if kernels were counted
+    for other numbers of rows."""
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
     name = _name_of((config.d_model, config.moe.d_ff // ffn.instances, 1, 1, 1))
     alone = ffn.shared == "whole" or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
@@ -242,21 +230,14 @@ def _shared_seconds(config: ModelConfig, deployment: Deployment, bucket: Bucket)
 
 
 def _beyond_bytes(case: str, work: float) -> float:
-    """Returns a kernel's seconds beyond the time of its bytes, for `work` positions or rows.
-
-    Raises:
-      ConfigError: the case was not counted.
-    """
+    """Returns a kernel's seconds beyond the time of its bytes, for `work` positions or rows. Raises
+    ConfigError if the case was not counted."""
     one = _counted(case)
     return sum(kernels.beyond_memory(one)) * work / float(one["work"])
 
 
 def _counted(case: str, platform: str = "h200") -> dict[str, Any]:
-    """Returns the counts of a case.
-
-    Raises:
-      ConfigError: the case was not counted.
-    """
+    """Returns the counts of a case. Raises ConfigError if it was not counted."""
     counts = _counts(platform)
     if case not in counts:
         raise ConfigError(f"no counts of {case!r}: {', '.join(counts)}")

@@ -135,11 +135,9 @@ class Sizer:
         return Planned(best=best, found=found, reasons=self._reasons)
 
     def _cheapest(self, fleets: Iterable[Fleet]) -> Fleet | None:
-        """The fleet whose prefill workers cost least; None: no number of any kind meets the TTFT.
-
-        Args:
-          fleets: one for each kind of workers, with the fewest that could do, cheapest first.
-        """
+        """Returns the fleet whose prefill workers cost least; None: no number of any kind meets the
+        TTFT. `fleets` has one for each kind of workers, with the fewest that could do, cheapest
+        first."""
         best: Fleet | None = None
         left = SIMULATED
         for least in fleets:

@@ -42,11 +42,8 @@ STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "l
 
 
 def _members(name: str, outer: int, inner: int, host: int) -> tuple[int, int]:
-    """Returns a collective's group size, and its members on one host, the inner axis first.
-
-    Args:
-      host: devices of a host.
-    """
+    """Returns a collective's group size, and its members on one host of `host` devices, the inner
+    axis first."""
     _, _, over = name.partition(" over ")
     axes = over.split()
     if axes[1:] == ["neighbours"]:

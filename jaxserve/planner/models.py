@@ -137,11 +137,8 @@ class Declared(NamedTuple):
 def _declared(
     config: ModelConfig, spec: Attention, formats: Formats, tp: int, platform: Platform
 ) -> Declared:
-    """Asks the module that computes attention for its weights, and its cache for the rows.
-
-    Raises:
-      ConfigError: the engine cannot keep them in these formats.
-    """
+    """Asks the module that computes attention for its weights, and its cache for the rows. Raises
+    ConfigError if the engine cannot keep them in these formats."""
     from jaxserve.mesh import ATTENTION_RULES  # this and the others import JAX
     from jaxserve.model.attention import family, kv_cache
     from jaxserve.model.matrix_formats import role_formats

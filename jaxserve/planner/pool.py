@@ -77,11 +77,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Workers:
-    """Attention workers. A router that knows loads has dealt the longest contexts first.
-
-    Attributes:
-      arrivals: messages on their way to the pool: when they arrive, order of their leaving.
-    """
+    """Attention workers, and the messages on their way to the pool (`arrivals`: when they arrive,
+    order of their leaving). A router that knows loads has dealt the longest contexts first."""
 
     def __init__(self, pool: ExpertPool, random: np.random.Generator):
         self._pool, self._random = pool, random

@@ -265,11 +265,8 @@ class Searcher:
     def _layer(
         self, layout: Layout, attention: AttentionLayers, ffn: FFNLayers, batch: int, rows: int
     ) -> dict[str, StageTime]:
-        """The stages of one layer and lane, which do not depend on how many lanes there are.
-
-        Args:
-          batch: sequences of a DP group, with `rows` tokens each.
-        """
+        """Returns the stages of one layer and lane, which do not depend on the number of lanes.
+        `batch` counts sequences of a DP group, with `rows` tokens each."""
         one = layout if layout.lanes == 1 else msgspec.structs.replace(layout, lanes=1)
         first = self._attend(attention, layout.attention, layout.tp, batch, rows)
         moved = self._exchanged(one, ffn, batch * rows)

@@ -41,11 +41,8 @@ DECODE_ONLY = (
 
 
 def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
-    """The cheapest of a mode that differ in hardware or in numbers of devices.
-
-    Args:
-      plans: cheapest first.
-    """
+    """Returns the cheapest of a mode that differ in hardware or in numbers of devices, from plans
+    in order of their cost."""
     seen: dict[tuple[object, ...], Plan] = {}
     for one, plan in ((plan.layout, plan) for plan in plans if plan.layout.mode == mode):
         seen.setdefault((one.attention, one.ffn, one.attention_devices, one.ffn_devices), plan)

@@ -131,11 +131,8 @@ class Calculator(NamedTuple):
         fixed: float,
         roof: Any,
     ) -> Any:
-        """Seconds of a stage of these kernels, as measured of such stages; else the roofline's.
-
-        Args:
-          fixed: of the bytes, those that are read whatever the load.
-        """
+        """Returns the seconds of a stage of these kernels, as measured of such stages; else the
+        roofline's. `fixed` bytes are read whatever the load."""
         if self.measured is NOTHING:
             return roof
         size = sum(size for size, _, _ in kernels) - fixed

@@ -189,11 +189,7 @@ def _first_tokens(router: str, target: float) -> _First:
 
 
 def _answer(router: str, path: str, body: bytes | None = None) -> bytes:
-    """Asks a router's admin port.
-
-    Raises:
-      ConfigError: it refuses, or does not answer in time.
-    """
+    """Asks a router's admin port. Raises ConfigError if it refuses, or does not answer in time."""
     headers = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{router.rstrip('/')}{path}", body, headers)
     try:
@@ -357,10 +353,7 @@ class Gauges:
 
 def _watch(options: argparse.Namespace, made: Scenario, known: Sequence[Measurement]) -> int:
     """Checks until SIGINT or SIGTERM; returns 1 if stages parted from the plan in the last check.
-
-    Raises:
-      ConfigError: the interval is too short, or the port is taken.
-    """
+    Raises ConfigError if the interval is too short, or the port is taken."""
     if options.every < LEAST_SECONDS:
         raise ConfigError(f"--every {options.every:g}s: at least {LEAST_SECONDS:g}s")
     gauges, parted, roles = Gauges(), False, RoleBalancer(options.act, made.deployment)

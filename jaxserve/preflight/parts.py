@@ -141,11 +141,8 @@ def transport(deployment: Deployment, options: argparse.Namespace) -> Found:
 def _link(
     transport: type[MeshTransport], contract: Contract, meshes: Submeshes, tokens: int
 ) -> dict[str, Any]:
-    """One size of message and its answer.
-
-    Raises:
-      ValueError: other bytes arrived than were sent.
-    """
+    """Sends one size of message and its answer. Raises ValueError if other bytes arrived than were
+    sent."""
     attention, ffn = meshes.attention, meshes.ffn
     route, rows = Route.of(contract, ffn.size), contract.piece_rows(tokens)
     message = message_formats(contract)[contract.layers[-1]]

@@ -294,10 +294,7 @@ class PooledWeights(RoleWeights):
     def _loaded(self, run: Run, rules: Rules, placements: Mapping[int, Placement]) -> Leaves:
         """Loads the ffn blocks of a run with experts, layer by layer. Returns the leaves that are
         in no pool, stacked on the mesh of both roles; the attention role's devices have zeros.
-
-        Args:
-          placements: the expert of every slot, by layer; those missing are as at the start.
-        """
+        `placements` has the expert of every slot, by layer; those missing are as at the start."""
         _, names, meshes, templates, _ = self._model
         template = templates.ffn[run.kind.ffn]
         firsts = np.array([*self._pools.firsts(run.first, run.stop - run.start).values()], np.int32)
@@ -319,11 +316,8 @@ class PooledWeights(RoleWeights):
         return [leaf for place, leaf in enumerate(leaves) if place not in self._pools.matrices]
 
     def _stack(self, leaves: Leaves, specs: tuple[PartitionSpec, PartitionSpec]) -> jax.Array:
-        """Stacks a leaf of several layers, on the mesh of both roles.
-
-        Args:
-          specs: of a layer's leaf, on the ffn mesh and on the mesh of both roles.
-        """
+        """Stacks a leaf of several layers, on the mesh of both roles; `specs` are those of a
+        layer's leaf on the ffn mesh and on that mesh."""
         own, both = (PartitionSpec(None, *spec) for spec in specs)
         stack = self._stacked(*leaves)
         empty = sharded_zeros(stack.shape, stack.dtype, cached_sharding(self._others, own))

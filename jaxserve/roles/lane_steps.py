@@ -61,11 +61,8 @@ class StepPipeline(WholeSteps):
     table. Returns the arrays of each lane's residual stream."""
 
     def _compile(self, programs: Any, ends: Callable[..., Any], *weights: Any) -> None:
-        """Compiles all dispatches, and the programs before and after them.
-
-        Args:
-          weights: embedding, head, and what prediction modules have beside their layers.
-        """
+        """Compiles all dispatches, and the programs before and after them. `weights` are embedding,
+        head, and what prediction modules have beside their layers."""
         deployment = programs.deployment
         steps = {each: programs.step(*each) for each in dispatches(deployment)}
         self.executables = compile_all(steps)

@@ -381,11 +381,8 @@ class _Sizes:
         )
 
     def _memory(self, deployment: Deployment, devices: int = 0) -> int | None:
-        """Bytes of a device that the deployment may use.
-
-        Args:
-          devices: sharers of a CPU's memory; 0: those of the deployment.
-        """
+        """Returns the bytes of a device that the deployment may use. `devices` share a CPU's
+        memory; 0: those of the deployment."""
         if written := round(deployment.attention.memory_gb * GB):
             return written
         memory = self._machine.memory

@@ -234,12 +234,8 @@ class InferenceService:
 
     @contextlib.asynccontextmanager
     async def _answering(self, request: object, context: Context) -> AsyncIterator[None]:
-        """Counts an active RPC and translates its errors to statuses.
-
-        Args:
-          request: None where the body was no message, which is an error here.
-          context: of the RPC.
-        """
+        """Counts an active RPC and translates its errors to statuses. A request of None stands for
+        a body that was no message, which is an error here."""
         with self._front_end.active():
             try:
                 if request is None:

@@ -110,11 +110,8 @@ class StorageBucket:
         self._answer(self._store.write(name, data), f"{self.url}/{name}", len(data or b""))
 
     def _answer(self, future: Any, what: str, size: int = 0) -> Any:
-        """Waits for the result of a request; the deadline grows with `size` in bytes.
-
-        Raises:
-          CheckpointError: the request fails or misses its deadline.
-        """
+        """Waits for the result of a request; the deadline grows with `size` in bytes. Raises
+        CheckpointError if the request fails or misses it."""
         seconds = self._seconds + size / LEAST_BYTES_PER_SECOND
         try:
             return future.result(timeout=seconds)

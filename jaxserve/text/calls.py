@@ -138,11 +138,8 @@ _GLM_TAGS = Tags(
 
 
 def _invoke_tags(prefix: str, begun: str = r">\n?") -> Tags:
-    """Elements `invoke` and `parameter` with a prefix, whose names are attributes.
-
-    Args:
-      begun: pattern of the rest of a parameter's beginning, behind its name.
-    """
+    """Elements `invoke` and `parameter` with a prefix, whose names are attributes; `begun` is the
+    pattern of the rest of a parameter's beginning, behind its name."""
     return Tags(
         re.compile(rf'<{prefix}invoke name="(?P<name>[^"]+)">'),
         re.compile(rf'<{prefix}parameter name="(?P<key>[^"]+)"{begun}|</{prefix}invoke>'),

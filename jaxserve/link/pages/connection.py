@@ -244,11 +244,8 @@ class _Range(NamedTuple):
 
 
 def _ranges(start: int, stop: int, pieces: Sequence[int], *, closes: bool = False) -> list[_Range]:
-    """Cuts a hand-off into pieces: the largest ones first, then those that cover the rest.
-
-    Args:
-      closes: whether the last piece must have the smallest size.
-    """
+    """Cuts a hand-off into pieces: the largest ones first, then those that cover the rest, with
+    `closes` so that the last piece has the smallest size."""
     if closes and stop - start > pieces[0]:
         last = start + (stop - start - 1) // pieces[0] * pieces[0]
         return [*_ranges(start, last, pieces), _Range(last, stop, pieces[0])]

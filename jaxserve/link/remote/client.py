@@ -251,11 +251,8 @@ class MessageClient:
 
     def _post_waiting(self, here: bool = True) -> None:
         """Sends messages that have not gone to the ffn worker in use, if one is. The lock is held
-        only while they are chosen: an ffn worker that reads slowly delays no other thread.
-
-        Args:
-          here: as in `MessageConnection.post`.
-        """
+        only while they are chosen: an ffn worker that reads slowly delays no other thread. `here`
+        is as in `MessageConnection.post`."""
         with self._changed:
             connections = [one for one in self._usable() if one.places]
             due = [

@@ -208,12 +208,8 @@ def _fill_orders(
     piece: tuple[int, int],
     dtype: jnp.dtype,
 ) -> list[list[Shard]]:
-    """Lists the local shards of each of the receiver's arrays, in order.
-
-    Args:
-      placed: devices that each copy reaches, in the order of its shards.
-      arrays: the copies that fill each of the receiver's arrays.
-    """
+    """Lists the local shards of each of the receiver's arrays, in order, given the devices that
+    each copy reaches (`placed`) and the copies that fill each array."""
     here = jax.process_index()
     mine = [[device for device in leg if device.process_index == here] for leg in placed]
     orders: list[list[Shard]] = []

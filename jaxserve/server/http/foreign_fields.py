@@ -98,11 +98,8 @@ def understood[Body](body: bytes, kind: type[Body], left_out: Callable[[str], No
 
 
 def _remove(value: Any, message: str) -> str | None:
-    """Takes the field that msgspec complains of out of a body.
-
-    Returns:
-      its name; empty where it was null; None where it has to stay.
-    """
+    """Takes the field that msgspec complains of out of a body. Returns its name; empty where it was
+    null; None where it has to stay."""
     path = ""
     if place := PLACE.search(message):
         message, path = message[: place.start()], place["path"]

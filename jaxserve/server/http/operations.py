@@ -63,11 +63,8 @@ async def profile(service: Service, exchange: HttpExchange) -> None:
 
 
 def _recorded(request: Profile) -> Profiled:
-    """Records on the calling thread, which a client that goes away does not end.
-
-    Raises:
-      HttpError: another profile is being recorded, or the directory cannot be written.
-    """
+    """Records on the calling thread, which a client that goes away does not end. Raises HttpError
+    if another profile is being recorded, or the directory cannot be written."""
     directory = Path(request.directory)
     if not directory.is_absolute():
         raise HttpError(400, "directory: is no absolute path", param="directory")
