@@ -28,8 +28,8 @@ from typing import Literal
 from jaxserve.config.deployment import Deployment
 from jaxserve.engine.request import MAX_PRIORITY, PATIENCE, FinishReason, TokenOutput
 from jaxserve.errors import DrainingError, InvalidRequestError, OverloadedError
+from jaxserve.fleet.estimates import blocks_of
 from jaxserve.fleet.placement import RequestPlacement
-from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.request_frames import Cancel, check_unused
 from jaxserve.fleet.routed import (
     Action,

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import OverloadedError
-from jaxserve.fleet.estimates import Estimates, prompt_cost
-from jaxserve.fleet.prefix_index import PrefixIndex
+from jaxserve.fleet.estimates import Estimates, PrefixIndex, prompt_cost
 from jaxserve.fleet.routed import Routed, Worker
 from jaxserve.fleet.worker_frames import DrainMode, WorkerRole
 

@@ -54,7 +54,7 @@ class Routed:
     rank: tuple[float, int]
     """Position in the order in which waiting requests are served."""
     blocks: list[int] = field(default_factory=list)
-    """Blocks of the prompt, as in `prefix_index.py`."""
+    """Blocks of the prompt, as in `PrefixIndex`."""
     emitted: list[int] = field(default_factory=list)
     """Token log: all tokens generated so far."""
     place: Literal["waiting", "prefill", "held", "domain"] = "waiting"

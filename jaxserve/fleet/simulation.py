@@ -25,7 +25,7 @@ from jaxserve.engine.outputs import StepOutputs
 from jaxserve.engine.request import Request, SamplingParams, TokenOutput
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.fleet.coordinator import Coordinator
-from jaxserve.fleet.prefix_index import blocks_of
+from jaxserve.fleet.estimates import blocks_of
 from jaxserve.fleet.registry import placed
 from jaxserve.fleet.routed import Action, Job, Routed, SendPrefill, SendSubmit
 from jaxserve.fleet.worker_frames import WorkerFacts, WorkerRole

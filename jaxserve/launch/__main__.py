@@ -19,7 +19,7 @@ import jaxserve
 from jaxserve.config.command_line import add_deployment_arguments, add_options, read_deployment
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.launch import cloud_tpu, docker, jobset, kubernetes, slurm, systemd
+from jaxserve.launch import cloud_tpu, docker, kubernetes, slurm, systemd
 from jaxserve.launch.checked import on_slice, refuse_unfit, sized, with_host_memory
 from jaxserve.launch.local import __main__ as local
 from jaxserve.launch.options import Options, Rendering
@@ -55,7 +55,7 @@ class Target(NamedTuple):
 TARGETS = {
     "cloud-tpu": Target(cloud_tpu.render, "a script for slices of Cloud TPU", False, "tpu"),
     "docker": Target(docker.render, "image and Compose file of one host", processes_of=one_process),
-    "gke-jobset": Target(jobset.render, "JobSet on TPU slices of GKE", platform="tpu"),
+    "gke-jobset": Target(kubernetes.render_job_set, "JobSet on TPU slices of GKE", platform="tpu"),
     "gke-lws": Target(kubernetes.render, "LeaderWorkerSets on TPU slices of GKE", platform="tpu"),
     "image": Target(docker.render_image, "the image of any deployment"),
     "kubernetes": Target(kubernetes.render, "LeaderWorkerSets on any Kubernetes"),

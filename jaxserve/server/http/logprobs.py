@@ -1,6 +1,6 @@
 """Log-probabilities of tokens in the formats of completions, chats, responses and prompts.
 
-Called by `completions.py`, `chat.py` and `response_route.py`, with what the engine reported.
+Called by `completions.py`, `chat.py` and `event_routes.py`, with what the engine reported.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Requests of /v1/messages, Anthropic's API, and their conversion to chats.
 
 A message's content is a text or blocks: text, thinking, calls of tools and their results. Blocks of
-an earlier answer may be sent back as they came. Called by `message_route.py`.
+an earlier answer may be sent back as they came. Called by `event_routes.py`.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Responses of /v1/messages: the message with its blocks, the events of a stream, and errors.
 
 The writer takes the pieces of an answer as they become certain; every piece continues the block
-that is open or ends it and opens the next. Called by `message_route.py`.
+that is open or ends it and opens the next. Called by `event_routes.py`.
 """
 
 from collections.abc import Iterable, Iterator

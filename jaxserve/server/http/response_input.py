@@ -2,7 +2,7 @@
 
 It is the same conversation as /v1/chat/completions takes, in items instead of messages, perhaps
 behind the items of a response that the server keeps. Items of an earlier answer may be sent back as
-they came. Called by `response_route.py`.
+they came. Called by `event_routes.py`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Responses of /v1/responses: the items, and the events of a stream.
 
 The writer takes the pieces of an answer as they become certain; every piece continues the item that
-is open or ends it and opens the next. Called by `response_route.py`.
+is open or ends it and opens the next. Called by `event_routes.py`.
 """
 
 import uuid

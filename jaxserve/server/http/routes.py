@@ -15,18 +15,19 @@ from jaxserve.server.http import information, live, operations, requests, respon
 from jaxserve.server.http.chat import chat_completions
 from jaxserve.server.http.completions import completions
 from jaxserve.server.http.errors import ErrorForm
-from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.message_input import CountTokensRequest, MessagesRequest
-from jaxserve.server.http.message_output import Message, MessageEvent, TokenCount
-from jaxserve.server.http.message_route import count_tokens, create_message
-from jaxserve.server.http.response_input import ResponseRequest
-from jaxserve.server.http.response_output import DeletedResponse, Response, ResponseEvent
-from jaxserve.server.http.response_route import (
+from jaxserve.server.http.event_routes import (
     cancel_response,
+    count_tokens,
+    create_message,
     create_response,
     delete_response,
     get_response,
 )
+from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.http.message_input import CountTokensRequest, MessagesRequest
+from jaxserve.server.http.message_output import Message, MessageEvent, TokenCount
+from jaxserve.server.http.response_input import ResponseRequest
+from jaxserve.server.http.response_output import DeletedResponse, Response, ResponseEvent
 from jaxserve.server.http.service import Service
 
 Handler = Callable[[Service, HttpExchange], Awaitable[None]]

@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import EngineFailedError, OverloadedError
 from jaxserve.fleet import routed as orders
-from jaxserve.fleet.estimates import prompt_cost
+from jaxserve.fleet.estimates import blocks_of, prompt_cost
 from jaxserve.fleet.fleet_load import fleet_load
-from jaxserve.fleet.prefix_index import blocks_of
 from jaxserve.fleet.registry import Place
 from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Job, Routed, Worker

@@ -22,7 +22,7 @@ import yaml
 from jaxserve import LLM, SamplingParams
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.launch import jobset
+from jaxserve.launch import kubernetes
 from jaxserve.launch.options import Options, Rendering
 from jaxserve.launch.workloads import workloads
 from tests import golden
@@ -118,7 +118,7 @@ def test_job_set_of_two_slices(expected: str, tmp_path: Path) -> None:
     deployment = load_deployment("demo", PROCESSES)
     works = workloads(deployment, slices=2, processes_of=lambda devices, kind, name: 1)
     rendering = Rendering(deployment, works, Options(model="/models/demo"), "")
-    (text,) = jobset.render(rendering).values()
+    (text,) = kubernetes.render_job_set(rendering).values()
     tree = objects(text)
     unpack(tree["ConfigMap", "jaxserve"]["data"]["deployment.yaml"], tmp_path)
     (jobs,) = tree["JobSet", "jaxserve"]["spec"]["replicatedJobs"]

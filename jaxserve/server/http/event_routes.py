@@ -1,29 +1,93 @@
-"""/v1/responses: a conversation as items, in one response or as a stream of events.
+"""/v1/responses and /v1/messages: a conversation in one answer or as a stream of events of several
+types.
 
-The request is converted to a chat and answered as in `chat.py`; `response_input.py` and
-`response_output.py` convert between the two. `response_store.py` keeps responses, by which later
-requests go on.
+A request is converted to a chat and answered as in `chat.py`; `response_input.py` and
+`response_output.py`, or `message_input.py` and `message_output.py`, convert between the two. A
+writer tells every change of the answer as events; a client that does not stream gets the whole
+answer. `response_store.py` keeps responses, by which later requests go on. Errors of /v1/messages
+have Anthropic's form, which `routes.py` says.
 """
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Source
 from jaxserve.server.http import response_input, response_output
-from jaxserve.server.http.chat import read_conversation, read_prompt
+from jaxserve.server.http.chat import Conversation, read_conversation, read_prompt
 from jaxserve.server.http.errors import HttpError
-from jaxserve.server.http.event_answer import answer
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.logprobs import MessageLogprobs
+from jaxserve.server.http.message_input import NAMES, CountTokensRequest, MessagesRequest, as_chat
+from jaxserve.server.http.message_output import (
+    Message,
+    MessageEvent,
+    MessageUsage,
+    MessageWriter,
+    StopReason,
+    TokenCount,
+)
 from jaxserve.server.http.requests import ChatRequest, JsonObject
+from jaxserve.server.http.response_input import in_words_of
 from jaxserve.server.http.response_store import LIFETIME_SECONDS, KeptResponse
-from jaxserve.server.http.service import Service, UsageCount
+from jaxserve.server.http.service import Service, UsageCount, stop_reason
 from jaxserve.text.answers import AnswerParser
 from jaxserve.text.generator import PromptTooLongError
+from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer
+
+
+class Event(Protocol):
+    """One event of a stream."""
+
+    @property
+    def type(self) -> str: ...
+
+
+async def answer(
+    service: Service,
+    exchange: HttpExchange,
+    conversation: Conversation,
+    count: UsageCount,
+    begin: Callable[[], Iterable[Event]],
+    events: Callable[[Source], AsyncIterator[Iterable[Event]]],
+    written: Any,
+    *,
+    stream: bool,
+) -> None:
+    """Runs the conversation's one choice and answers.
+
+    Args:
+      count: its tokens, which `events` counts.
+      begin: the events before the first token.
+      events: those of the answer, as the model generates it.
+      written: the answer, which is whole when `events` has ended.
+    """
+    async with service.answering(exchange, conversation.jobs, stream=stream) as (source,):
+        if stream:
+            await exchange.start_events()
+            await _send(exchange, begin())
+        async for told in events(source):
+            if stream:
+                await _send(exchange, told)
+            else:
+                for _ in told:  # the writer writes as it tells
+                    pass
+    usage = count.usage()
+    exchange.log |= {"prompt_tokens": usage.prompt_tokens}
+    exchange.log |= {"completion_tokens": usage.completion_tokens}
+    if stream:
+        await exchange.end_events()
+    else:
+        await exchange.reply(written)
+
+
+async def _send(exchange: HttpExchange, events: Iterable[Event]) -> None:
+    for event in events:
+        await exchange.event(msgspec.json.encode(event), event.type)
 
 
 async def create_response(service: Service, exchange: HttpExchange) -> None:
@@ -60,7 +124,7 @@ async def create_response(service: Service, exchange: HttpExchange) -> None:
         conversation,
         count,
         writer.begin,
-        lambda source: _events(source, writer, parser, count, tokenizer),
+        lambda source: _response_events(source, writer, parser, count, tokenizer),
         writer.response,
         stream=bool(request.stream),
     )
@@ -100,7 +164,7 @@ def _kept(service: Service, exchange: HttpExchange, response_id: str) -> KeptRes
     raise HttpError(404, wrong, param="previous_response_id", code="response_not_found")
 
 
-async def _events(
+async def _response_events(
     source: Source,
     writer: response_output.ResponseWriter,
     parser: AnswerParser,
@@ -205,3 +269,70 @@ def _usage(
         ),
         total_tokens=usage.total_tokens,
     )
+
+
+async def create_message(service: Service, exchange: HttpExchange) -> None:
+    """Answer a conversation, in Anthropic's API."""
+    request = await exchange.read(MessagesRequest)
+    chat, origins = as_chat(request)
+    with in_words_of(NAMES, origins, items="messages", system="system"):
+        conversation = await read_conversation(service, chat, exchange.tenant)
+    count = UsageCount(conversation.jobs, 1)
+    message = Message(
+        id=f"msg_{exchange.request_id}",
+        model=conversation.model,
+        usage=MessageUsage.of(count.usage()),
+    )
+    shown = request.thinking is None or request.thinking.display != "omitted"
+    writer = MessageWriter(message, shown)
+    (parser,) = conversation.parsers
+    await answer(
+        service,
+        exchange,
+        conversation,
+        count,
+        lambda: (),
+        lambda source: _message_events(source, writer, parser, count),
+        message,
+        stream=bool(request.stream),
+    )
+
+
+async def count_tokens(service: Service, exchange: HttpExchange) -> None:
+    """How many tokens a conversation has, in Anthropic's API."""
+    request = await exchange.read(CountTokensRequest)
+    chat, origins = as_chat(request)
+    with in_words_of(NAMES, origins, items="messages", system="system"):
+        prompt = await read_prompt(service, chat)
+    await exchange.reply(TokenCount(input_tokens=len(prompt.token_ids)))
+
+
+async def _message_events(
+    source: Source, writer: MessageWriter, parser: AnswerParser, count: UsageCount
+) -> AsyncIterator[Iterable[MessageEvent]]:
+    """The events of a message, as the model generates it."""
+    begun = False
+    async for output in source.outputs():
+        count.add(source, output)
+        if not begun:  # now the cached tokens of the prompt are known
+            usage = MessageUsage.of(count.usage())
+            writer.message.usage = msgspec.structs.replace(usage, output_tokens=0)
+            yield writer.begin()
+            begun = True
+        yield writer.add(parser.push(output.text))
+        if output.finish_reason is not None:
+            yield writer.add(parser.finish(cut=output.finish_reason == "length"))
+            stopped = stop_reason(source, output)
+            sequence = stopped if isinstance(stopped, str) else None
+            reason = _stop_reason(output, sequence, parser)
+            yield writer.end(reason, sequence, MessageUsage.of(count.usage()))
+
+
+def _stop_reason(
+    output: GenerationOutput, sequence: str | None, parser: AnswerParser
+) -> StopReason:
+    if output.finish_reason == "length":
+        return "max_tokens"
+    if sequence is not None:
+        return "stop_sequence"
+    return "tool_use" if parser.called else "end_turn"
