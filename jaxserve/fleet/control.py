@@ -1,11 +1,10 @@
-"""The messages between the leader and its followers.
+"""The messages between the leader and its followers, and what a leader collects from them.
 
 Each follower has one session with the leader (`link/session/`). A few processes also hand the
 messages for all on to those below them (`follower.py`), over sessions that begin in the same way.
 Every message is msgpack of one of the structs below; nothing is ever unpickled. `leader.py` and
 `follower.py` are the two ends; the engine on the leader and the driver on a follower see
-`Boundary`.
-Knows nothing of sockets, requests or device arrays.
+`Boundary`. Knows nothing of sockets, requests or engines: an ffn worker over `pull` has none.
 
     follower → leader   Register  (FollowerState | Collected | MessageArrived)*
     leader → follower   Accepted  Joined  (Echo | WarmUp | Collect)*  FailureReceived?
@@ -14,15 +13,24 @@ Knows nothing of sockets, requests or device arrays.
 """
 
 import hashlib
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from jaxserve.config.deployment import Cluster
+from jaxserve.errors import EngineFailedError
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import Echo, Greeting
+from jaxserve.roles.expert_slots import ExpertSlots, counts_of_ranks
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.worker import Action
+from jaxserve.roles.worker import Action, Counted
+
+if TYPE_CHECKING:
+    from jaxserve.fleet.leader import Leader
+
 
 PROTOCOL = 14
 """Raised whenever a message below changes its meaning."""
@@ -161,3 +169,57 @@ def shapes_digest(deployment_digest: str, plans: Sequence[StepPlan]) -> str:
 def heartbeat_interval(cluster: Cluster) -> float:
     """Seconds between two heartbeats, short enough for all deadlines that build on them."""
     return min(cluster.heartbeat_seconds / 10, cluster.step_seconds / 4)
+
+
+SPANS = "spans"
+"""Name of the followers' measured spans."""
+COUNTS = "counts"
+"""Name of the experts' token counts, as the latest `CountExperts` found them."""
+MEASURED = "measured"
+"""Name of what the followers' probes measured."""
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """A follower's part of the experts' counts (`roles.expert_moves.Counted`)."""
+
+    number: int | None
+    """Number of the latest `CountExperts`; None: the follower has no experts."""
+    layers: int = 0
+    ranks: dict[int, bytes] = {}
+    unread: str = ""
+
+
+def own_counts(slots: ExpertSlots | None) -> bytes:
+    """Encodes this process's part of the counts; waits for the devices."""
+    if slots is None:
+        return msgspec.msgpack.encode(Counts(None))
+    if (taken := slots.counted) is None:
+        return msgspec.msgpack.encode(Counts(-1))
+    own = counts_of_ranks(taken.counts)
+    ranks = {rank: part.astype("<u4").tobytes() for rank, part in own.items()}
+    return msgspec.msgpack.encode(Counts(taken.number, len(slots.layers), ranks, slots.unread))
+
+
+def collect_counts(leader: "Leader", number: int, timeout: float) -> Counted:
+    """Returns the followers' parts of the counts with this number, within `timeout` seconds.
+
+    Raises:
+      EngineFailedError: one did not answer in time, or has not got so far; names it.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        parts = [
+            msgspec.msgpack.decode(data, type=Counts)
+            for data in leader.collect(COUNTS, left).values()
+        ]
+        if all(part.number in (None, number) for part in parts):
+            ranks = {
+                rank: np.frombuffer(data, "<u4").reshape(part.layers, -1)
+                for part in parts
+                for rank, data in part.ranks.items()
+            }
+            return Counted(ranks, unread="; ".join(part.unread for part in parts if part.unread))
+        if time.monotonic() > deadline:
+            raise EngineFailedError(f"the counts of experts did not come within {timeout:g} s")
+        time.sleep(0.05)

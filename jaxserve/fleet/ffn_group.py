@@ -20,8 +20,7 @@ from jax.experimental import multihost_utils
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import CheckpointError, ConfigError, EngineFailedError
 from jaxserve.fleet import bootstrap
-from jaxserve.fleet.collected import COUNTS, collect_counts, own_counts
-from jaxserve.fleet.control import Boundary, shapes_digest
+from jaxserve.fleet.control import COUNTS, Boundary, collect_counts, own_counts, shapes_digest
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader
 from jaxserve.fleet.membership import ProcessArguments

@@ -11,7 +11,7 @@ import jax
 import msgspec
 
 from jaxserve.engine.runtime import Driver, Runtime
-from jaxserve.fleet.collected import COUNTS, MEASURED, SPANS, own_counts
+from jaxserve.fleet.control import COUNTS, MEASURED, SPANS, own_counts
 from jaxserve.fleet.follower import Follower
 from jaxserve.observe.probe import TAKE_SECONDS, Probe
 from jaxserve.observe.recorder import Recorder

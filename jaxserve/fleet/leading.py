@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.fleet.collected import MEASURED, SPANS, collect_counts
-from jaxserve.fleet.control import Boundary, shapes_digest
+from jaxserve.fleet.control import MEASURED, SPANS, Boundary, collect_counts, shapes_digest
 from jaxserve.fleet.leader import Leader
 from jaxserve.observe.spans import Span
 from jaxserve.roles.step_plan import StepPlan

@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.launch import cloud_tpu, docker, kubernetes, slurm, systemd
 from jaxserve.launch.checked import on_slice, refuse_unfit, sized, with_host_memory
 from jaxserve.launch.local import __main__ as local
-from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.settings import Options, Rendering
 from jaxserve.launch.workloads import (
     Workload,
     one_process,

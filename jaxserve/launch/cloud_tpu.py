@@ -10,9 +10,8 @@ from pathlib import Path
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
 from jaxserve.launch import systemd
-from jaxserve.launch.options import Rendering, host_places
 from jaxserve.launch.packages import lock_names, lock_text
-from jaxserve.launch.settings import Places, deployment_text, filled, placed
+from jaxserve.launch.settings import Places, Rendering, deployment_text, filled, host_places, placed
 from jaxserve.storage.bucket import is_url
 
 UV, PYTHON = "0.9.11", "3.12"

@@ -9,18 +9,23 @@ from typing import Any
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import (
+from jaxserve.launch.packages import sbom
+from jaxserve.launch.settings import (
     CACHE,
     KEYS,
     SPARE_SECONDS,
     TLS,
     TLS_FILES,
     Options,
+    Places,
     Rendering,
+    deployment_text,
     files_of,
+    filled,
+    placed,
+    to_yaml,
+    trees,
 )
-from jaxserve.launch.packages import sbom
-from jaxserve.launch.settings import Places, deployment_text, filled, placed, to_yaml, trees
 from jaxserve.launch.workloads import Workload, serve_arguments
 
 Tree = dict[str, Any]

@@ -15,9 +15,8 @@ from typing import Any
 from jaxserve.config.deployment import Deployment
 from jaxserve.errors import ConfigError
 from jaxserve.launch import pods
-from jaxserve.launch.options import TLS_FILES, Options, Rendering, files_of
 from jaxserve.launch.pods import Tree
-from jaxserve.launch.settings import filled, placed, trees
+from jaxserve.launch.settings import TLS_FILES, Options, Rendering, files_of, filled, placed, trees
 from jaxserve.launch.workloads import FFN_PORT, WORKER_PORT, Workload
 
 

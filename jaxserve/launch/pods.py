@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.launch.options import (
+from jaxserve.launch.settings import (
     CACHE,
     KEYS,
     SECRET_FILES,
     SPARE_SECONDS,
     TLS,
     Options,
+    Places,
     Rendering,
+    deployment_text,
     files_of,
+    to_yaml,
+    trees,
 )
-from jaxserve.launch.settings import Places, deployment_text, to_yaml, trees
 from jaxserve.launch.workloads import (
     CONTROL_PORT,
     COORDINATOR_PORT,

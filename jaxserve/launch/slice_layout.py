@@ -17,7 +17,7 @@ from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.launch.tpu_slice import tpu_slice
+from jaxserve.launch.workloads import tpu_slice
 from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import by_process, role_groups
 from jaxserve.model.ffn.traffic import (

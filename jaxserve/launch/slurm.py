@@ -8,8 +8,14 @@ Called by `__main__.py`. The text is a Bash program; `shlex` quotes the parts th
 import shlex
 
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import Options, Rendering, host_places
-from jaxserve.launch.settings import deployment_text, filled, placed
+from jaxserve.launch.settings import (
+    Options,
+    Rendering,
+    deployment_text,
+    filled,
+    host_places,
+    placed,
+)
 from jaxserve.launch.workloads import Workload
 
 

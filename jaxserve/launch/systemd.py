@@ -12,8 +12,15 @@ import msgspec
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.sections import SERVER_FILES
 from jaxserve.errors import ConfigError
-from jaxserve.launch.options import SPARE_SECONDS, Options, Rendering, host_places
-from jaxserve.launch.settings import deployment_text, filled, placed
+from jaxserve.launch.settings import (
+    SPARE_SECONDS,
+    Options,
+    Rendering,
+    deployment_text,
+    filled,
+    host_places,
+    placed,
+)
 from jaxserve.launch.workloads import CONTROL_PORT, COORDINATOR_PORT, Workload, serve_arguments
 
 HEAD = """\

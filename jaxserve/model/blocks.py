@@ -24,9 +24,8 @@ from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
-from jaxserve.model.message import DispatchMessage
+from jaxserve.model.message import DispatchMessage, EncodedRows, norm_and_encode_rows
 from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
-from jaxserve.model.quant.rows import EncodedRows, norm_and_encode_rows
 from jaxserve.model.residual import StreamMixer, added, streams_of, widened
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.lookup import rows_of

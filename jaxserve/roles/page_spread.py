@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.model.attention.kv_cache import Entry
-from jaxserve.model.quant.rows import has_scales, storage
+from jaxserve.model.message import has_scales, storage
 from jaxserve.roles.compilation import PIECES, REPLICATED, Arrays, Program, compile_all
 from jaxserve.roles.layout import PageRun
 from jaxserve.roles.page_programs import PageKey

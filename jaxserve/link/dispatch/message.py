@@ -20,8 +20,14 @@ from jaxtyping import Array, Float, Int32, UInt, UInt32
 
 from jaxserve.config.formats import FormatName
 from jaxserve.link.dispatch.contract import Contract
-from jaxserve.model.message import DispatchMessage
-from jaxserve.model.quant.rows import EncodedRows, decode_rows, encode_rows, has_scales, storage
+from jaxserve.model.message import (
+    DispatchMessage,
+    EncodedRows,
+    decode_rows,
+    encode_rows,
+    has_scales,
+    storage,
+)
 from jaxserve.model.row_width import result_words, row_words
 from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
 from pallas_kernels.target import current_target

@@ -26,7 +26,7 @@ from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
 from jaxserve.config.model import MLA, Attention, Compressed, DeltaNet, ModelConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model.quant.rows import cached_dtype, has_scales, storage
+from jaxserve.model.message import cached_dtype, has_scales, storage
 
 Pages = tuple[Array, ...]
 """(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxserve.model.message import EncodedRows
 from jaxserve.model.module import Formats, linear, matrix, weight
-from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.activation import SWIGLU, Activation
 from pallas_kernels.grouped_matmul.dense import dense_swiglu, swiglu_steps, swiglu_steps_of_fp8
 from pallas_kernels.quantize import QuantArray

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.config.formats import group_of
 from jaxserve.config.model import FFN, ModelConfig
 from jaxserve.model.ffn.placement import SlotSizes
+from jaxserve.model.message import EncodedRows
 from jaxserve.model.module import Formats, matrix, zeros
-from jaxserve.model.quant.rows import EncodedRows
 from pallas_kernels.grouped_matmul.api import Biases, fastest_row_format
 from pallas_kernels.grouped_matmul.routed import Choices, routed_choices
 

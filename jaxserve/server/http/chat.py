@@ -12,10 +12,17 @@ from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http import responses
 from jaxserve.server.http.completions import DONE
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.forms import chosen_tools, forced_call, grammar, with_rules
+from jaxserve.server.http.forms import (
+    chosen_tools,
+    forced_call,
+    grammar,
+    kept_tokens,
+    of_choice,
+    sampling_params,
+    with_rules,
+)
 from jaxserve.server.http.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.http.requests import ChatRequest
-from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Chunks, Service, UsageCount, stop_reason, together
 from jaxserve.text.answer_format import AnswerMarkers
 from jaxserve.text.answers import MAX_CALLS, AnswerParser, Piece, joined

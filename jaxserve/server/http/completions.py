@@ -11,11 +11,10 @@ from msgspec import UNSET
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.front_end import Job, Source
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.forms import grammar, with_rules
+from jaxserve.server.http.forms import grammar, kept_tokens, of_choice, sampling_params, with_rules
 from jaxserve.server.http.logprobs import CompletionLogprobsWriter, concatenated, prompt_logprobs
 from jaxserve.server.http.requests import MAX_CHOICES, CompletionRequest
 from jaxserve.server.http.responses import Completion, CompletionChoice, CompletionLogprobs
-from jaxserve.server.http.sampling import kept_tokens, of_choice, sampling_params
 from jaxserve.server.http.service import Chunks, Service, UsageCount, stop_reason, together
 from jaxserve.text.output import GenerationOutput
 from jaxserve.text.tokenizer import Tokenizer

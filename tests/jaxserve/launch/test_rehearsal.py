@@ -23,7 +23,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.launch import kubernetes
-from jaxserve.launch.options import Options, Rendering
+from jaxserve.launch.settings import Options, Rendering
 from jaxserve.launch.workloads import workloads
 from tests import golden
 from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, hosts, surroundings

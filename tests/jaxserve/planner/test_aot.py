@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS
-from jaxserve.launch.tpu_slice import tpu_slice
+from jaxserve.launch.workloads import tpu_slice
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.serve import main as serve
 from tests import golden

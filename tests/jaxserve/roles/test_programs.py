@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.checkpoint.families import architecture
-from jaxserve.model.quant import rows as quant_rows
+from jaxserve.model import message as quant_rows
 from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.ffn import FFNPrograms

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.link.dispatch.message import AnswerFormat, MessageFormat
-from jaxserve.model.message import DispatchMessage
-from jaxserve.model.quant.rows import encode_rows
+from jaxserve.model.message import DispatchMessage, encode_rows
 from pallas_kernels.grouped_matmul.packed_sums import Unsummed
 from tests import golden
 from tests.pallas_kernels.quantize.definition import quantize_numpy

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config.formats import choices
+from jaxserve.model.message import encode_rows, norm_and_encode_rows, storage
 from jaxserve.model.module import rms_norm
-from jaxserve.model.quant.rows import encode_rows, norm_and_encode_rows, storage
 
 X = np.asarray([[1.0, -2.0, 0.5, 0.0], [3e-3, 1e-3, 0.0, -4e-3]], np.float32)
 

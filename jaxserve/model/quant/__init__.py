@@ -1,1 +1,0 @@
-"""Number formats of activations: in products, in the KV cache and on the wire."""
