@@ -180,7 +180,7 @@ MEASURED = "measured"
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """A follower's part of the experts' counts (`roles.expert_moves.Counted`)."""
+    """A follower's part of the experts' counts (`roles.worker.Counted`)."""
 
     number: int | None
     """Number of the latest `CountExperts`; None: the follower has no experts."""

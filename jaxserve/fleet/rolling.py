@@ -30,7 +30,7 @@ class WorkerProposal(msgspec.Struct):
     """A domain's answer to `POST /experts/rebalance`.
 
     Attributes:
-      proposal: fields of a `roles.expert_moves.Proposal`; None: there is none.
+      proposal: fields of a `roles.worker.Proposal`; None: there is none.
       why: why there is none.
     """
 

@@ -230,7 +230,7 @@ class Rebalanced(Frame):
     """Answers the `Rebalance` of the same number.
 
     Attributes:
-      proposal: fields of a `roles.expert_moves.Proposal`; None: there is none.
+      proposal: fields of a `roles.worker.Proposal`; None: there is none.
       why: why there is none.
     """
 

@@ -1,6 +1,6 @@
 """Pods of every workload, as LeaderWorkerSet, JobSet and Deployment take them.
 
-Called by `kubernetes.py` and `jobset.py`. Trees are the values of YAML documents, not text.
+Called by `kubernetes.py`. Trees are the values of YAML documents, not text.
 """
 
 from collections.abc import Sequence

@@ -209,7 +209,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     def host(self, on: tuple[Hardware, Hardware], devices: tuple[int, int], layers: int) -> float:
         """Returns the host seconds of the busiest process for a layer and lane, with a call a stage
         and layer. The process that leads also sends a step's plan to the others of its host and,
-        once each, to a few other hosts (`fleet/joining.py`).
+        once each, to a few other hosts (`fleet/below.py`).
 
         Args:
           on: hardware of the attention and the ffn role.

@@ -54,7 +54,7 @@ class ExpertLoads:
     stays.
 
     Args:
-      popularity: [layers, experts] of the experts of every layer, rows with sum 1 (`skew.py`).
+      popularity: [layers, experts] of the experts of every layer, rows with sum 1.
       sizes: slots of the devices over which the experts are divided (ep).
       placed: whether experts, and replicas in spare slots, are where a rebalance puts them, or all
         at home.

@@ -1,7 +1,7 @@
 """Errors of jaxserve as HTTP statuses with a body in OpenAI's format.
 
-`status.py` does the same for gRPC. Any other error is a bug of the server: the client gets 500 and
-the request id, the log the rest. Called by `app.py`.
+`inference.py` does the same for gRPC. Any other error is a bug of the server: the client gets 500
+and the request id, the log the rest. Called by `app.py`.
 """
 
 import math
