@@ -9,17 +9,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from pallas_kernels.hopper import BEFORE_HOPPER, HOPPER
 from pallas_kernels.target import EVERY_KERNEL, Backend, Target, current_target
 from pallas_kernels.tuned import Fields
 
 logger = logging.getLogger(__name__)
-
-Implementation = Literal["auto", "kernel", "reference"]
-"""How an op runs: `auto` takes a kernel if the device has one and plain XLA otherwise; `kernel`
-takes a kernel or raises NotImplementedError; `reference` takes plain XLA."""
 
 
 class Fallback(NamedTuple):
@@ -69,22 +65,13 @@ def collects_fallbacks() -> bool:
     return _collected.get() is not None
 
 
-def check_implementation(implementation: Implementation) -> None:
-    """Raises ValueError if the implementation is unknown."""
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation is {implementation!r}, needs one of {get_args(Implementation)}"
-        )
-
-
 def kernel_target(
     op: str,
-    implementation: Implementation,
     gap: Callable[[Target], str],
     cost: str,
     tiles: Fields | None = None,
     *,
-    fused_on_tpus: str = "",
+    fused_on_tpus: bool = False,
     backends: tuple[Backend, ...] = EVERY_KERNEL,
 ) -> Target | None:
     """Returns the target whose kernel a call runs; None: plain XLA.
@@ -93,41 +80,30 @@ def kernel_target(
       gap: returns the property of the call that a target's kernels do not cover; empty: none.
       cost: see `Fallback.cost`.
       tiles: tile sizes that the caller gave for the kernel.
-      fused_on_tpus: for an op that XLA fuses well on TPUs and that has no kernel there: the reason
-        to give if a kernel is demanded. Plain XLA is then no fallback.
+      fused_on_tpus: whether XLA fuses the op well on TPUs, so that it is no fallback there.
       backends: backends that have a kernel of the op.
 
     Raises:
-      ValueError: the implementation is unknown; or tiles are given, but no kernel runs.
+      ValueError: tiles are given, but no kernel runs.
       NotImplementedError: no kernel covers the call, and plain XLA is not allowed.
     """
-    check_implementation(implementation)
-    if implementation == "reference":
-        if tiles:
-            raise ValueError(f"tiles of {op}: implementation is 'reference', which has none")
-        return None
     target = current_target()
     if fused_on_tpus and target.backend == "mosaic_tpu":
-        if implementation == "auto" and not tiles:
-            return None
-        reason = fused_on_tpus
-    elif target.backend in backends:
+        return None
+    if target.backend in backends:
         reason = gap(target)
         if not reason:
             return target
     else:
         names = [*HOPPER, *(BEFORE_HOPPER if "triton_gpu" in backends else ())]
         reason = f"this device: there are some for TPUs and for {', '.join(names)}"
-    fallback = Fallback(op, target.device_kind, reason, cost)
-    if implementation == "kernel":
-        raise NotImplementedError(str(fallback))
     if tiles:
         raise ValueError(
             f"tiles of {op}: plain XLA, which has none, runs on {target.device_kind}; there is no "
             f"kernel for {reason}"
         )
     if target.backend != "reference" or target.device_kind != "cpu":
-        fall_back(fallback)
+        fall_back(Fallback(op, target.device_kind, reason, cost))
     return None
 
 

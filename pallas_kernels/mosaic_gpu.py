@@ -1,12 +1,15 @@
 """Helpers shared by the Hopper kernels of all ops. Imported by them only."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import multiprocessors_of
+from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.target import Target
 
 WARPGROUP = 128
@@ -69,6 +72,24 @@ def launch(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
         interpret=interpreter(target),
     )
+
+
+def run_in_place(
+    kernel: Any, arguments: tuple[Any, ...], arrays: tuple[Any, ...], results: Sequence[Any]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Calls a kernel that changes `arrays`, its last arguments, where they lie. It gets bits of FP8
+    as FP8. Returns its results, of these types, and the arrays."""
+
+    def run(state: Any) -> None:
+        # A reference is what a kernel may change.
+        changed, found = state
+        for one, new in zip(found, kernel(*arguments, *changed), strict=True):
+            one[...] = new
+
+    empty = tuple(jnp.zeros(one.shape, one.dtype) for one in results)
+    changed, found = pl.run_state(run)((tuple(map(from_bits, arrays)), empty))
+    bits = map(lambda old, new: as_bits(new) if old.dtype == jnp.uint8 else new, arrays, changed)
+    return found, tuple(bits)
 
 
 def interpreter(target: Target) -> Any:

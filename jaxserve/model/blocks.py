@@ -65,9 +65,12 @@ class AttentionBlock(nnx.Module):
         d, epsilon = self.config.d_model, self.config.norm_epsilon
         with jax.named_scope("attention"):
             row, x = self.input_mixer.read(x) if self.input_mixer else (x[:, :d], x)
-            normed = rms_norm(row, self.input_norm[...], epsilon)
             own = batch.of_layer(self.spec)._replace(choice=x[:, d:])
-            mixed, pages, *choice = self.attention(normed, pages, own)
+            norm = self.input_norm[...], epsilon
+            if getattr(self.attention, "takes_norm", False):
+                mixed, pages, *choice = self.attention(row, pages, own, norm)
+            else:
+                mixed, pages, *choice = self.attention(rms_norm(row, *norm), pages, own)
             mixed = jax.lax.psum(mixed.astype(jnp.float32), "tp").astype(x.dtype)
             x = added(self.config, x, mixed)
             x = x.at[:, d:].set(choice[0]) if choice else x

@@ -22,7 +22,7 @@ from jaxserve.config.formats import StoredFormat, group_of, sharing
 from jaxserve.config.model import Int4
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AnyMesh, Rules, partition_spec, placed
-from pallas_kernels.grouped_matmul.dense import matmul
+from pallas_kernels.grouped_matmul.dense import matmul, normed_matmul
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
@@ -246,10 +246,19 @@ def _names(dimensions: Sequence[str] | dict[str, int]) -> tuple[str, ...]:
     return tuple(name.rstrip("_") for name in dimensions)
 
 
+Norm = tuple[Float[Array, " d"], float]
+"""Weight and epsilon of an RMSNorm."""
+
+
 def linear(
-    x: Float[Array, "tokens d_in"], w: Weight | QuantWeight, bias: Weight | None = None
+    x: Float[Array, "tokens d_in"],
+    w: Weight | QuantWeight,
+    bias: Weight | None = None,
+    *,
+    norm: Norm | None = None,
 ) -> Float[Array, "tokens d_out"]:
-    """Computes x · w with FP32 accumulation, plus the bias, in x's dtype.
+    """Computes x · w with FP32 accumulation, plus the bias, in x's dtype; with a norm, that of x's
+    first columns · w.
 
     Of an output projection that all devices divide (`attention.output: split`), x is a token's
     heads: they go to the devices of their columns in other DP groups, and sums come back. Attention
@@ -258,7 +267,7 @@ def linear(
     if "out_heads" in (w if isinstance(w, Weight) else w.values).dimensions:
         x = jax.lax.all_to_all(x, "dp", split_axis=1, concat_axis=0, tiled=True)
         return jax.lax.psum_scatter(matmul(x, w[...]), "dp", tiled=True)
-    product = matmul(x, w[...])
+    product = matmul(x, w[...]) if norm is None else normed_matmul(x, norm, w[...])
     if bias is not None:
         product += bias[...].astype(jnp.float32)
     return product.astype(x.dtype)

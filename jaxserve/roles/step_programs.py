@@ -32,13 +32,14 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import bitcast_convert_type
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
 from jaxserve.errors import ConfigError, EngineFailedError
-from jaxserve.link.dispatch.message import PackedRows, reinterpreted
+from jaxserve.link.dispatch.message import PackedRows
 from jaxserve.mesh import (
     ATTENTION_RULES,
     FFN_AXES,
@@ -218,11 +219,11 @@ class Wire(NamedTuple):
             words = got[:, : parts[-1].shape[1]]
             if (ratio := received.dtype.itemsize // self.word.itemsize) > 1:
                 words = words.reshape(*received.shape, ratio)
-            found = found.at[partner].set(reinterpreted(words, received.dtype), mode="drop")
+            found = found.at[partner].set(bitcast_convert_type(words, received.dtype), mode="drop")
         return (got if found is None else found), token
 
     def _words(self, array: Array) -> Array:
-        return reinterpreted(array, self.word).reshape(array.shape[0], -1)
+        return bitcast_convert_type(array, self.word).reshape(array.shape[0], -1)
 
 
 class AttentionStepPrograms(AttentionPrograms):

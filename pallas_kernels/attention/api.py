@@ -32,7 +32,8 @@ from pallas_kernels.attention.checks import (
     check_values,
     check_write,
 )
-from pallas_kernels.coverage import Implementation, check_implementation, kernel_target
+from pallas_kernels.attention.two_terms import TwoTerms
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.quantize import Words, in_arrays
 from pallas_kernels.target import WITH_ATTENTION, Target, current_target, kernels
 from pallas_kernels.transforms import run_op
@@ -41,7 +42,7 @@ from pallas_kernels.tuned import Fields
 Places = Any
 """A pytree of arrays: see `attention_places`."""
 
-_Shaped = Array | Words | jax.ShapeDtypeStruct
+_Shaped = Array | Words | TwoTerms | jax.ShapeDtypeStruct
 _Pages = tuple[Any, Any, Array | None, Array | None, Array | None]
 _COST = (
     "copies every page of a token's table to FP32 first, at least 5 times the bytes of a cache in "
@@ -56,12 +57,12 @@ def write_rows(
     page_table: Int32[Array, "sequences pages_per_sequence"],
     sequence_of_token: Int32[Array, " tokens"],
     position: Int32[Array, " tokens"],
-    *,
-    implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
     """Write the rows of every token to the pages; padding tokens write nothing.
 
-    In place if the caller donates the pages. A token whose sequence, page or position lies outside
+    In place if the caller donates the pages, by a scatter. TPUs exchange whole pages where these
+    keep the tokens of a page last, scatter scales as they lie in memory, and have a kernel for wide
+    pages in 8 bits. A token whose sequence, page or position lies outside
     the table or the pool writes nothing either.
 
     Args:
@@ -69,14 +70,10 @@ def write_rows(
         or latents. TPU kernels write `Words` where they lie; elsewhere these are copied.
       rows: the rows to write to each array, [tokens, kv_heads, ...], of its dtype
         (or float8_e4m3fn where the pages hold its bits as uint8).
-      implementation: "reference" is a scatter; on TPUs "auto" exchanges whole pages where
-        these keep the tokens of a page last, scatters scales as they lie in memory, and has a
-        kernel for wide pages in 8 bits. All three leave the rest of the pool in place. "kernel"
-        is refused, since other pages have no kernel.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together, or the implementation is unknown.
-      NotImplementedError: it is differentiated; or the implementation is "kernel".
+      ValueError: the shapes or dtypes do not fit together.
+      NotImplementedError: it is differentiated.
     """
     if not pages or len(pages) != len(rows):
         raise ValueError(f"{len(pages)} arrays of pages and {len(rows)} of rows")
@@ -88,11 +85,8 @@ def write_rows(
                 f"pages[0] has {pages[0].shape[:3]}"
             )
     check_tokens(rows[0].shape[0], page_table, sequence_of_token, position)
-    check_implementation(implementation)
-    if implementation == "kernel":
-        raise NotImplementedError("write_rows: there is no kernel; XLA writes rows in place")
     target = current_target()
-    on_tpu = implementation == "auto" and target.backend == "mosaic_tpu"
+    on_tpu = target.backend == "mosaic_tpu"
 
     def compute(
         pages: tuple[Any, ...], rows: tuple[Array, ...], where: reference.Where
@@ -123,7 +117,7 @@ def write_rows(
 
 
 def paged_attention(
-    queries: Float[Array, "tokens q_heads head_dim"],
+    queries: Float[Array, "tokens q_heads head_dim"] | TwoTerms,
     k_pages: Num[Array, "pages kv_heads page_size key_width"] | Words,
     v_pages: Num[Array, "pages kv_heads page_size v_head_dim"] | Words | None,
     page_table: Int32[Array, "sequences pages_per_sequence"],
@@ -140,7 +134,6 @@ def paged_attention(
     with_lse: bool = False,
     runs: int = 0,
     out_dtype: DTypeLike | None = None,
-    implementation: Implementation = "auto",
     tiles: Fields | None = None,
     places: Places = (),
 ) -> tuple[Float[Array, "tokens q_heads v_head_dim"], Float32[Array, "tokens q_heads"] | None]:
@@ -153,6 +146,7 @@ def paged_attention(
     Page ids outside the pool are clamped into it, and positions past the table to its last one.
 
     Args:
+      queries: of two terms, as `rotate_and_write` may return them, only with pages in FP8.
       v_pages: None if the first `v_width` elements of a key are its value, as in absorbed latent
         attention; nothing is copied then.
       window: a token at position i sees position j only if i - j < window; 0: no limit.
@@ -173,7 +167,6 @@ def paged_attention(
         positions one apart, or all at the same. GPUs lay queries out for this number, and leave out
         tokens of further runs; 0: any batch, which takes up to 128 times the memory of the queries.
       out_dtype: of the output; None: that of `queries`.
-      implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
       places: the result of `attention_places` for the same batch, window and shapes; () or None:
         they are computed here.
@@ -187,11 +180,9 @@ def paged_attention(
         or products in INT8; the message names an alternative. Elsewhere as
         `coverage.kernel_target`. Or it is differentiated.
     """
-    if places and (tiles or implementation != "auto"):
-        raise ValueError(
-            "places are for the tiles and the implementation that a call has by itself"
-        )
-    if queries.ndim != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
+    if places and tiles:
+        raise ValueError("places are for the tiles that a call has by itself")
+    if len(queries.shape) != 3 or not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(
             f"queries is {queries.dtype}{queries.shape}, needs floats [tokens, q_heads, head_dim]"
         )
@@ -224,16 +215,16 @@ def paged_attention(
     cache = _cache(arrays, width, int8_products)
     wanted = jnp.dtype(queries.dtype if out_dtype is None else out_dtype)
     gap = functools.partial(_call_gap, queries=queries, cache=cache, page_table=page_table)
-    target = kernel_target(
-        "paged_attention", implementation, gap, _COST, tiles, backends=WITH_ATTENTION
-    )
+    target = kernel_target("paged_attention", gap, _COST, tiles, backends=WITH_ATTENTION)
 
     def compute(
-        queries: Array, arrays: _Pages, where: reference.Where, places: Places
+        queries: Any, arrays: _Pages, where: reference.Where, places: Places
     ) -> tuple[Array, Array | None]:
         if target is None or target.interpret:
             arrays = in_arrays(arrays)
         cache = _cache(arrays, width, int8_products)
+        if isinstance(queries, TwoTerms) and (target is None or joined.joined_rows(cache, target)):
+            queries = queries.whole()
         call = reference.PagedCall(queries, cache, where, window, scale, with_lse, wanted, runs)
         out: Array
         sums: Array | None
@@ -277,7 +268,7 @@ def attention_places(
     arrays = k_pages, v_pages, None, None, rope_pages
     cache = _cache(arrays, width)
     gap = functools.partial(_call_gap, queries=queries, cache=cache, page_table=page_table)
-    target = kernel_target("paged_attention", "auto", gap, _COST, backends=WITH_ATTENTION)
+    target = kernel_target("paged_attention", gap, _COST, backends=WITH_ATTENTION)
     if target is None or joined.joined_rows(cache, target):
         return ()
     position = _inside(position, page_table, k_pages)
@@ -294,8 +285,6 @@ def chunk_attention(
     position: Int32[Array, " tokens"],
     *,
     scale: float,
-    implementation: Implementation = "auto",
-    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
     """Attend from every token to the batch's tokens of its own sequence up to and including itself.
 
@@ -305,16 +294,12 @@ def chunk_attention(
     zeros and have no effect on others, even if they are NaN. Only TPUs have a kernel; elsewhere
     prompts of latent attention take `paged_attention`, over pages of expanded keys and values.
 
-    Args:
-      implementation: see `coverage.Implementation`.
-      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
-
     Returns:
       the outputs in the dtype of `queries`, and log(sum(exp(scores))) of every token and head, -inf
       for padding tokens.
 
     Raises:
-      ValueError: the shapes, dtypes or tiles do not fit together.
+      ValueError: the shapes or dtypes do not fit together.
       NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
@@ -331,19 +316,15 @@ def chunk_attention(
     inputs = (queries, keys, values, sequence_of_token, position)
     target = kernel_target(
         "chunk_attention",
-        implementation,
         lambda target: "" if target.backend == "mosaic_tpu" else "prompts of latent attention",
         _CHUNK_COST,
-        tiles,
     )
 
     def compute(inputs: tuple[Array, Array, Array, Array, Array]) -> tuple[Array, Array]:
         call = reference.ChunkCall(*inputs, scale)
         if target is None:
             return reference.chunk_attention(call)
-        from pallas_kernels.attention import mosaic_tpu_chunk
-
-        return mosaic_tpu_chunk.chunk_attention(call, target, tiles)
+        return kernels("attention", target, "_chunk").chunk_attention(call, target)
 
     return run_op("chunk_attention", compute, inputs)
 

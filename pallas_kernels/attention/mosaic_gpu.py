@@ -30,6 +30,7 @@ from pallas_kernels.attention.ranges import (
 )
 from pallas_kernels.attention.reference import Cache, PagedCall, pages_gap
 from pallas_kernels.attention.tiles import GpuTiles, gpu_blocks
+from pallas_kernels.attention.two_terms import TwoTerms, in_two_terms
 from pallas_kernels.mosaic_gpu import interpreter, load, store
 from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
@@ -141,9 +142,6 @@ def _body(
         write(mixed * lax.broadcast_in_dim(1.0 / sums, mixed.shape, [0]), log_of_all)
 
 
-LARGEST_FP8 = 448.0
-SMALLEST_QUERY = 1e-30
-"""Query rows whose largest magnitude is smaller get the scale 1 instead of their own."""
 MOST_COLUMNS = 256
 """Columns of the output whose sums the registers of a warpgroup hold."""
 
@@ -184,7 +182,10 @@ def paged_attention(
     interpret = interpreter(target)
     query_scales = None
     if plan.fp8_keys:
-        rows, query_scales = in_two_terms(rows_of_units(call.queries, places, cut))
+        queries = call.queries
+        terms = queries if isinstance(queries, TwoTerms) else in_two_terms(queries)
+        rows = jax.vmap(lambda term: rows_of_units(term, places, cut))(terms.values)
+        query_scales = rows_of_units(terms.scales[..., None], places, cut)[..., 0]
     else:
         queries = call.queries.astype(compute_dtype(cache.k_pages.dtype))
         rows = rows_of_units(queries, places, cut)[None]
@@ -253,23 +254,6 @@ def _plan(
         return both
     both = both._replace(fp8_keys=False, one_buffer=cache.v_pages is not None)
     return both if stages(cache, both) else plan
-
-
-def in_two_terms(
-    rows: Float[Array, "*places head_dim"],
-) -> tuple[Float[Array, "2 *places head_dim"], Float32[Array, "*places"]]:
-    """Splits rows into two FP8 arrays, whose sum times a scale per row gives the rows back.
-
-    The second array holds what rounding to the first one lost. Elements are exact to a 256th of
-    themselves, or to 2e-6 of the largest magnitude in their row.
-    """
-    wide = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1)
-    scales = jnp.where(largest < SMALLEST_QUERY, 1.0, largest / LARGEST_FP8)
-    wide = wide / scales[..., None]
-    first = wide.astype(jnp.float8_e4m3fn)
-    second = (wide - first.astype(jnp.float32)).astype(jnp.float8_e4m3fn)
-    return jnp.stack([first, second]), scales
 
 
 def _cut_by(plan: Sizes, cache: Cache, target: Target, given: Fields) -> Sizes:

@@ -28,7 +28,6 @@ from pallas_kernels.attention.mosaic_tpu_memory import VMEM_BYTES
 from pallas_kernels.attention.reference import ChunkCall
 from pallas_kernels.attention.write_tpu import LANES
 from pallas_kernels.target import Target
-from pallas_kernels.tuned import Fields, checked_fields, require
 
 TILE, INTERPRETED_TILE = 512, 8
 """Most queries, and keys, of a tile: a multiple of `LANES`, unless it is interpreted."""
@@ -47,20 +46,15 @@ class Pairs(NamedTuple):
 
 
 def chunk_attention(
-    call: ChunkCall, target: Target, tiles: Fields | None
+    call: ChunkCall, target: Target
 ) -> tuple[Float[Array, "tokens heads v_head_dim"], Float32[Array, "tokens heads"]]:
-    """`api.chunk_attention` on a TPU.
-
-    Raises:
-      ValueError: the tiles do not fit.
-    """
+    """`api.chunk_attention` on a TPU."""
     queries, keys, values, sequence_of_token, position, scale = call
     tokens, heads, width = queries.shape
     v_width = values.shape[2]
     if 0 in queries.shape or v_width == 0:
         return jnp.zeros(values.shape, queries.dtype), jnp.full((tokens, heads), -jnp.inf)
-    unit = INTERPRETED_TILE if target.interpret else LANES
-    largest = _largest_tile(width, v_width, unit, target, tiles or {})
+    unit, largest = (INTERPRETED_TILE,) * 2 if target.interpret else (LANES, TILE)
     tile = min(largest, -(-tokens // unit) * unit)
     missing = -tokens % tile
     position = jnp.pad(position, (0, missing), constant_values=-1)
@@ -121,25 +115,6 @@ def chunk_attention(
         interpret=INTERPRETER if target.interpret else False,
     )(*pairs, sequence[:, None], position[:, None], sequence[None], position[None], *operands)
     return jnp.swapaxes(out, 0, 1)[:tokens], lse[:, 0, :tokens].T
-
-
-def _largest_tile(width: int, v_width: int, unit: int, target: Target, given: Fields) -> int:
-    """Returns the most tokens of a tile.
-
-    Raises:
-      ValueError: it was given, and does not fit.
-    """
-    default = {"tile": INTERPRETED_TILE if target.interpret else TILE}
-    tile: int = (default | checked_fields("chunk_attention", given, default))["tile"]
-    # A token takes operands and results, two each, and sums, in FP32; a pair its score, twice.
-    lanes = -(-width // LANES) * 2 + -(-v_width // LANES) * 2 + 4
-    token = 2 * lanes * LANES * 4 + (-(-v_width // LANES) + 2) * LANES * 4
-    most = max(
-        size for size in range(unit, 4096, unit) if size * (token + 2 * 4 * size) <= VMEM_BYTES
-    )
-    limits = f"a multiple of {unit} up to {most}, for which {VMEM_BYTES} bytes of VMEM suffice"
-    require(tile % unit == 0 and tile <= most, "chunk_attention", "tile", tile, limits)
-    return tile
 
 
 def tile_pairs(

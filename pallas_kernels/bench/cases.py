@@ -11,14 +11,13 @@ from pallas_kernels.attention.shapes import SHAPES as ATTENTION
 from pallas_kernels.bench import attention, grouped_matmul, norm_quantize
 from pallas_kernels.grouped_matmul.shapes import DECODE_TOKENS, PREFILL_TOKENS
 from pallas_kernels.grouped_matmul.shapes import SHAPES as EXPERTS
-from pallas_kernels.norm_quantize.shapes import TOKENS as NORM_TOKENS
-from pallas_kernels.norm_quantize.shapes import WIDTHS
+from pallas_kernels.norm_quantize import cases as norms
 from pallas_kernels.target import Target, current_target
 
 NAMES: dict[str, dict[str, Any]] = {
     "attention": {**ATTENTION},
     "grouped_matmul": {**EXPERTS},
-    "norm_quantize": {**WIDTHS},
+    "norm_quantize": {**norms.WIDTHS},
 }
 
 MODULES: dict[str, Any] = {
@@ -92,7 +91,7 @@ def _experts(shape: Any, quick: bool) -> list[grouped_matmul.Step]:
 def _norms(width: int, quick: bool) -> list[norm_quantize.Step]:
     return [
         norm_quantize.Step(128 if quick else width, format, tokens)
-        for tokens in ((8,) if quick else NORM_TOKENS)
+        for tokens in ((8,) if quick else (norms.DECODE, norms.PREFILL))
         for format in norm_quantize.FORMATS
     ]
 

@@ -7,7 +7,7 @@ nearly all the bytes of such a layer. The kernels read each state once and write
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.gated_delta import reference
 from pallas_kernels.gated_delta.reference import Step
 from pallas_kernels.target import kernels
@@ -25,8 +25,6 @@ def delta_step(
     value: Float32[Array, "rows heads value_dim"],
     decay: Float32[Array, "rows heads"],
     rate: Float32[Array, "rows heads"],
-    *,
-    implementation: Implementation = "auto",
 ) -> tuple[Float32[Array, "pool heads key_dim value_dim"], Float32[Array, "rows heads value_dim"]]:
     """Feeds one token to the state of each sequence (arXiv 2412.06464, equation 10), and reads the
     state with the token's query:
@@ -41,7 +39,6 @@ def delta_step(
       decay: logarithm of the state's factor. With −inf the state begins with zeros, whatever the
         page holds.
       rate: share of the state's old value that the token replaces (β).
-      implementation: see `coverage.Implementation`.
 
     Returns:
       the states, and what each token reads.
@@ -52,9 +49,7 @@ def delta_step(
     """
     step = Step(states, page, query, key, value, decay, rate)
     _check(step)
-    target = kernel_target(
-        OP, implementation, lambda target: kernels("gated_delta", target).gap(step), _COST
-    )
+    target = kernel_target(OP, lambda target: kernels("gated_delta", target).gap(step), _COST)
 
     def compute(step: Step) -> tuple[Array, Array]:
         if target is None or not len(step.page):

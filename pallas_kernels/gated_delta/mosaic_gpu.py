@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gated_delta.reference import Step
-from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, store, strided
+from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, run_in_place, store, strided
 from pallas_kernels.target import Target
 
 AT_ONCE = 8
@@ -50,12 +50,8 @@ def delta_step(step: Step, target: Target) -> tuple[Array, Array]:
         },
     )
 
-    def change(state: Any) -> None:
-        # Changed in place: a reference is what a kernel may change.
-        states, read = state
-        (read[...],) = kernel(page, query, key, value, jnp.exp(decay), rate, states)
-
-    changed, read = pl.run_state(change)((states, jnp.zeros(value.shape, value.dtype)))
+    arguments = page, query, key, value, jnp.exp(decay), rate
+    (read,), (changed,) = run_in_place(kernel, arguments, (states,), (value,))
     return changed, read
 
 

@@ -40,7 +40,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.activation import SWIGLU, Activation
-from pallas_kernels.coverage import Fallback, Implementation, fall_back, kernel_target
+from pallas_kernels.coverage import Fallback, fall_back, kernel_target
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import GroupedCall
 from pallas_kernels.grouped_matmul.reference import WeightArray as _Readable
@@ -79,7 +79,6 @@ def grouped_matmul(
     row_format: RowFormat | None = None,
     narrow: QuantArray | None = None,
     first: Int[Array, ""] | int | None = None,
-    implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Multiply every row by the weights of its group.
@@ -91,7 +90,6 @@ def grouped_matmul(
       row_format: "fp8" or "int8", as the weights (INT4: "int8"): rows are quantised in blocks;
         "float": rows are not quantised; None: as the format of the weights requires.
       narrow: see `grouped_swiglu`.
-      implementation: see `coverage.Implementation`.
       tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
 
     Returns:
@@ -106,9 +104,9 @@ def grouped_matmul(
     groups = group_sizes.shape[0] if first is None else None
     _check_weights("weights", weights, rows, (groups, None, rows.shape[1]))
     _check_row_format(row_format, weights=weights)
-    if _decodes(weights, rows, implementation):
+    if _decodes(weights, rows):
         weights, row_format = _decoded("grouped_matmul", weights, rows), None
-    target = _target("grouped_matmul", implementation, rows, (weights,), row_format, tiles)
+    target = _target("grouped_matmul", rows, (weights,), row_format, tiles)
 
     def compute(
         rows: Array,
@@ -142,7 +140,6 @@ def grouped_swiglu(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
     first: Int[Array, ""] | int | None = None,
-    implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Float[Array, "picked d_out"]:
     """Run every row through the SwiGLU network of its group: `(silu(x Wgᵀ) * (x Wuᵀ)) Wdᵀ`.
@@ -171,7 +168,6 @@ def grouped_swiglu(
         one than `SWIGLU`, kernels compute the three products one by one, and round between them.
       biases: of the networks; None: they have none.
       first: as of `grouped_matmul`, for all weights and biases.
-      implementation: see `coverage.Implementation`.
       tiles: as of `grouped_matmul`, for both products.
 
     Returns:
@@ -195,10 +191,10 @@ def grouped_swiglu(
     if source is not None and (source.ndim != 1 or source.dtype != jnp.int32):
         raise ValueError(f"source is {source.dtype}{source.shape}, needs int32 of rank 1")
     weights = gate_weights, up_weights, down_weights
-    if all(_decodes(array, rows, implementation) for array in weights):
+    if all(_decodes(array, rows) for array in weights):
         gate, up, down = (_decoded("grouped_swiglu", array, rows) for array in weights)
         weights, row_format = (gate, up, down), None
-    target = _target("grouped_swiglu", implementation, rows, weights, row_format, tiles)
+    target = _target("grouped_swiglu", rows, weights, row_format, tiles)
     if biases is not None:
         _check_biases(biases, gate_weights, down_weights)
     if target is not None and (biases is not None or activation != SWIGLU):
@@ -209,7 +205,6 @@ def grouped_swiglu(
             group_sizes=group_sizes,
             row_format=row_format,
             first=first,
-            implementation=implementation,
             tiles=tiles,
         )
         ends = jnp.cumsum(jnp.asarray(group_sizes))
@@ -269,11 +264,10 @@ def _placed(call: GroupedCall, first: Array | None, target: Target | None) -> Gr
     return call._replace(group_sizes=sizes)
 
 
-def _decodes(weights: WeightArray, rows: Array, implementation: Implementation) -> bool:
+def _decodes(weights: WeightArray, rows: Array) -> bool:
     """Whether the device's kernels multiply by MXFP4 weights only once they are floats."""
     held = isinstance(weights, QuantArray) and weights.dtype == jnp.float4_e2m1fn
-    runs = current_target().backend == "mosaic_gpu" and implementation != "reference"
-    return held and runs and rows.dtype.itemsize == 2
+    return held and current_target().backend == "mosaic_gpu" and rows.dtype.itemsize == 2
 
 
 def _decoded(op: str, weights: Any, rows: Array) -> Array:
@@ -317,15 +311,13 @@ def fastest_row_format(
             return None
         if 0 < array.block[1] < array.shape[2] and array.block[1] % ROW_BLOCK:
             return None
-    from pallas_kernels.grouped_matmul import mosaic_gpu
-
     quantised = [array for array in weights if isinstance(array, QuantArray)]
-    return None if mosaic_gpu.gap(rows.dtype, quantised, "fp8") else "fp8"
+    kernel = kernels("grouped_matmul", current_target())
+    return None if kernel.gap(rows.dtype, quantised, "fp8") else "fp8"
 
 
 def _target(
     op: str,
-    implementation: Implementation,
     rows: Array,
     weights: tuple[WeightArray, ...],
     row_format: RowFormat | None,
@@ -335,15 +327,12 @@ def _target(
 
     def gap(target: Target) -> str:
         if target.backend == "mosaic_tpu":  # refuses formats by itself
-            from pallas_kernels.grouped_matmul import mosaic_tpu_plan
-
-            return mosaic_tpu_plan.gap((array.shape[1] for array in weights), target)
-        from pallas_kernels.grouped_matmul import mosaic_gpu
-
+            plan = kernels("grouped_matmul", target, "_plan")
+            return plan.gap((array.shape[1] for array in weights), target)
         kept = [array for array in weights if not isinstance(array, InputMajor | Words)]
-        return mosaic_gpu.gap(rows.dtype, kept, row_format)
+        return kernels("grouped_matmul", target).gap(rows.dtype, kept, row_format)
 
-    return kernel_target(op, implementation, gap, _COST, tiles)
+    return kernel_target(op, gap, _COST, tiles)
 
 
 def _check_rows(rows: Array, group_sizes: Array | np.ndarray) -> None:

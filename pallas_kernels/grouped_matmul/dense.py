@@ -3,21 +3,18 @@
 Called by the linear maps of a model. A kernel sees one group of a size known at compile time.
 Kernels are used for 8-bit weights only. XLA on TPUs converts FP8 more slowly than HBM delivers it,
 and on every platform it processes blocks of 128 columns one by one. For 128 rows times Step-3's
-output projection [7168, 16384] on v7x, bundles over the DMA floor of the weights are (static
-counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): XLA 1.3 for FP8 and over 12 for FP8
-blocks, partly XLA's own estimate; the kernel 0.6 and 0.9, so that it is limited by memory.
+output projection on v7x XLA takes 1.3 times as long as memory for FP8 and over 12 times for FP8
+blocks by static counts, the kernel 0.6 and 0.9.
 
 On a GPU kernels are used for block scales only, which XLA multiplies in 127 rounds of six launches.
 Where d_out is narrow they split d_in over the multiprocessors, and XLA adds up the parts. FP8
 weights multiply rows in FP8, at twice the rate of 16 bits: rows with a scale for every 128 columns
 where weights have blocks, as DeepSeek-V3's format says, and with one scale for weights with scales
-of channels, which XLA multiplies as both are. Quantising the rows takes more launches and bytes.
-On an H100 (2026-11-28, [2560, 7168]), 8, 64, 128 and 256 rows take 25, 26, 35 and 35 µs all the
-same, 22, 28, 44 and 59 µs unquantised by XLA, and 43, 52, 66 and 73 µs unquantised by the kernel.
-The 3 µs that 8 rows lose are no reason for a limit on rows: a token would depend on how many
-others are in its batch. Rows that came in FP8 are multiplied as they came.
-INT8 weights multiply rows in INT8. A whole SwiGLU network of FP8 weights and rows that came in FP8
-is two launches of the kernel (`swiglu_steps_of_fp8`), where a caller asks for steps.
+of channels, which XLA multiplies as both are. Quantising the rows takes a launch, which few rows
+do not gain back (docs/measurements/kernels.md, an H100). They are quantised all the same: a token
+must not depend on how many others are in its batch. Rows that came in FP8 are multiplied as they
+came. INT8 weights multiply rows in INT8. A whole SwiGLU network of FP8 weights and rows that came
+in FP8 is two launches of the kernel (`swiglu_steps_of_fp8`), where a caller asks for steps.
 """
 
 import functools
@@ -36,19 +33,19 @@ from pallas_kernels.grouped_matmul.reference import WeightArray
 from pallas_kernels.grouped_matmul.reference import gated as gated_product
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.input_major import product as input_major_product
+from pallas_kernels.norm_quantize import rms_norm, rms_norm_quantize
 from pallas_kernels.quantize import (
     QuantArray,
     StackEntry,
     check_quant_array,
     from_bits,
-    quantize_rows,
 )
 from pallas_kernels.quantize.product import (
     product_of_rows,
     quant_product,
     quant_product_of_floats,
 )
-from pallas_kernels.target import EVERY_KERNEL, current_target
+from pallas_kernels.target import EVERY_KERNEL, current_target, kernels
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 TILE = 64, 128
@@ -78,20 +75,18 @@ def covers(rows: Array, *weights: WeightArray) -> bool:
 def _on_tpu(rows: Array, weights: QuantArray) -> bool:
     """Whether a kernel multiplies on a TPU. TPUs store matrices whose width is no multiple of 128
     transposed, so that a kernel would need a copy first."""
-    from pallas_kernels.grouped_matmul import mosaic_tpu_plan
-
     fits = rows.dtype in (jnp.bfloat16, jnp.float32)
     if not fits or not (weights.shape[1] % 128 == 0 or _in_blocks(weights)):
         return False
-    return not _said(mosaic_tpu_plan.gap(weights.shape[:1], current_target()))
+    target = current_target()
+    return not _said(kernels("grouped_matmul", target, "_plan").gap(weights.shape[:1], target))
 
 
 def _on_gpu(rows: Array, weights: QuantArray) -> bool:
-    from pallas_kernels.grouped_matmul import mosaic_gpu
-
     if not _in_blocks(weights):
         return False
-    return not _said(mosaic_gpu.gap(rows.dtype, (_stack(weights)[0],)))
+    kernel = kernels("grouped_matmul", current_target())
+    return not _said(kernel.gap(rows.dtype, (_stack(weights)[0],)))
 
 
 def _said(reason: str) -> str:
@@ -175,8 +170,8 @@ def dense_matmul(
     if isinstance(weights, QuantArray):
         weights = _alone(weights)
     if isinstance(weights, QuantArray) and _multiplies_fp8(rows, weights):
-        values, scales = quantize_rows(rows, "fp8")
-        return quant_product_of_floats(from_bits(values), weights) * scales[:, None]
+        _, values, scales = rms_norm_quantize(rows, None, 0.0, "fp8")
+        return quant_product_of_floats(values, weights) * scales[:, None]
     if isinstance(weights, QuantArray):
         product = quant_product
         for _ in rows.shape[:-2]:
@@ -184,6 +179,20 @@ def dense_matmul(
         return product(rows, weights)
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     return product_of_rows(rows, weights, precision=precision)
+
+
+def normed_matmul(
+    rows: Float[Array, "rows columns"],
+    norm: tuple[Float[Array, " d_in"], float],
+    weights: Float[Array, "d_out d_in"] | QuantArray | InputMajor,
+) -> Float32[Array, "rows d_out"]:
+    """Returns the product of the RMSNorm of the rows' first d_in columns, by its weight and
+    epsilon, with one weight. Where FP8 is multiplied, one kernel norms and quantises."""
+    factors, epsilon = norm
+    if isinstance(weights, QuantArray) and _multiplies_fp8(rows, weights := _alone(weights)):
+        _, values, scales = rms_norm_quantize(rows, factors, epsilon, "fp8")
+        return quant_product_of_floats(values, weights) * scales[:, None]
+    return dense_matmul(rms_norm(rows[:, : factors.shape[0]], factors, epsilon), weights)
 
 
 def dense_swiglu(
@@ -263,12 +272,11 @@ def swiglu_steps_of_fp8(
     stacks = gate, up, down = tuple(_stack(array)[0] for array in weights)
     if values.dtype != jnp.float8_e4m3fn or fastest_row_format(rows, stacks) != "fp8":
         return None
-    from pallas_kernels.grouped_matmul import mosaic_gpu
-
+    kernel = kernels("grouped_matmul", target)
     tiles = -(-rows.shape[0] // TILE[0]) * -(-gate.shape[1] // TILE[1])
-    if not 0 < tiles <= MOST_TILES or rows.shape[0] % mosaic_gpu.BLOCK_ROWS:
+    if not 0 < tiles <= MOST_TILES or rows.shape[0] % kernel.BLOCK_ROWS:
         return None
-    first, second, dtype = mosaic_gpu.hidden_in_blocks, mosaic_gpu.down_of_blocks, rows.dtype
+    first, second, dtype = kernel.hidden_in_blocks, kernel.down_of_blocks, rows.dtype
     return (
         functools.partial(first, gate_weights=gate, up_weights=up, target=target),
         functools.partial(second, down_weights=down, out_dtype=dtype, target=target),

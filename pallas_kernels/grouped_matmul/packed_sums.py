@@ -6,8 +6,7 @@ as soon as its sum; XLA computes the sums twice, or writes them in FP32. Elsewhe
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ from jaxtyping import Array, Float, Float32, Int8
 from pallas_kernels.coverage import kernel_target
 from pallas_kernels.grouped_matmul.routed import Choices, combine
 from pallas_kernels.quantize import dequantize_rows, quantize_rows
-from pallas_kernels.target import Target, current_target
+from pallas_kernels.quantize.bits import from_words
+from pallas_kernels.target import Target, current_target, kernels
 
 _COST = "computes sums twice, or writes them in FP32"
 
@@ -69,9 +69,7 @@ class Unsummed(NamedTuple):
             raise ValueError(f"{tokens} rows are not {major[0]} x {major[1]} equal blocks")
         target = _target(d, words)
         if target is not None and tokens:
-            from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-
-            (packed,) = mosaic_gpu_sums.pack(
+            (packed,) = _kernels(target).pack(
                 self, self.shape, words, major, target, everywhere=everywhere
             )
             return packed
@@ -87,9 +85,7 @@ class Unsummed(NamedTuple):
         target = _target_of_pieces(*self.shape, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-
-        return mosaic_gpu_sums.pack(self, self.shape, words, (1, 1), target, count)
+        return _kernels(target).pack(self, self.shape, words, (1, 1), target, count)
 
 
 class Parts(NamedTuple):
@@ -117,9 +113,7 @@ class Parts(NamedTuple):
         target = _target_of_pieces(self.arrived.shape[1], self.d, words, count)
         if target is None:
             return tuple(jnp.split(self.packed(words), count))
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-
-        return mosaic_gpu_sums.add_up_and_pack(self.arrived, self.d, target, count)
+        return _kernels(target).add_up_and_pack(self.arrived, self.d, target, count)
 
 
 Sums = Unsummed | Parts
@@ -131,9 +125,7 @@ def sum_packed(arrived: Int8[Array, "parts rows words"], d: int) -> Float32[Arra
     parts, rows, words = arrived.shape
     target = _target(d, words)
     if target is not None and rows:
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-
-        return mosaic_gpu_sums.add_up(arrived, d, target)
+        return _kernels(target).add_up(arrived, d, target)
     shares = unpack(arrived.reshape(-1, words), d)
     return jnp.sum(shares.reshape(parts, rows, d), axis=0)
 
@@ -143,28 +135,14 @@ def sum_and_pack(arrived: Int8[Array, "parts rows words"], d: int) -> Int8[Array
     words = arrived.shape[2]
     target = _target(d, words)
     if target is not None and arrived.shape[1]:
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
-
-        return mosaic_gpu_sums.add_up_and_pack(arrived, d, target)[0]
+        return _kernels(target).add_up_and_pack(arrived, d, target)[0]
     return Unsummed(sum_packed(arrived, d)).packed(words)
 
 
 def unpack(packed: Int8[Array, "rows words"], d: int) -> Float32[Array, "rows d"]:
     """Returns the values of packed rows; only the rounding to INT8 is lost."""
-    return unpack_all([packed], d)[0]
-
-
-def unpack_all(
-    packed: Sequence[Int8[Array, "rows words"]], d: int
-) -> list[Float32[Array, "rows d"]]:
-    """Unpacks several arrays with equally many rows. Their scales are cut out together: XLA does
-    not fuse a bit-cast between widths with its consumer, so on GPUs each cut is a launch."""
-    stored = jnp.concatenate([rows[:, d : d + 4] for rows in packed])
-    scales = jnp.split(jax.lax.bitcast_convert_type(stored, jnp.float32), len(packed))
-    return [
-        dequantize_rows(rows[:, :d], of_rows, jnp.float32)
-        for rows, of_rows in zip(packed, scales, strict=True)
-    ]
+    scales = from_words(packed[:, d : d + 4], jnp.float32)[:, 0]
+    return dequantize_rows(packed[:, :d], scales, jnp.float32)
 
 
 def _target_of_pieces(rows: int, d: int, words: int, count: int) -> Target | None:
@@ -173,10 +151,10 @@ def _target_of_pieces(rows: int, d: int, words: int, count: int) -> Target | Non
 
 
 def _target(d: int, words: int) -> Target | None:
-    def gap(target: Target) -> str:
-        from pallas_kernels.grouped_matmul import mosaic_gpu_sums
+    if current_target().backend != "mosaic_gpu":
+        return None
+    return kernel_target("pack_sums", lambda target: _kernels(target).gap(d, words), _COST)
 
-        return mosaic_gpu_sums.gap(d, words)
 
-    is_gpu = current_target().backend == "mosaic_gpu"
-    return kernel_target("pack_sums", "auto" if is_gpu else "reference", gap, _COST)
+def _kernels(target: Target) -> Any:
+    return kernels("grouped_matmul", target, "_sums")

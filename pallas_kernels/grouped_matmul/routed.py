@@ -19,12 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from pallas_kernels.activation import SWIGLU, Activation
-from pallas_kernels.coverage import Implementation
 from pallas_kernels.grouped_matmul.api import Biases, grouped_swiglu
 from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor
 from pallas_kernels.quantize import QuantArray, Words
-from pallas_kernels.target import Target, by_platform, current_target
+from pallas_kernels.target import Target, by_platform, current_target, kernels
 from pallas_kernels.transforms import run_op
 from pallas_kernels.tuned import Fields
 
@@ -84,9 +83,8 @@ def sort_choices(
 def _sorting_kernel(choices: int, target: Target) -> Callable[..., Any] | None:
     if target.backend != "mosaic_gpu":
         return None
-    from pallas_kernels.grouped_matmul import mosaic_gpu_sort
-
-    return mosaic_gpu_sort.sort if mosaic_gpu_sort.covers(choices) else None
+    kernel = kernels("grouped_matmul", target, "_sort")
+    return kernel.sort if kernel.covers(choices) else None
 
 
 def _first_of_each(
@@ -149,23 +147,18 @@ def combine(
     rows: Float[Array, "rows d"],
     gates: Float[Array, "tokens top_k"] | None,
     order: Order,
-    implementation: Implementation = "auto",
     base: Float[Array, "tokens d"] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "tokens d"]:
     """Returns for every token the sum of its choices' rows, times their gates if given, in the
     order of choices, and of `base` if given. Sums are FP32, rounded to `dtype`. Rows and gates that
     belong to no choice may hold anything.
-
-    Args:
-      implementation: "reference": XLA's gathers, even on devices with a kernel (TPUs).
     """
     if gates is None:
         gates = jnp.ones(order.place.shape, jnp.float32)
     target = current_target()
-    if target.backend == "mosaic_tpu" and implementation != "reference":
-        from pallas_kernels.grouped_matmul import mosaic_tpu_combine as kernel
-
+    if target.backend == "mosaic_tpu":
+        kernel = kernels("grouped_matmul", target, "_combine")
         if kernel.covers(rows.shape, rows.dtype, order.place.shape):
             arrays = (rows, gates, order.place, order.here)
             by_kernel = functools.partial(kernel.combine, target=target, dtype=dtype)
@@ -198,7 +191,6 @@ def routed_choices(
     among: int | None = None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
-    implementation: Implementation = "auto",
     tiles: Fields | None = None,
 ) -> Choices:
     """Runs every token through the SwiGLU networks that it chose; `combine` sums the results.
@@ -209,7 +201,7 @@ def routed_choices(
       gates: [tokens, top_k] weights; ignored for choices outside the window.
       window: (first group, number of groups) to use; None: all. Other weights are not read.
       among: number of networks to choose from, on all devices; None: those of the window.
-      row_format, narrow, activation, biases, implementation, tiles: see `grouped_swiglu`.
+      row_format, narrow, activation, biases, tiles: see `grouped_swiglu`.
 
     Returns:
       the results, and with their order the number of tokens of each network of the window.
@@ -239,7 +231,6 @@ def routed_choices(
         activation=activation,
         biases=biases,
         first=first,
-        implementation=implementation,
         tiles=tiles,
     )
     return Choices(rows, gates, order)

@@ -10,68 +10,67 @@ from typing import get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.norm_quantize import reference
 from pallas_kernels.quantize import Format
 from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
-from pallas_kernels.tuned import Fields
 
 OP = "rms_norm_quantize"
-_COST = "reads the rows twice, in three launches"
+_COST = "reads the rows twice, in two or three launches"
 
 
 def rms_norm_quantize(
-    x: Float[Array, "tokens d"],
-    weight: Float[Array, " d"],
+    x: Float[Array, "tokens columns"],
+    weight: Float[Array, " d"] | None,
     epsilon: float,
     format: Format,
-    *,
-    implementation: Implementation = "auto",
-    tiles: Fields | None = None,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
-    """Norms every row as `rms_norm` does, and quantises it as `quantize_rows` does.
+    """Norms the first d columns of every row as `rms_norm` does, and quantises them as
+    `quantize_rows` does.
 
     The kernel sums the squares of a row in a different order, so normed rows may differ by one step
     of their dtype. Values and scales are exactly those of `quantize_rows` on these rows. The kernel
-    supports d_model up to 8192 in multiples of 128; on TPUs and for others plain XLA runs.
+    supports multiples of 128 columns, up to 8192 that are normed, and up to 18432 that are not; on
+    TPUs and for others plain XLA runs.
 
     Args:
-      implementation: see `coverage.Implementation`; FP32 weights of other rows go to XLA.
-      tiles: sizes that replace those of the device kind, by field (`pallas_kernels/README.md`).
+      weight: None: all columns are quantised as they are.
 
     Returns:
       the normed rows in x's dtype (for a router), their 8-bit values, and their FP32 scales.
 
     Raises:
-      ValueError: the shapes, dtypes or tiles do not fit together, or the format is unknown.
+      ValueError: the shapes or dtypes do not fit together, or the format is unknown.
       NotImplementedError: it is differentiated; or as `coverage.kernel_target`.
     """
     if x.ndim != 2 or x.shape[1] == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype}{x.shape}, needs floats [tokens, d] with d > 0")
-    if weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, jnp.float32):
+    if weight is not None and (
+        weight.ndim != 1
+        or not 0 < weight.shape[0] <= x.shape[1]
+        or weight.dtype not in (x.dtype, jnp.float32)
+    ):
         raise ValueError(
-            f"weight is {weight.dtype}{weight.shape}, needs ({x.shape[1]},) in float32 or x's dtype"
+            f"weight is {weight.dtype}{weight.shape}, needs up to {x.shape[1]} numbers in float32 "
+            "or x's dtype"
         )
     if format not in get_args(Format):
         raise ValueError(f"format is {format!r}, needs one of {get_args(Format)}")
-    fused = "norms, which XLA fuses there"
-    if weight.dtype != x.dtype:
-        implementation = "reference"
-    target = kernel_target(
-        OP,
-        implementation,
-        lambda target: kernels("norm_quantize", target).gap(x),
-        _COST,
-        tiles,
-        fused_on_tpus=fused,
-    )
+    target = None
+    if weight is None or weight.dtype == x.dtype:  # XLA norms by FP32 weights of other rows
+        target = kernel_target(
+            OP,
+            lambda target: kernels("norm_quantize", target).gap(x, weight),
+            _COST,
+            fused_on_tpus=True,
+        )
 
-    def compute(x: Array, weight: Array) -> tuple[Array, Array, Array]:
+    def compute(x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
         if target is None:
             return reference.rms_norm_quantize(x, weight, epsilon, format)
         return kernels("norm_quantize", target).rms_norm_quantize(
-            x, weight, epsilon, format, target, tiles
+            x, weight, epsilon, format, target
         )
 
     return run_op(OP, compute, x, weight)

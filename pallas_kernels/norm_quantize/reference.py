@@ -20,12 +20,12 @@ def rms_norm(
 
 
 def rms_norm_quantize(
-    x: Float[Array, "tokens d"],
-    weight: Float[Array, " d"],
+    x: Float[Array, "tokens columns"],
+    weight: Float[Array, " d"] | None,
     epsilon: float,
     format: Format,
 ) -> tuple[Float[Array, "tokens d"], Num[Array, "tokens d"], Float32[Array, " tokens"]]:
     """Applies `rms_norm`, then `quantize_rows` to its result."""
-    normed = rms_norm(x, weight, epsilon)
+    normed = x if weight is None else rms_norm(x[:, : weight.shape[0]], weight, epsilon)
     values, scales = quantize_rows(normed, format)
     return normed, values, scales

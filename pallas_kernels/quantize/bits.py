@@ -6,7 +6,9 @@ of 16 MB takes 25 ms, as bits 0.01 ms. Since a bit cast is a copy there, long-li
 pages) are best kept as bits.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -66,3 +68,21 @@ def from_bytes(
 def from_bits(x: Num[Array, "..."]) -> Num[Array, "..."]:
     """Returns the float8_e4m3fn array that has these bits, if uint8; any other array as it is."""
     return jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn) if x.dtype == jnp.uint8 else x
+
+
+def from_words(words: Num[Array, "rows words"], dtype: DTypeLike) -> Num[Array, "rows numbers"]:
+    """Reads numbers from unsigned or 8-bit words, lowest bits first, like a bit-cast.
+
+    On GPUs numbers are added up from their words: XLA does not fuse a bit-cast between widths with
+    the code that takes the numbers, so it would be a launch.
+    """
+    dtype = jnp.dtype(dtype)
+    ratio, size = dtype.itemsize // words.dtype.itemsize, 8 * words.dtype.itemsize
+    if ratio > 1 and current_target().backend == "mosaic_gpu":
+        unsigned, wide = jnp.dtype(f"uint{size}"), jnp.dtype(f"uint{8 * dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(words, unsigned).astype(wide)
+        parts = [bits[:, at::ratio] << (size * at) for at in range(ratio)]
+        return jax.lax.bitcast_convert_type(functools.reduce(operator.or_, parts), dtype)
+    if ratio > 1:
+        words = words.reshape(words.shape[0], -1, ratio)
+    return jax.lax.bitcast_convert_type(words, dtype)

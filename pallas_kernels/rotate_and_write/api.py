@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.api import write_rows
 from pallas_kernels.attention.checks import check_tokens
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.norm_quantize.reference import rms_norm
 from pallas_kernels.quantize import EIGHT_BITS, Words
 from pallas_kernels.rotate_and_write import reference, rotate_tpu
@@ -38,8 +38,8 @@ def rotate_and_write(
     query_norm: Float[Array, " head_dim"] | None = None,
     key_norm: Float[Array, " head_dim"] | None = None,
     epsilon: float = 0.0,
-    implementation: Implementation = "auto",
-) -> tuple[Float[Array, "tokens q_heads head_dim"], tuple[Any, ...]]:
+    joined: Float[Array, "tokens columns"] | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
     """Rotates queries and keys, quantises keys and values to the cache's format, and writes them.
 
     Pairs (i, i + head_dim/2) are rotated in FP32 and rounded to x's dtype, as `rotate` does it;
@@ -53,11 +53,12 @@ def rotate_and_write(
       query_norm, key_norm: weights of an RMSNorm of every head before its rotation, in the dtype of
         queries, or FP32, with which XLA norms before a kernel runs; None: no norm.
       epsilon: epsilon of the norms.
-      implementation: see `coverage.Implementation`.
+      joined: array that ends in the columns of all keys and then those of all values, which a
+        kernel reads in their place: XLA need not cut them out.
 
     Returns:
-      the queries, in their dtype or, by the kernel, already in the one that Hopper's
-      `paged_attention` multiplies them in; and the pages.
+      the queries, in their dtype or, by the kernel, already as Hopper's `paged_attention`
+      multiplies them: in another dtype or, for pages in FP8, as `TwoTerms`; and the pages.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -66,25 +67,24 @@ def rotate_and_write(
     if query_norm is not None and key_norm is not None and query_norm.dtype != query.dtype:
         # FP32 weights: kernels norm in the rows' dtype.
         query, key = rms_norm(query, query_norm, epsilon), rms_norm(key, key_norm, epsilon)
-        query_norm = key_norm = None
+        query_norm = key_norm = joined = None
     _check(pages, query, key, value, (cosine, sine), (query_norm, key_norm))
     wheres = (page_table, sequence_of_token, position)
     check_tokens(query.shape[0], *wheres)
     target = kernel_target(
         OP,
-        implementation,
         lambda target: kernels(OP, target).gap(pages, query, value),
         _COST,
-        fused_on_tpus="rotation and writing, of which XLA fuses what can be fused there",
+        fused_on_tpus=True,
     )
 
     def compute(
         pages: tuple[Any, ...],
-        heads: tuple[Array, Array, Array],
+        heads: tuple[Array, Array, Array, Array | None],
         turn: tuple[Array, Array],
         where: tuple[Array, Array, Array],
         norms: tuple[Array | None, Array | None],
-    ) -> tuple[Array, tuple[Any, ...]]:
+    ) -> tuple[Any, tuple[Any, ...]]:
         if target is not None:
             return kernels(OP, target).rotate_and_write(
                 pages, heads, turn, where, norms, epsilon=epsilon, target=target
@@ -98,7 +98,8 @@ def rotate_and_write(
         return query, write_rows(pages, tuple(rows), *where)
 
     norms = (query_norm, key_norm)
-    return run_op(OP, compute, pages, (query, key, value), (cosine, sine), wheres, norms)
+    heads = query, key, value, joined
+    return run_op(OP, compute, pages, heads, (cosine, sine), wheres, norms)
 
 
 def _rotated(x: Array, norm: Array | None, epsilon: float, turn: tuple[Array, Array]) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention.checks import check_tokens
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.quantize import EIGHT_BITS, Words
 from pallas_kernels.rotate_and_write import reference
 from pallas_kernels.target import Target, kernels
@@ -45,7 +45,6 @@ def norm_and_write(
     epsilon: float = 0.0,
     interleaved: bool = False,
     stored: bool = False,
-    implementation: Implementation = "auto",
 ) -> Latents:
     """Norms the queries' and the cached latents and rotates the key that all heads share. Writes
     the cached latents and keys to the pages, quantised to the cache's format.
@@ -65,7 +64,6 @@ def norm_and_write(
         `down` begin with the cached latent.
       interleaved: pairs of the key are neighbours, and become two halves, as `rotate` says.
       stored: whether the cached rows are returned too.
-      implementation: see `coverage.Implementation`.
 
     Raises:
       ValueError: the shapes or dtypes do not fit together.
@@ -76,10 +74,9 @@ def norm_and_write(
     check_tokens(down.shape[0], *wheres)
     target = kernel_target(
         OP,
-        implementation,
         lambda target: _kernels(target).gap(pages, down, latent_norm, query_norm),
         _COST,
-        fused_on_tpus="norms, rotation and writing, of which XLA fuses what can be fused there",
+        fused_on_tpus=True,
     )
 
     def compute(

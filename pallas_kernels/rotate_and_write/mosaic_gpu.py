@@ -17,10 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.attention.mosaic_gpu_plan import compute_dtype
-from pallas_kernels.mosaic_gpu import WARPGROUP, launch, load, quantise, store, strided
+from pallas_kernels.attention.mosaic_gpu_plan import TERMS, compute_dtype
+from pallas_kernels.attention.two_terms import LARGEST_FP8, SMALLEST_QUERY, TwoTerms
+from pallas_kernels.mosaic_gpu import (
+    WARPGROUP,
+    launch,
+    load,
+    quantise,
+    run_in_place,
+    store,
+    strided,
+)
 from pallas_kernels.quantize import EIGHT_BITS
-from pallas_kernels.quantize.bits import as_bits, from_bits
+from pallas_kernels.quantize.bits import from_bits
 from pallas_kernels.target import Target
 
 MOST_COLUMNS = 256
@@ -50,21 +59,33 @@ def gap(pages: tuple[Array, ...], query: Array, value: Array) -> str:
 
 def rotate_and_write(
     pages: tuple[Array, ...],
-    heads: tuple[Array, Array, Array],
+    heads: tuple[Array, Array, Array, Array | None],
     turn: tuple[Array, Array],
     where: tuple[Array, Array, Array],
     norms: tuple[Array | None, Array | None],
     *,
     epsilon: float,
     target: Target,
-) -> tuple[Array, tuple[Array, ...]]:
-    """Runs `api.rotate_and_write` for a call in which `gap` finds nothing."""
-    query, key, value = heads
+) -> tuple[Array | TwoTerms, tuple[Array, ...]]:
+    """Runs `api.rotate_and_write` for a call in which `gap` finds nothing; `heads` are queries,
+    keys, values and `joined`."""
+    query, key, value, joined = heads
     tokens, q_heads, width = query.shape
     kv_heads = key.shape[1]
+    key, value = (x.reshape(tokens, -1) for x in (key, value))
+    first = 0, 0
+    if joined is not None:
+        at = joined.shape[1] - value.shape[1]
+        first, key, value = (at - key.shape[1], at), joined, joined
     rows = tokens * q_heads
     kept = {name: norm for name, norm in zip(("q", "k"), norms, strict=True) if norm is not None}
-    cache = tuple(map(from_bits, pages))
+    dtype = from_bits(pages[0]).dtype
+    results = [jax.ShapeDtypeStruct((rows, width), compute_dtype(dtype))]
+    if dtype == jnp.float8_e4m3fn:
+        results = [
+            jax.ShapeDtypeStruct((TERMS, rows, width), dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ]
     scratch: dict[str, Any] = {
         "key_smem": plgpu.SMEM((2 * width,), key.dtype),
         "cosine_smem": plgpu.SMEM((width,), jnp.float32),
@@ -75,62 +96,66 @@ def rotate_and_write(
         scratch["norm_smem"] = plgpu.SMEM((2 * width,), key.dtype)
     kernel = launch(
         functools.partial(
-            _body, names=tuple(kept), q_heads=q_heads, kv_heads=kv_heads, epsilon=epsilon
+            _body,
+            names=tuple(kept),
+            sizes=(q_heads, kv_heads, len(results)),
+            first=first,
+            epsilon=epsilon,
         ),
         "rotate_and_write",
-        (jax.ShapeDtypeStruct((rows, width), compute_dtype(cache[0].dtype)),),
+        results,
         *(tokens * kv_heads + rows // ROWS, "block"),
         target,
         scratch,
     )
-
-    def write(state: Any) -> None:
-        # Written in place: a reference is what a kernel may change.
-        cache, queries = state
-        arrays = (query.reshape(rows, width), key, value, *turn, *where, *kept.values(), *cache)
-        (queries[...],) = kernel(*arrays)
-
-    state = cache, jnp.zeros((rows, width), compute_dtype(cache[0].dtype))
-    cache, queries = pl.run_state(write)(state)
-    written = tuple(
-        array if old.dtype == array.dtype else as_bits(array)
-        for array, old in zip(cache, pages, strict=True)
-    )
-    return queries.reshape(query.shape), written
+    arguments = (query.reshape(rows, width), key, value, *turn, *where, *kept.values())
+    found, written = run_in_place(kernel, arguments, pages, results)
+    if len(found) == 1:
+        return found[0].reshape(query.shape), written
+    values, scales = found
+    return TwoTerms(values.reshape(TERMS, *query.shape), scales.reshape(tokens, q_heads)), written
 
 
 def _body(
     query: Any,  # [tokens * q_heads, width]
-    key: Any,  # [tokens, kv_heads, width]
-    value: Any,  # [tokens, kv_heads, v_width]
+    key: Any,  # [tokens, columns]
+    value: Any,  # [tokens, columns]
     cosine: Any,  # [tokens, width / 2]
     sine: Any,  # [tokens, width / 2]
     *refs: Any,
     names: tuple[str, ...],
-    q_heads: int,
-    kv_heads: int,
+    sizes: tuple[int, int, int],
+    first: tuple[int, int],
     epsilon: float,
     **scratch: Any,
 ) -> None:
-    """Runs one block: writes a token's key and value of one head, or rotates 64 rows of queries."""
+    """Runs one block: writes a token's key and value of one head, or rotates 64 rows of queries.
+
+    Args:
+      sizes: heads of queries, heads of keys, and arrays that the queries are returned in.
+      first: first column of keys and of values.
+    """
+    q_heads, kv_heads, results = sizes
     where, refs = refs[:3], refs[3:]
     norms, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    cache, rotated = refs[:-1], refs[-1]
+    cache, rotated = refs[:-results], refs[-results:]
     smem = SimpleNamespace(**scratch)
     block, of_keys = lax.axis_index("block"), key.shape[0] * kv_heads
 
     @pl.when(block < of_keys)
     def _write() -> None:
         token, head = block // kv_heads, lax.rem(block, kv_heads)
-        row = _rotated_key(
-            key.at[token, head], cosine.at[token], sine.at[token], norms, smem, epsilon
+        k, v = (
+            x.at[token, pl.ds(start + head * pages.shape[3], pages.shape[3])]
+            for x, start, pages in zip((key, value), first, cache, strict=False)
         )
-        _store_rows((row, _loaded(value.at[token, head])), cache, where, token, head)
+        row = _rotated_key(k, cosine.at[token], sine.at[token], norms, smem, epsilon)
+        _store_rows((row, _loaded(v)), cache, where, token, head)
 
     @pl.when(block >= of_keys)
     def _rotate() -> None:
-        first = (block - of_keys) * ROWS
-        _rotate_queries(query, cosine, sine, norms.get("q"), rotated, first, q_heads, epsilon)
+        start = (block - of_keys) * ROWS
+        _rotate_queries(query, cosine, sine, norms.get("q"), rotated, start, q_heads, epsilon)
 
 
 def _loaded(row: Any) -> Any:
@@ -210,7 +235,7 @@ def _rotate_queries(
     cosine: Any,
     sine: Any,
     norm: Any,
-    rotated: Any,
+    rotated: tuple[Any, ...],
     first: Any,
     q_heads: int,
     epsilon: float,
@@ -251,6 +276,27 @@ def _rotate_queries(
                 for x, at in ((low, start), (high, start + half))
             )
         c, s = of_rows(cosine, start), of_rows(sine, start)
-        for at, turned in ((start, low * c - high * s), (start + half, high * c + low * s)):
-            target = rotated.at[rows, pl.ds(at, COLUMNS)]
-            store(target, turned.astype(query.dtype).astype(rotated.dtype))
+        parts[start] = (low * c - high * s).astype(query.dtype)
+        parts[start + half] = (high * c + low * s).astype(query.dtype)
+    if len(rotated) > 1:
+        _store_terms(parts, rows, *rotated)
+        return
+    for at, part in parts.items():
+        store(rotated[0].at[rows, pl.ds(at, COLUMNS)], part.astype(rotated[0].dtype))
+
+
+def _store_terms(parts: dict[int, Any], rows: Any, values: Any, scales: Any) -> None:
+    """Stores rows, given by the first columns of their parts, as `TwoTerms`."""
+    of_parts = [jnp.max(jnp.abs(part.astype(jnp.float32)), axis=1) for part in parts.values()]
+    largest = functools.reduce(jnp.maximum, of_parts)
+    scale = jnp.where(
+        largest < SMALLEST_QUERY, jnp.ones_like(largest), largest * (1.0 / LARGEST_FP8)
+    )
+    store(scales.at[rows], scale)
+    inverse = lax.broadcast_in_dim(1.0 / scale, (ROWS, COLUMNS), [0])
+    for at, part in parts.items():
+        wide, columns = part.astype(jnp.float32) * inverse, pl.ds(at, COLUMNS)
+        term = wide.astype(values.dtype)
+        store(values.at[0, rows, columns], term)
+        term = (wide - term.astype(jnp.float32)).astype(values.dtype)
+        store(values.at[1, rows, columns], term)

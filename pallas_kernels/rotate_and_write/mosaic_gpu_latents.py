@@ -23,12 +23,12 @@ from pallas_kernels.mosaic_gpu import (
     launch,
     load,
     narrowed,
+    run_in_place,
     scales_of,
     store,
     strided,
 )
 from pallas_kernels.quantize import EIGHT_BITS
-from pallas_kernels.quantize.bits import as_bits, from_bits
 from pallas_kernels.rotate_and_write.mosaic_gpu import place_of
 from pallas_kernels.rotate_and_write.reference import LatentsCall
 from pallas_kernels.target import Target
@@ -82,18 +82,7 @@ def norm_and_write(
     kernel = launch(body, "norm_and_write", results, tokens, "token", target)
     weights = tuple(norm for norm in norms if norm is not None)
 
-    def write(state: Any) -> None:
-        # Written in place: a reference is what a kernel may change.
-        cache, found = state
-        for one, new in zip(found, kernel(down, *turn, *where, *weights, *cache), strict=True):
-            one[...] = new
-
-    state = tuple(map(from_bits, pages)), tuple(jnp.zeros(one.shape, one.dtype) for one in results)
-    cache, found = pl.run_state(write)(state)
-    written = tuple(
-        array if old.dtype == array.dtype else as_bits(array)
-        for array, old in zip(cache, pages, strict=True)
-    )
+    found, written = run_in_place(kernel, (down, *turn, *where, *weights), pages, results)
     return found[0] if q_latent else down[:, :0], found[-1] if stored else None, written
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.attention.checks import (
     check_values,
 )
 from pallas_kernels.attention.reference import Cache
-from pallas_kernels.coverage import Implementation, kernel_target
+from pallas_kernels.coverage import kernel_target
 from pallas_kernels.sparse_attention import gathered, reference
 from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
@@ -38,7 +38,6 @@ def choose_positions(
     position: Int32[Array, " tokens"],
     *,
     top_k: int,
-    implementation: Implementation = "auto",
 ) -> Int32[Array, "tokens chosen"]:
     """Chooses for every token the positions up to its own with the highest index scores.
 
@@ -51,7 +50,6 @@ def choose_positions(
       pages: the keys [pages, 1, page_size, index_dim], floats, INT8 or the bits of FP8 (uint8); in
         8 bits also their FP32 scales [pages, 1, page_size].
       top_k: most positions that are chosen.
-      implementation: see `coverage.Implementation`.
 
     Returns:
       the positions in increasing order, top_k or the table's tokens if these are fewer; -1 behind
@@ -75,7 +73,6 @@ def choose_positions(
     )
     target = kernel_target(
         "choose_positions",
-        implementation,
         lambda target: kernels("sparse_attention", target).gap(call, target),
         _SCORE_COST,
     )
@@ -97,7 +94,6 @@ def attend_chosen(
     *,
     scale: float,
     v_width: int,
-    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "tokens q_heads v_width"], Float32[Array, "tokens q_heads"]]:
     """Attends from every token to the chosen positions of its sequence, which all heads share.
 
@@ -108,7 +104,6 @@ def attend_chosen(
     Args:
       pages: as those of `rotate_and_write.norm_and_write`.
       chosen: positions, each at most once; -1 behind the last one.
-      implementation: see `coverage.Implementation`.
 
     Returns:
       the outputs, and log(sum(exp(scores))) of every token and head, -inf where nothing is chosen.
@@ -135,7 +130,7 @@ def attend_chosen(
         raise ValueError(f"chosen is {chosen.dtype}{chosen.shape}, needs int32 rows of {tokens}")
     cache = Cache(k_pages, None, k_scales, None, v_width, rope_pages)
     gap = functools.partial(gathered.gap, queries, cache)
-    target = kernel_target("attend_chosen", implementation, gap, _ATTEND_COST)
+    target = kernel_target("attend_chosen", gap, _ATTEND_COST)
 
     def compute(
         queries: Array, arrays: tuple[Array, Array | None, Array | None], where: reference.Chosen

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +39,6 @@ def test_attention():
 
     def call(target, **options):
         (said,) = attend(target, **options)
-        with pytest.raises(NotImplementedError, match=re.escape(said)):
-            attend(target, **options, implementation="kernel")
-        assert attend(target, **options, implementation="reference") == []
         return said
 
     golden.check_values("pallas_kernels/attention_fallbacks.txt", call, globals())

@@ -44,7 +44,7 @@ def names_and_registers(op, case):
     if op == "rotate_and_write":
         return {"norm_and_write" if case.startswith("deepseek") else "rotate_and_write"}, 255
     if op in ("gated_delta", "norm_quantize", "sparse_attention"):
-        return {"rms_norm_quantize", "delta_step", "index_scores"}, 255
+        return {"rms_norm_quantize", "quantize_rows", "delta_step", "index_scores"}, 255
     return {"paged_attention", "paged_attention_combine"}, 255
 
 

@@ -4,11 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import pytest
 
-from pallas_kernels.attention import chunk_attention, paged_attention
+from pallas_kernels.attention import paged_attention
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.norm_quantize import rms_norm_quantize
 from pallas_kernels.target import Target, use_target
 from tests import golden
 from tests.pallas_kernels.shapes import H200, V6E, shape
@@ -23,14 +21,10 @@ def integers(*sizes):
 PAGES = shape(64, 1, 64, 128)
 DECODE = shape(4, 8, 128), PAGES, PAGES, integers(4, 2048), integers(4), integers(4)
 DRAFTS = shape(64, 8, 128), PAGES, PAGES, integers(4, 2048), integers(64), integers(64)
-CHUNK = *(shape(1024, 4, 128),) * 3, integers(1024), integers(1024)
 PRODUCT = shape(64, 256), shape(4, 256, 256), integers(4)
 SWIGLU = shape(64, 256), *(shape(4, 256, 256),) * 3, integers(4)
-NORM = shape(4, 1024), shape(1024)
 
 attend = functools.partial(paged_attention, scale=0.1)
-inside = functools.partial(chunk_attention, scale=0.1)
-norm = functools.partial(rms_norm_quantize, epsilon=1e-5, format="int8")
 
 
 def test_what_does_not_fit_is_named_with_its_limits():
@@ -38,14 +32,9 @@ def test_what_does_not_fit_is_named_with_its_limits():
         with use_target(target):
             jax.eval_shape(functools.partial(op, tiles=tiles), *arguments)
 
-    names = globals() | {"H200": H200, "grouped_swiglu": grouped_swiglu}
+    products = {"grouped_matmul": grouped_matmul, "grouped_swiglu": grouped_swiglu}
+    names = globals() | {"H200": H200} | products
     golden.check_arguments("pallas_kernels/tiles.txt", ValueError, call, names)
-
-
-def test_the_reference_has_none():
-    options = {"tiles": {"band": 4}, "implementation": "reference"}
-    with pytest.raises(ValueError, match=r"implementation is 'reference', which has none"):
-        jax.eval_shape(functools.partial(grouped_matmul, **options), *PRODUCT)
 
 
 def test_they_reach_the_kernel():

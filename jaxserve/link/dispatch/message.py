@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.typing import DTypeLike
+from jax.lax import bitcast_convert_type
 from jaxtyping import Array, Float, Int32, UInt, UInt32
 
 from jaxserve.config.formats import FormatName
@@ -29,7 +29,8 @@ from jaxserve.model.message import (
     storage,
 )
 from jaxserve.model.row_width import result_words, row_words
-from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack_all
+from pallas_kernels.grouped_matmul.packed_sums import Sums, unpack
+from pallas_kernels.quantize.bits import from_words
 from pallas_kernels.target import current_target
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -71,9 +72,11 @@ class MessageFormat(msgspec.Struct, frozen=True):
             assert message.experts is not None
             assert message.gates is not None
             beside += [message.experts.astype(jnp.int32), message.gates.astype(jnp.float32)]
-        words = [reinterpreted(values, self.word)]
+        words = [bitcast_convert_type(values, self.word)]
         if beside:
-            bits = jnp.concatenate([reinterpreted(part, jnp.uint32) for part in beside], axis=1)
+            bits = jnp.concatenate(
+                [bitcast_convert_type(part, jnp.uint32) for part in beside], axis=1
+            )
             words.append(to_words(bits, self.word))
         padding = self.width - sum(part.shape[1] for part in words)
         words.append(jnp.zeros((values.shape[0], padding), self.word))
@@ -98,25 +101,28 @@ class MessageFormat(msgspec.Struct, frozen=True):
         transpose the dequantised rows back (v7x, as in `row_words`: 732 thousand cycles, not 524).
         """
         packed = with_layout_constraint(packed, _ROW_MAJOR)
-        values = reinterpreted(packed[:, : self.d_model], storage(self.rows))  # one a word
+        values = bitcast_convert_type(packed[:, : self.d_model], storage(self.rows))  # one a word
         # Scale, ids and gates at once: every byte of a number is a program's instruction on TPUs.
         beside = has_scales(self.rows) + 2 * self.top_k
         if not beside:
             return DispatchMessage(decode_rows(values, None, dtype), None, None)
         used = self.d_model + beside * 4 // self.word.itemsize
-        bits = _from_words(packed[:, self.d_model : used], jnp.dtype(jnp.uint32))
-        scales = reinterpreted(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
+        bits = from_words(packed[:, self.d_model : used], jnp.uint32)
+        scales = bitcast_convert_type(bits[:, 0], jnp.float32) if has_scales(self.rows) else None
         tokens = decode_rows(values, scales, dtype)
         encoded = wide = None
         if scales is not None:
-            wide = EncodedRows(reinterpreted(packed, values.dtype), scales)
+            wide = EncodedRows(bitcast_convert_type(packed, values.dtype), scales)
             # On TPUs XLA cuts and converts in a pass of its own, and all kernels read what came.
             on_tpu = current_target().backend == "mosaic_tpu"
             encoded = wide if on_tpu else EncodedRows(values, scales)
         if not self.top_k:
             return DispatchMessage(tokens, None, None, encoded, wide)
         experts, gates = jnp.split(bits[:, -2 * self.top_k :], 2, axis=1)
-        experts, gates = reinterpreted(experts, jnp.int32), reinterpreted(gates, jnp.float32)
+        experts, gates = (
+            bitcast_convert_type(experts, jnp.int32),
+            bitcast_convert_type(gates, jnp.float32),
+        )
         return DispatchMessage(tokens, experts, gates, encoded, wide)
 
 
@@ -155,14 +161,9 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     def total(self, answers: Sequence[Array], dtype: jnp.dtype) -> Float[Array, "rows d_model"]:
         """Returns the sum of packed answers in `dtype`, made in FP32."""
-        rows = unpack_all(answers, self.d_model) if has_scales(self.rows) else list(answers)
+        rows = [unpack(one, self.d_model) for one in answers] if has_scales(self.rows) else answers
         total = functools.reduce(operator.add, [one.astype(jnp.float32) for one in rows])
         return total.astype(dtype)
-
-
-def reinterpreted(x: Array, dtype: DTypeLike) -> Array:
-    """Reinterprets the bits as another dtype."""
-    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
@@ -171,18 +172,6 @@ def to_words(bits: UInt32[Array, "rows numbers"], word: jnp.dtype) -> Array:
     size = 8 * word.itemsize
     shift = np.arange(0, 32, size, dtype=np.uint32)
     return (bits[:, :, None] >> shift).astype(word).reshape(bits.shape[0], -1)
-
-
-def _from_words(words: Array, dtype: jnp.dtype) -> Array:
-    ratio = dtype.itemsize // words.dtype.itemsize
-    if ratio > 1 and current_target().backend == "mosaic_gpu":
-        # As above: XLA does not fuse a bit-cast with what takes the numbers.
-        size = 8 * words.dtype.itemsize
-        parts = [words[:, at::ratio].astype(dtype) << (size * at) for at in range(ratio)]
-        return functools.reduce(operator.or_, parts)
-    if ratio > 1:
-        words = words.reshape(words.shape[0], -1, ratio)
-    return jax.lax.bitcast_convert_type(words, dtype)
 
 
 def message_formats(contract: Contract) -> dict[str, MessageFormat]:
@@ -216,5 +205,5 @@ class PackedRows(NamedTuple):
     ) -> UInt[Array, "rows words"]:
         """Replaces the expert ids of packed rows."""
         form = self.format
-        words = to_words(reinterpreted(slots, jnp.uint32), form.word)
+        words = to_words(bitcast_convert_type(slots, jnp.uint32), form.word)
         return jax.lax.dynamic_update_slice_in_dim(packed, words, form.experts_at, axis=1)

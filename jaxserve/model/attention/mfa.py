@@ -15,7 +15,7 @@ from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.heads import attend
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.attention.rope import batch_rotation
-from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, side_by_side
+from jaxserve.model.module import Formats, Norm, linear, matrix, scale, side_by_side
 from pallas_kernels.rotate_and_write import rotate_and_write
 
 
@@ -28,6 +28,9 @@ class FactorizedAttention(nnx.Module):
       up: [q_heads·head_dim, latent].
       out: [d_model, q_heads·head_dim].
     """
+
+    takes_norm = True
+    """Callers leave the norm of the rows to the first product."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
@@ -43,24 +46,31 @@ class FactorizedAttention(nnx.Module):
         self.out = matrix(rngs, formats, d_model=config.d_model, out_heads=heads)
 
     def __call__(
-        self, x: Float[Array, "tokens d_model"], pages: Pages, batch: RaggedBatch
+        self,
+        x: Float[Array, "tokens d_model"],
+        pages: Pages,
+        batch: RaggedBatch,
+        norm: Norm | None = None,
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
-        """Attention of normed tokens, after their K and V are written to the pages.
+        """Attention of tokens, after their K and V are written to the pages. The first product
+        norms the tokens, if a norm is given.
 
         Returns this device's share of the output projection (the caller sums over `tp`, in FP32)
         and the pages.
         """
         sizes, tokens = self.sizes, x.shape[0]
-        kv = sizes.kv_heads * sizes.head_dim
-        query, key, value = jnp.split(
-            linear(x, self.down), [sizes.latent, sizes.latent + kv], axis=-1
+        down = linear(x, self.down, norm=norm)
+        key, value = (
+            part.reshape(tokens, sizes.kv_heads, -1)
+            for part in jnp.split(down[:, sizes.latent :], 2, axis=-1)
         )
-        query = linear(rms_norm(query, self.inter_norm[...], self.epsilon), self.up)
+        query = linear(down, self.up, norm=(self.inter_norm[...], self.epsilon))
         turn = batch_rotation(batch, sizes.head_dim, sizes.rope)
         query = query.reshape(tokens, -1, sizes.head_dim)
-        key, value = (part.reshape(tokens, sizes.kv_heads, -1) for part in (key, value))
         with jax.named_scope("write_pages"):
-            query, pages = rotate_and_write(pages, query, key, value, *turn, *batch.where)
+            query, pages = rotate_and_write(
+                pages, query, key, value, *turn, *batch.where, joined=down
+            )
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5
             mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)

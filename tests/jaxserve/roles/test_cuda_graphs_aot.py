@@ -22,9 +22,10 @@ from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
 from tests.pallas_kernels import gpu_aot
 
+pytestmark = gpu_aot.COMPILED
+
 LAUNCHES = {"CustomKernel", "CustomCall", "Copy", "Memset", "Gemm", "CublasLtMatmul"}
-BLOCKS_THE_HOST = {"Conditional", "While"}
-"""Outside of a graph."""
+BLOCKS_THE_HOST = {"Conditional", "While"}  # outside of a graph
 
 
 def kinds(sequence, depth=0):
@@ -39,25 +40,21 @@ def sequences():
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=^$"
         names = gpu_aot.printed_by("tests.jaxserve.roles.test_cuda_graphs_aot", XLA_FLAGS=flags)
-        texts = {name: _dumped(Path(folder), name, SEQUENCE) for name in names}
-        return texts | {f"{name}.hlo": _dumped(Path(folder), name, [OPTIMIZED]) for name in names}
+        texts = {name: _dumped(folder, name, SEQUENCE) for name in names}
+        optimized = ["*gpu_after_optimizations"]
+        return texts | {f"{name}.hlo": _dumped(folder, name, optimized) for name in names}
 
 
 SEQUENCE = "thunk_sequence_after_thunk_passes", "thunk_sequence"
 """After XLA has made graphs of it, where it makes some."""
-OPTIMIZED = "*gpu_after_optimizations"
 
 
 def _dumped(folder, name, endings):
-    paths = [path for ending in endings for path in folder.glob(f"*.jit_{name}.{ending}.txt")]
+    paths = [path for ending in endings for path in Path(folder).glob(f"*.jit_{name}.{ending}.txt")]
     return paths[0].read_text()
 
 
-def compiled(*case):
-    return pytest.param(*case, marks=gpu_aot.COMPILED)
-
-
-@pytest.mark.parametrize(("name", "most"), [compiled("attend_moe", 17), compiled("ffn_moe", 21)])
+@pytest.mark.parametrize(("name", "most"), [("attend_moe", 17), ("ffn_moe", 21)])
 def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device(name, most):
     found = [kind for _, kind in kinds(sequences()[name])]
     assert not BLOCKS_THE_HOST & set(found), found
@@ -65,7 +62,7 @@ def test_a_layers_programs_are_so_many_launches_and_nothing_waits_for_the_device
     assert len([kind for kind in found if kind in LAUNCHES]) <= most, found
 
 
-@pytest.mark.parametrize(("name", "most"), [compiled("leave", 20)])
+@pytest.mark.parametrize(("name", "most"), [("leave", 20)])
 def test_the_sampler_is_one_graph_with_its_branches(name, most):
     """Nodes that a greedy step runs, one condition included; its branches hold the rest."""
     sequence = sequences()[name]
@@ -76,7 +73,7 @@ def test_the_sampler_is_one_graph_with_its_branches(name, most):
     assert len(inside) <= most, inside
 
 
-@pytest.mark.parametrize(("name", "least"), [compiled("step_3", 6), compiled("ffn_step_3", 3)])
+@pytest.mark.parametrize(("name", "least"), [("step_3", 6), ("ffn_step_3", 3)])
 def test_messages_travel_beside_the_kernels_of_a_whole_step(name, least):
     """In the loops over dense and other layers, in each of the three turns of a layer."""
     assert "Conditional" not in [kind for _, kind in kinds(sequences()[name])]

@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul.dense import (
     covers,
     dense_matmul,
     dense_swiglu,
+    normed_matmul,
     swiglu_steps_of_fp8,
 )
 from pallas_kernels.quantize import QuantArray, StackEntry
@@ -148,10 +149,15 @@ def test_a_gpu_multiplies_rows_in_fp8(format, d_in):
     with use_target(TARGETS["gpu"]):
         traced = str(jax.make_jaxpr(functools.partial(dense_matmul))(jnp.asarray(rows), array))
         found = replay(dense_matmul, jnp.asarray(rows), array)
+        factors = jnp.full(d_in, 2.0**-4, jnp.bfloat16)
+        joined = jnp.asarray(np.concatenate([rows, rows], axis=1))  # the first columns are normed
+        normed = replay(lambda rows: normed_matmul(rows, (factors, 0.0), array), joined)
+    squares = np.mean(np.square(rows.astype(np.float64)), axis=1, keepdims=True)
     columns = 128 if format == "fp8_block" else d_in
     rounded = [rounded_numpy(row, "fp8", columns) for row in rows]
     expected = np.stack([weight.product(row, 0) for row in rounded])
     assert_near(found, expected, 4e-3)
+    assert_near(normed, expected / 16 / np.sqrt(squares), 4e-2)
     wide = np.stack([weight.product(row, 0) for row in rows])
     assert 5e-3 < np.abs(found - wide).max() / np.abs(wide).max() < 5e-2
     if format == "fp8_block":  # rows that came in FP8, here NaN, are not looked at

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.attention.two_terms import TwoTerms
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import use_target
 from tests.pallas_kernels.norm_quantize.suite import norm_numpy
@@ -67,7 +68,9 @@ def meant(kept, scales, rows, cache):
     return kept.astype(np.float32) * scales[..., None]
 
 
-def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=jnp.bfloat16):
+def make_case(
+    cache, *, width=128, q_heads=16, kv_heads=1, normed=False, joined=False, dtype=jnp.bfloat16
+):
     """Eight tokens."""
     rng, tokens = np.random.default_rng(width + kv_heads), len(SEQUENCES)
 
@@ -92,11 +95,15 @@ def make_case(cache, *, width=128, q_heads=16, kv_heads=1, normed=False, dtype=j
     where = map(jnp.asarray, (TABLE, SEQUENCES, POSITIONS))
     arguments = (tuple(map(jnp.asarray, pages)), *map(jnp.asarray, heads), *turn, *where)
     options = {name: jnp.asarray(norm) for name, norm in norms.items()} | {"epsilon": 1e-6}
+    if joined:
+        columns = [random(tokens, 2 * width), *(x.reshape(tokens, -1) for x in heads[1:])]
+        options["joined"] = jnp.asarray(np.concatenate(columns, axis=1))
     return Case(arguments, options, query, (key, heads[2]), tuple(pages))
 
 
 def check(case, queries, written, cache):
     """Nothing else is written; what is, stands for the rows."""
+    queries = queries.whole() if isinstance(queries, TwoTerms) else queries
     np.testing.assert_allclose(
         np.asarray(queries, np.float32), case.query.astype(np.float32), rtol=2**-6, atol=2e-2
     )
@@ -135,8 +142,8 @@ class RotateAndWriteSuite(Suite):
         ("cache", "sizes"),
         [
             ("bfloat16", {}),
-            ("int8", {"q_heads": 64, "width": 256}),
-            ("fp8", {"normed": True, "kv_heads": 2}),
+            ("int8", {"q_heads": 64, "width": 256, "joined": True}),
+            ("fp8", {"normed": True, "kv_heads": 2, "joined": True}),
         ],
     )
     def test_against_numpy(self, cache, sizes):
