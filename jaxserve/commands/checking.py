@@ -106,7 +106,7 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     }
     known = reported(sizing, models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
-    steps_on = models[""].platform if deployment.pipeline == "step" else ""
+    steps_on = models[""].platform if deployment.whole_steps else ""
     sizes = one_program_bytes if steps_on == "tpu" else _bytes_of_workers
     for title, worker in workers.items():
         memory = memory_of(worker, known)
@@ -164,7 +164,7 @@ def describe_roles(deployment: Deployment) -> str:
             f"{'copy' if len(route.legs) == 1 else 'copies'}, {link.transport}, rows in "
             f"{deployment.dispatch_format}, answers in {deployment.combine_format}{where}"
         )
-    if deployment.pipeline == "step":
+    if deployment.whole_steps:
         alone = "in one process (CPUs, TPUs) one program of both, whose bytes each device has"
         if reason := refusal(deployment):
             alone = f"not in one process, where {reason}"

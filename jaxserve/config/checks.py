@@ -183,17 +183,18 @@ def _check_runtimes(deployment: Deployment) -> None:
 
 def _check_pipeline(deployment: Deployment) -> None:
     """Raises ConfigError if `pipeline: step` cannot run the deployment."""
+    if not deployment.whole_steps:
+        return
     link, ffn = deployment.link.transport, deployment.ffn
     a, tp, f = deployment.attention.devices, deployment.attention.tp, ffn.devices // ffn.instances
     for applies, reason in (
-        (deployment.topology.has("colocated"), f"mode = {deployment.mode} has one role"),
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (deployment.attention.output != "whole", "attention.output = split: only whole"),
         (a % f > 0, f"attention's {a} devices are no multiple of an ffn instance's {f}"),
         (a > f and f % tp > 0, f"attention.tp = {tp} does not divide an ffn instance's {f}"),
     ):
-        if applies and deployment.pipeline == "step":
+        if applies:
             raise ConfigError(f"pipeline = step: {reason}")
 
 

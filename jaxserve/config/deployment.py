@@ -54,16 +54,18 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lanes: Annotated[int, Meta(ge=1, le=4)] = 1
     """Microbatches in flight at the same time."""
     pipeline: Literal["auto", "layer", "step"] = "auto"
-    """How the steps of separate attention and ffn meshes are driven. `layer`: by the host, a call a
-    stage and layer. `step`: by programs with all layers and lanes and the messages between the
-    roles, so that the host does not drive layers. A step that is lost takes the steps of all lanes
-    along. Where every process plays one role, each role has its program: on CPUs, and compiled for
-    GPUs (never run on one so far). Attention's devices are a multiple of an ffn instance's. Where
-    every process has equally many devices of both roles, one program has both, if one of
-    `attention.tp` and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights
-    and pages of both roles; and compiled for TPUs (never run on one so far), where pages and
-    experts share memory, for GQA, MFA and MLA without indexers and experts in 8 or 16 bits. There a
-    lost step takes the experts along, too, which are then loaded again. `auto`: `layer`."""
+    """How steps are driven. `layer`: those of separate attention and ffn meshes by the host, a call
+    a stage and layer. `step`: by programs with all layers and lanes and the messages between the
+    roles, so that the host does not drive layers. In colocated mode a program runs the steps of two
+    lanes; the rows of one travel to their experts and back while the other computes (compiled for
+    GPUs and TPUs, never run on one so far). A step that is lost takes the steps of all lanes along.
+    Where every process plays one role, each role has its program: on CPUs, and compiled for GPUs
+    (never run on one so far). Attention's devices are a multiple of an ffn instance's. Where every
+    process has equally many devices of both roles, one program has both, if one of `attention.tp`
+    and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights and pages of
+    both roles; and compiled for TPUs (never run on one so far), where pages and experts share
+    memory, for GQA, MFA and MLA without indexers and experts in 8 or 16 bits. There a lost step
+    takes the experts along, too, which are then loaded again. `auto`: `layer`."""
     attention: AttentionRole = AttentionRole()
     ffn: FFNRole = FFNRole()
     link: Link = Link()
@@ -85,6 +87,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def topology(self) -> Topology:
         """Roles with a mesh each, and the boundary between them."""
         return topology_of(self.mode, self.link.transport)
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether programs run whole steps of separate attention and ffn meshes."""
+        return self.pipeline == "step" and self.topology.has("ffn")
 
     @property
     def dispatch_format(self) -> FormatName:

@@ -21,7 +21,7 @@ from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import ATTENTION_RULES, Submeshes, cached_sharding
+from jaxserve.mesh import ATTENTION_RULES, ROLE, Submeshes, cached_sharding
 from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.templates import ModelTemplates
@@ -104,7 +104,8 @@ class CompiledProgram(NamedTuple):
     """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
     in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
     waited_for: int = 0
-    """Exchanges of a program of both roles that run beside no computation (`scheduled.py`)."""
+    """Messages of a program of several lanes beside which nothing is computed (`scheduled.py`);
+    in a loop, once."""
     exchanges: str = ""
     """Digest of the messages that a program of `pipeline: step` exchanges with the other role's,
     in the compiled order; the two roles' must be equal."""
@@ -208,7 +209,7 @@ def compile_deployment(
     if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         made = wanted(colocated_executables, whole, steps)
-    elif deployment.pipeline == "step":
+    elif deployment.whole_steps:
         made = whole_steps(templates, deployment, meshes, steps)
     else:
         attention = LayerPrograms(templates, deployment, meshes.attention)
@@ -325,6 +326,7 @@ def _compile(
         seconds = time.perf_counter() - start
         return CompiledProgram(program.name, role, bucket, layers, seconds, said)
     seconds = time.perf_counter() - start
+    colocated = ROLE not in program.mesh.axis_names
     memory = compiled.memory_analysis()
     assert memory is not None  # of TPU executables there is one
     arguments, text = int(memory.argument_size_in_bytes), compiled.as_text() or ""
@@ -354,7 +356,7 @@ def _compile(
             bytes=traffic.bytes,
             exchanged=exchanged_bytes(text, program.mesh.size, rows.ragged),
         ),
-        waited_for=waited_for(text) if program.name.startswith("step_") else 0,
+        waited_for=waited_for(text, colocated=colocated) if "step_" in program.name else 0,
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
         exchanges=_exchanges(program, bucket, compiled) if program.paired else "",
     )
@@ -376,7 +378,7 @@ def memory(
 ) -> list[RoleMemory]:
     """Returns the memory of each role's devices while serving, without programs that failed."""
     found, lanes = [], deployment.lanes
-    alone = deployment.pipeline == "step" and config.platform == "tpu"
+    alone = deployment.whole_steps and config.platform == "tpu"
     for part in (one_program_bytes if alone else role_bytes)(config, deployment):
         own = [
             one
@@ -385,8 +387,8 @@ def memory(
         ]
         # An int32 a slot and token of the vocabulary.
         counts = 4 * deployment.scheduler.slots * config.vocab * (part.role == "attention")
-        # Those of a role's step are all lanes'.
-        outputs = max((one.outputs * (1 if one.exchanges else lanes) for one in own), default=0)
+        # Those of a program of several lanes are all lanes'.
+        outputs = (one.outputs * (1 if "step_" in one.name else lanes) for one in own)
         # Of every kind of program the bucket that pads most; each of its layers pads alike.
         padding: dict[str, int] = {}
         for one in own:
@@ -394,7 +396,7 @@ def memory(
         held = RoleMemory(
             *(part.role, part.devices, part.weights, part.cache + part.rings),
             padding=sum(padding.values()),
-            messages=outputs + lanes * counts,
+            messages=max(outputs, default=0) + lanes * counts,
             temporaries=max((one.temporaries for one in own), default=0),
             code=sum(one.code for one in own),
         )

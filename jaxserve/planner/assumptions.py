@@ -187,8 +187,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether GPUs, too, exchange rows all to all where that moves half the bytes or less, as
     published systems do, and this engine with `ffn.exchange: alltoall`. Else they gather."""
     overlapped: bool = False
-    """Whether two batches of a colocated deployment hide each other's messages, as DeepSeek's, of
-    SGLang and of vLLM do. The engine's step is one program of one batch."""
+    """Whether a search also tries two batches of a colocated deployment that hide each other's
+    messages, as DeepSeek's, those of SGLang and vLLM, and the engine's with `pipeline: step`."""
     expanded: bool = False
     """Whether all prompts of latent attention run on expanded keys and values alone, those of what
     was cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
@@ -230,7 +230,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def beyond_engine(self) -> list[str]:
         """Names of what is assumed of other systems, which this engine does not do."""
-        names = ("broadcast", "whole_dense", "overlapped", "expanded")
+        names = ("broadcast", "whole_dense", "expanded")
         found = [name for name in names if getattr(self, name)]
         return [*found, f"overlap={self.overlap:g}"] if self.overlap else found
 

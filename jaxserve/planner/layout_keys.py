@@ -39,6 +39,7 @@ def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
     return {
         "mode": "colocated" if colocated else "afd",
         "lanes": layout.lanes,
+        "pipeline": "step" if colocated and layout.lanes > 1 else None,
         "domains": domains if domains > 1 else None,
         "attention.dp": layout.dp // domains,
         "attention.tp": layout.tp,

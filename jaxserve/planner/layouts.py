@@ -105,7 +105,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def overlapped(self, assumed: Assumptions) -> bool:
         """Whether two batches of a colocated deployment compute during each other's messages."""
         halves = self.topology.has("colocated") and self.lanes == 2
-        return assumed.overlapped and halves and self.topology.splits_experts
+        together = assumed.overlapped or self.whole_steps
+        return together and halves and self.topology.splits_experts
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,9 +22,16 @@ _GROUP = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
-_IN_ORDER = re.compile(
-    r"\s+(?:ROOT )?(?P<name>%[\w.-]+) = .*? "
-    r"(?P<what>conditional|collective-permute-start|collective-permute-done)\("
+_MESSAGES = "collective-permute", "all-gather|all-to-all|reduce-scatter"
+_COMPUTES = "conditional", "custom-call"
+"""Messages, and the computations beside them, in a program of both roles and in colocated mode: a
+role's branch, and kernels."""
+_IN_ORDER = tuple(
+    re.compile(
+        rf"\s+(?:ROOT )?(?P<name>%[\w.-]+) = .*? "
+        rf"(?P<what>{work}|(?P<message>(?:ragged-)?(?:{names})(?P<part>-start|-done)?))\("
+    )
+    for names, work in zip(_MESSAGES, _COMPUTES, strict=True)
 )
 _NAMED = re.compile(r"%[\w.-]+")
 
@@ -54,22 +61,18 @@ def count_collectives(text: str) -> dict[str, int]:
     return dict(Counter(match[1] for match in _COLLECTIVE.finditer(text)))
 
 
-def waited_for(text: str) -> int:
-    """Returns the exchanges between roles in a program of both roles that end before a role's
-    computation, which is a branch, has begun beside them. Instructions are in the order in which
-    they are scheduled."""
+def waited_for(text: str, *, colocated: bool) -> int:
+    """Returns the messages of a program of several lanes that end before a computation has begun
+    beside them. Instructions are in the order in which they are scheduled."""
     waiting, beside = set[str](), set[str]()
     ended = 0
-    for line in text.splitlines():
-        match = _IN_ORDER.match(line)
-        if match is None:
-            continue
-        if match["what"] == "conditional":
+    for match in filter(None, map(_IN_ORDER[colocated].match, text.splitlines())):
+        if match["message"] is None:
             beside |= waiting
-        elif match["what"] == "collective-permute-start":
+        elif match["part"] == "-start":
             waiting.add(match["name"])
         else:
-            ended += not any(name in beside for name in _NAMED.findall(line))
+            ended += not any(name in beside for name in _NAMED.findall(match.string))
     return ended
 
 

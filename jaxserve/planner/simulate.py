@@ -87,8 +87,7 @@ class SimulatedEngine:
         self.deployment = deployment
         self._times, self._elsewhere, self._host = times, elsewhere, host_seconds
         groups, lanes = deployment.attention.dp, deployment.lanes
-        whole = deployment.pipeline == "step"
-        apart = OneDispatch if whole else Disaggregated
+        apart = OneDispatch if deployment.whole_steps else Disaggregated
         pipeline = apart if deployment.topology.has("ffn") else Colocated
         self._pipeline: Disaggregated | OneDispatch | Colocated = pipeline(
             layers=times.layers,

@@ -1,8 +1,8 @@
 """The colocated worker: a whole step is one program on one mesh, which scans over stacked layers.
 Other layouts yield its tokens."""
 
-import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,7 @@ from jaxserve.mesh import ATTENTION_AXES, ATTENTION_RULES, COLOCATED_FFN_RULES, 
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
-from jaxserve.model.ffn.exchange import make_exchanges
-from jaxserve.model.module import Template
+from jaxserve.model.ffn.exchange import ended, make_exchanges
 from jaxserve.model.residual import added
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Get, Program, StepCompiler
@@ -47,12 +46,20 @@ from jaxserve.roles.step_arrays import BatchLayout
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.token_programs import TokenPrograms
 from jaxserve.roles.weights import LeafSource, Leaves, RoleWeights, load_progress
-from jaxserve.roles.whole_steps import StackedLeaves, WholeSteps, scanned, with_own_pages
+from jaxserve.roles.whole_steps import (
+    LayerAt,
+    StackedLeaves,
+    WholeSteps,
+    through_layers,
+    with_own_pages,
+)
 from jaxserve.roles.worker import Observer
 from pallas_kernels.quantize import sliceable
 
 _DIVIDED = ATTENTION_AXES[:1]
 _COUNTS = Bank.counts_spec(_DIVIDED)
+Runs = Sequence[tuple[LayerKind, int, int]]
+"""Kind, first and last layer but one of each run of equal layers."""
 
 
 class ColocatedPrograms(TokenPrograms):
@@ -79,56 +86,54 @@ class ColocatedPrograms(TokenPrograms):
                 templates, deployment.experts, mesh, rules, _DIVIDED, stacked=True
             )
 
-    def step(self, bucket: Bucket) -> Program:
-        """(last_tokens, batch, page_table, pages, counts, tables, embedding, head, runs) →
-        (last_tokens, sampled, logits, x, pages…, counts…).
+    def step(self, bucket: Bucket, lanes: int = 1) -> Program:
+        """((last_tokens, batch, page_table) of each lane, pages, counts, tables, embedding, head,
+        runs) → ((last_tokens, sampled, logits, lengths, x) of each lane, pages…, counts…).
 
         Counts and tables are those of all banks of experts. x is the residual stream after the last
         layer. A pool's pages are those of all its layers, layer after layer: `[dp * layers * pages,
-        …]`. With drafts it returns the lengths last (`TokenPrograms.draw`).
+        …]`. Steps without drafts have no lengths (`TokenPrograms.draw`).
         """
-        templates = self.templates
+        templates, runs = self.templates, self.config.runs()
+        sizes = {run: stop - start for run, (_, start, stop) in enumerate(runs)}
 
         def body(
-            last: Array, batch: Array, table: Array, pages: Pages, counts: Arrays, *rest: Any
+            steps: Sequence[Arrays], pages: Pages, counts: Arrays, tables: Arrays, *rest: Any
         ) -> Arrays:
-            tables, (embedding, head), runs = rest
-            context = self.step_context(bucket, batch, table, last)
-            carry: Any = self.embed(context, embedding), pages
-            loads: list[Array] = []
-            for (kind, start, stop), leaves in zip(self.config.runs(), runs, strict=True):
-                of_layers = tables[len(loads)] if kind.ffn.router else None
-                stacks = [*map(StackedLeaves.of, self._blocks(kind), leaves)]
-                layer = functools.partial(self._layer, kind, start, context.batch, stacks)
-                inputs = scanned(stop - start, stacks, of_layers)
-                carry, load = jax.lax.scan(layer, carry, inputs)
-                if load is not None:
-                    loads.append(load)
-            x, pages = carry
-            last, sampled, logits, *lengths = self.end_step(x, last, context.fields, head, bucket)
-            counted = *map(add_load, counts, loads), *counts[len(loads) :]
-            return last, sampled, logits, x, *pages, *counted, *lengths
+            (embedding, head), leaves = rest
+            contexts = [
+                self.step_context(bucket, batch, table, last) for last, batch, table in steps
+            ]
+            layers = _StackedStep(self, runs, [one.batch for one in contexts], leaves, tables)
+            begun = [self.embed(context, embedding) for context in contexts]
+            begin = _Between(begun, None, pages, self._no_loads(runs))
+            turn = layers.end(*through_layers(sizes, begin, layers.layer, apart=lanes > 1))
+            ended: list[Array] = []
+            for x, (last, *_), context in zip(turn.x, steps, contexts, strict=True):
+                ended += [*self.end_step(x, last, context.fields, head, bucket), x]
+            counted = *map(add_load, counts, turn.loads), *counts[len(turn.loads) :]
+            return *ended, *turn.pages, *counted
 
         counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
+        of_lane = ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else []), ROWS
         return Program(
-            "step",
+            "step" if lanes == 1 else f"step_{lanes}",
             body,
             self.mesh,
             (
-                *self.step_shapes(bucket),
+                [self.step_shapes(bucket)] * lanes,
                 self.all_pages,
                 counts,
                 tables,
                 self.leaves(templates.embedding, templates.head),
-                [self._layers(kind, stop - start) for kind, start, stop in self.config.runs()],
+                [self._layers(kind, stop - start) for kind, start, stop in runs],
             ),
             (
-                *(ROWS, REPLICATED, self.logits_spec, ROWS),
+                *of_lane * lanes,
                 *self.pages_specs(*self.pools),
                 *[_COUNTS] * len(counts),
-                *([ROWS] if bucket.drafts else []),
             ),
-            donates=(3, 4),
+            donates=(1, 2),
             cuda_graphs="branches",
         )
 
@@ -139,34 +144,27 @@ class ColocatedPrograms(TokenPrograms):
         modules) → (drafts, pages…, counts…). The modules' bank is the last one, if they have
         experts.
         """
-        templates, kind = self.templates, self.config.layer(self.config.layers)
-        tokens, modules = bucket.tokens, self.config.modules
+        layers, modules, tokens = self.config.layers, self.config.modules, bucket.tokens
+        templates, kind = self.templates, self.config.layer(layers)
         longest = bucket.pages * self.deployment.cache.page_size
 
         def body(
             batch: Array, table: Array, sampled: Array, lengths: Array, drafts: Array, *rest: Any
         ) -> Arrays:
             (x,), pages, counts, tables, (embedding, head), stacks = rest
-            prediction = tuple(map(sliceable, stacks[0]))
-            blocks = [*map(StackedLeaves.of, self._blocks(kind), stacks[1:])]
+            prediction, runs = tuple(map(sliceable, stacks[0])), [(kind, layers, layers + modules)]
             samples = BatchLayout(tokens, self.slots).fields(batch[0])["sample"] > 0
             own = sampled[jax.lax.axis_index("dp")]
             start = first_pass(self, tokens, x, batch[0], own, lengths[0], head)
-            loads = jnp.zeros((modules, self.config.experts), jnp.int32)
-            found = []
+            found, loads = [], self._no_loads(runs)
             for number in range(bucket.drafts):
                 index = min(number, modules - 1)
                 module = [leaf[index] for leaf in prediction]
                 x = enter_module(self, tokens, start, embedding, module)
                 context = self.step_context(bucket, start.batch[None], table)
-                inputs = scanned(modules, blocks, tables[-1] if kind.ffn.router else None)
-                own_inputs = jax.tree.map(lambda leaf, at=index: leaf[at], inputs)
-                layer = functools.partial(
-                    self._layer, kind, self.config.layers, context.batch, blocks
-                )
-                (x, pages), load = layer((x, pages), own_inputs)
-                if load is not None:
-                    loads = loads.at[index].add(load)
+                module_layers = _StackedStep(self, runs, [context.batch], [stacks[1:]], tables[-1:])
+                turn = module_layers.layer(_Between([x], None, pages, loads), LayerAt(0, index))
+                (x,), _, pages, loads = turn
                 ahead = min(number + 1, modules)
                 hidden, draft = leave_module(self, tokens, x, start.batch, ahead, module, head)
                 found.append(jnp.where(samples, draft, drafts[0, :, number]))
@@ -174,8 +172,8 @@ class ColocatedPrograms(TokenPrograms):
                 start = next_pass(
                     self, tokens, hidden, start.batch, draft, again=again, longest=longest
                 )
-            if kind.ffn.router:
-                counts = *counts[:-1], add_load(counts[-1], loads)
+            if loads:
+                counts = *counts[:-1], add_load(counts[-1], loads[0])
             return jnp.stack(found, axis=1)[None], *pages, *counts
 
         counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
@@ -207,40 +205,122 @@ class ColocatedPrograms(TokenPrograms):
         self, kind: LayerKind, count: int
     ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
         """Shapes of the stacked leaves of attention and ffn in layers of one kind."""
-        attention, ffn = self._blocks(kind)
         return (
-            attention.arrays(self.mesh, ATTENTION_RULES, count),
-            ffn.arrays(self.mesh, COLOCATED_FFN_RULES, count),
+            self.templates.attention[kind].arrays(self.mesh, ATTENTION_RULES, count),
+            self.templates.ffn[kind.ffn].arrays(self.mesh, COLOCATED_FFN_RULES, count),
         )
 
-    def _blocks(self, kind: LayerKind) -> tuple[Template, Template]:
-        """Templates of attention and ffn in layers of one kind."""
-        return self.templates.attention[kind], self.templates.ffn[kind.ffn]
+    def _no_loads(self, runs: Runs) -> list[Array]:
+        """Zeros for the rows that experts get in each layer of the runs with routed experts."""
+        sizes = [stop - start for kind, start, stop in runs if kind.ffn.router]
+        return [jnp.zeros((size, self.config.experts), jnp.int32) for size in sizes]
 
-    def _layer(
+
+class _Between(NamedTuple):
+    """The arrays that one layer hands to the next."""
+
+    x: Sequence[Array]
+    """Residual stream of each lane; the second one's lacks its last FFN."""
+    waiting: Array | None
+    """The second lane's packed message; None before it has one."""
+    pages: Pages
+    loads: list[Array]
+    """Rows that experts got, int32 [layers, experts], of every run with routed experts."""
+
+
+class _StackedStep:
+    """The layers of one step, of a lane or of two.
+
+    With two lanes the rows of one travel, there and back, while the other computes, as in
+    DeepSeek's decoding with two batches. The second lane is half a layer behind: its FFN runs
+    beside messages of the first lane's next layer.
+
+    Args:
+      leaves: stacked leaves of attention and ffn of each run.
+      tables: tables of experts of the runs that have routed ones.
+    """
+
+    def __init__(
         self,
-        kind: LayerKind,
-        start: int,
-        batch: RaggedBatch,
-        stacks: Sequence[StackedLeaves],
-        carry: tuple[Array, Pages],
-        inputs: Any,
-    ) -> tuple[tuple[Array, Pages], Array | None]:
-        """Runs one layer of a run that begins at layer `start`, on its `scanned` inputs."""
-        (x, pages), (place, sliced, table) = carry, inputs
-        attention, ffn = (
-            block.merge(stack.of_layer(own, place))
-            for block, stack, own in zip(self._blocks(kind), stacks, sliced, strict=True)
-        )
-        at, shifted = with_own_pages(self, kind, start, place, batch)
-        x, message, own = attention(x, pages[at], self.of_kind(shifted, kind), self.sentinel)
-        pages = *pages[: at.start], *own, *pages[at.stop :]
-        formats = self.formats[kind.ffn.kind]
-        packing, packed = PackedRows(formats, self.dtype), formats.pack(message)
-        rows, load = self.exchanges[kind.ffn.kind](packed, ffn, packing, table, place)
+        programs: ColocatedPrograms,
+        runs: Runs,
+        batches: Sequence[RaggedBatch],
+        leaves: Sequence[Sequence[Arrays]],
+        tables: Sequence[Array],
+    ):
+        self.programs, self.runs, self.batches, self.tables = programs, runs, batches, tables
+        templates = programs.templates
+        self.blocks = [(templates.attention[kind], templates.ffn[kind.ffn]) for kind, *_ in runs]
+        self.stacks = [
+            [*map(StackedLeaves.of, blocks, own)]
+            for blocks, own in zip(self.blocks, leaves, strict=True)
+        ]
+        with_experts = [run for run, (kind, *_) in enumerate(runs) if kind.ffn.router]
+        self.banks = {run: bank for bank, run in enumerate(with_experts)}
+
+    def layer(self, turn: _Between, at: LayerAt, before: LayerAt | None = None) -> _Between:
+        """Runs a layer of all lanes, but for the second one's FFN.
+
+        Args:
+          before: the layer before; None: this is the first one.
+        """
+        (x, *second), waiting, pages, loads = turn._replace(loads=[*turn.loads])
+        if not second:
+            x, packed, pages = self._attend(0, at, x, pages)
+            return _Between([ended(self._ffn(at, packed, x, loads))], None, pages, loads)
+        # In each of four parts one lane's rows travel while the other lane computes.
+        (other,), both = second, jax.lax.optimization_barrier
+        late = _added_already(other)
+        if before is not None and waiting is not None:
+            late = self._ffn(before, waiting, other, loads)
+        arrived, (x, packed, pages) = both((next(late), self._attend(0, at, x, pages)))
+        early = self._ffn(at, packed, x, loads)
+        received, results = both((next(early), late.send(arrived)))
+        other, results = both((ended(late, results), early.send(received)))
+        attended = self._attend(1, at, other, pages)
+        x, (other, packed, pages) = both((ended(early, results), attended))
+        return _Between([x, other], packed, pages, loads)
+
+    def end(self, turn: _Between, last: LayerAt) -> _Between:
+        """Runs the FFN that the last layer has left."""
+        if turn.waiting is None:
+            return turn
+        (x, other), loads = turn.x, [*turn.loads]
+        return turn._replace(x=[x, ended(self._ffn(last, turn.waiting, other, loads))], loads=loads)
+
+    def _attend(self, lane: int, at: LayerAt, x: Array, pages: Pages) -> tuple[Array, Array, Pages]:
+        """Runs a lane's attention: its residual stream, its packed message, and the pages."""
+        programs, (kind, start, _) = self.programs, self.runs[at.run]
+        attention = self.blocks[at.run][0].merge(self.stacks[at.run][0].at(at.layer))
+        where, shifted = with_own_pages(programs, kind, start, at.layer, self.batches[lane])
+        batch = programs.of_kind(shifted, kind)
+        x, message, own = attention(x, pages[where], batch, programs.sentinel)
+        packed = programs.formats[kind.ffn.kind].pack(message)
+        return x, packed, (*pages[: where.start], *own, *pages[where.stop :])
+
+    def _ffn(
+        self, at: LayerAt, packed: Array, x: Array, loads: list[Array]
+    ) -> Generator[Any, Any, Array]:
+        """Returns the residual stream after a layer's FFN, which yields as `Exchange.stages`, and
+        adds to the loads."""
+        programs, kind, bank = self.programs, self.runs[at.run][0].ffn, self.banks.get(at.run)
+        ffn = self.blocks[at.run][1].merge(self.stacks[at.run][1].at(at.layer))
+        packing = PackedRows(programs.formats[kind.kind], programs.dtype)
+        table = None if bank is None else self.tables[bank][at.layer]
+        exchange = programs.exchanges[kind.kind]
+        rows, load = yield from exchange.stages(packed, ffn, packing, table, at.layer)
+        if bank is not None and load is not None:
+            loads[bank] = loads[bank].at[at.layer].add(load)
         # Rounded as a link would round them.
-        output = self.answers.total([self.answers.pack(rows)], x.dtype)
-        return (added(self.config, x, output), pages), load
+        output = programs.answers.total([programs.answers.pack(rows)], x.dtype)
+        return added(programs.config, x, output)
+
+
+def _added_already(x: Array) -> Generator[Any, Any, Array]:
+    """Stands for an FFN before the first layer."""
+    yield ()
+    yield ()
+    return x
 
 
 class ColocatedWeights(RoleWeights):
@@ -278,7 +358,8 @@ class ColocatedWeights(RoleWeights):
 class ColocatedExecutables(NamedTuple):
     """Programs of a step of one bucket."""
 
-    step: jax.stages.Compiled
+    step: Sequence[jax.stages.Compiled]
+    """Programs for one lane, two lanes, and so on; one, unless lanes run together."""
     sampling: SamplingExecutables | None
     drafting: DraftingExecutables | None = None
     predict: jax.stages.Compiled | None = None
@@ -289,11 +370,13 @@ def colocated_executables(
     programs: ColocatedPrograms, buckets: Sequence[Bucket], get: Get
 ) -> dict[Bucket, ColocatedExecutables]:
     """Collects the programs of each bucket: the step itself, sampling and drafting."""
+    deployment = programs.deployment
+    together = min(2, deployment.lanes) if deployment.pipeline == "step" else 1
 
     def step(bucket: Bucket) -> ColocatedExecutables:
         predicts = programs.config.modules and bucket.drafts
         return ColocatedExecutables(
-            get(ColocatedPrograms.step, bucket),
+            [get(ColocatedPrograms.step, bucket, lanes) for lanes in range(1, together + 1)],
             sampling_executables(programs, bucket, get),
             drafting_executables(programs, bucket, get),
             get(ColocatedPrograms.predict, bucket) if predicts else None,
@@ -315,6 +398,7 @@ class ColocatedWorker(WholeSteps):
             weights = ColocatedWeights(source, names, programs)
         self.compiler = StepCompiler(colocated_executables, programs, SamplingExecutables._fields)
         self._ends = self.compiler.executables
+        self._most = 2 if deployment.pipeline == "step" else 1
         slots = open_slots(programs.experts, programs.banks, weights, names, source)
         super().__init__(deployment.lanes, weights, slots, observer)
 
@@ -329,16 +413,19 @@ class ColocatedWorker(WholeSteps):
         return [*map(self.compiler.fitted, super()._take())]
 
     def _step(self, bucket: Bucket, steps: Sequence[Arrays]) -> list[tuple[Arrays, Arrays]]:
-        last, sampled, logits, x, *state = self._ends[bucket].step(
-            *steps[0], *self._state, *self._weights.flat
-        )
-        own = [state.pop()] if bucket.drafts else []
-        self._keep(state)
-        return [((last, sampled, logits, *own), (x,))]
+        step, of_lane = self._ends[bucket].step[len(steps) - 1], 5 if bucket.drafts else 4
+        made = step(*itertools.chain(*steps), *self._state, *self._weights.flat)
+        self._keep(made[(end := of_lane * len(steps)) :])
+        lanes = itertools.batched(made[:end], of_lane)
+        return [(tuple(own), (x,)) for *own, x in lanes]
 
     def _predict(self, bucket: Bucket, ends: Sequence[StepEnd]) -> list[jax.Array]:
-        (end,) = ends
-        given = end.batch, end.table, end.sampled, end.lengths, end.drafts, *end.stream
-        drafts, *state = self._ends[bucket].predict(*given, *self._state, *self._weights.modules)
-        self._keep(state)
-        return [drafts]
+        found = []
+        for end in ends:
+            given = end.batch, end.table, end.sampled, end.lengths, end.drafts, *end.stream
+            drafts, *state = self._ends[bucket].predict(
+                *given, *self._state, *self._weights.modules
+            )
+            self._keep(state)
+            found.append(drafts)
+        return found

@@ -175,7 +175,7 @@ class ProgramKey(NamedTuple):
 
     name: str
     """Name of the function that makes it."""
-    kind: LayerKind | FFN | str | None
+    kind: LayerKind | FFN | str | int | None
     bucket: Bucket
     """Bucket of the program; 1 page or 1 token if it does not depend on pages or tokens."""
 

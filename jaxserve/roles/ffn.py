@@ -27,7 +27,7 @@ from jaxserve.link.dispatch.route import Route
 from jaxserve.mesh import FFN_AXES, INSTANCE, AnyMesh, expert_axes, ffn_rules, placed
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNTemplates
-from jaxserve.model.ffn.exchange import RowBlocks, make_exchanges
+from jaxserve.model.ffn.exchange import RowBlocks, ended, make_exchanges
 from jaxserve.roles.compilation import Get, Program, compile_steps, hot_call
 from jaxserve.roles.expert_programs import Bank, ExpertPrograms, add_load, bank_arrays
 from jaxserve.roles.expert_slots import ExpertSlots, open_slots
@@ -96,7 +96,8 @@ class FFNPrograms:
             if moe and (first := self.templates.first_expert):
                 own = cast(jax.Array, packing.unpack(packed).experts) - first
                 packed = packing.addressed(packed, own)  # others' are padding
-            answer, load = exchange(packed, block, packing, tables[0][0] if tables else None)
+            table = tables[0][0] if tables else None
+            answer, load = ended(exchange.stages(packed, block, packing, table))
             pieces = self.answers.pieces(answer, slots)
             return pieces if load is None else (*pieces, add_load(counts[0], load[None]))
 

@@ -1,7 +1,4 @@
-"""Drives steps of which one dispatch runs all layers and lanes (`pipeline: step`).
-
-Lanes whose steps have begun and have the same number of tokens go into one dispatch.
-"""
+"""Drives steps of which one dispatch runs all layers and lanes (`pipeline: step`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +12,6 @@ from jaxserve.roles.compilation import Arrays, Get, compile_all, compile_steps
 from jaxserve.roles.drafting import StepEnd, drafting_executables
 from jaxserve.roles.layout import Bucket, deployment_buckets
 from jaxserve.roles.sampling import sampling_executables
-from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.whole_steps import WholeSteps
 
 
@@ -55,6 +51,7 @@ def runs_of(config: ModelConfig, runs: Sequence[Any], module: int) -> range:
 class StepPipeline(WholeSteps):
     """Runs the steps of all lanes for this process's part."""
 
+    _most = None
     executables: dict[Dispatch, jax.stages.Compiled]
     _layers: Callable[[Bucket, int, Sequence[Arrays]], Sequence[Arrays]]
     """Enqueues the layer of a prediction module, from 1, for lanes, each with x, batch and page
@@ -77,7 +74,3 @@ class StepPipeline(WholeSteps):
             streams = zip(states, self._layers(bucket, module, steps), strict=True)
             states = [passes.next(number, state, stream) for state, stream in streams]
         return [drafts for (drafts,) in states]
-
-    def _next(self) -> list[StepPlan]:
-        size = self._begun[0].bucket.of_tokens
-        return [plan for plan in self._begun if plan.bucket.of_tokens == size]

@@ -41,7 +41,7 @@ from jaxserve.mesh import (
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
-from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.ffn.exchange import ended, make_exchanges
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms, add_modules
 from jaxserve.roles.both_roles import Halves, PooledWeights, Run, SharedPools, both_roles_mesh
@@ -54,7 +54,7 @@ from jaxserve.roles.pipelines import OpenModel
 from jaxserve.roles.sampling import TokenLanes
 from jaxserve.roles.token_programs import StepContext
 from jaxserve.roles.weights import RoleWeights, load_progress
-from jaxserve.roles.whole_steps import StackedLeaves, with_own_pages
+from jaxserve.roles.whole_steps import LayerAt, StackedLeaves, through_layers, with_own_pages
 from jaxserve.roles.worker import Observer
 
 
@@ -134,6 +134,7 @@ class BothRolesPrograms(AttentionPrograms):
           module: the prediction module, from 1, whose layer alone runs; 0: the model's own layers.
         """
         runs, templates = self.runs, self.templates
+        chosen = runs_of(self.config, runs, module)
 
         def body(
             steps: Sequence[Arrays], pages: Pages, counts: Arrays, tables: Arrays, leaves: Any
@@ -141,19 +142,8 @@ class BothRolesPrograms(AttentionPrograms):
             contexts = [self.step_context(bucket, batch, table) for _, batch, table in steps]
             step = _Step(self, contexts, leaves, tables)
             turn = step.begin([x for x, *_ in steps], pages)
-            before: _Place | None = None
-            for run in runs_of(self.config, runs, module):
-                # The first layer of a run serves messages of the run before.
-                count = runs[run].stop - runs[run].start
-                turn = step.layer(turn, _Place(run, 0), before)
-
-                def one(turn: _Turn, layer: Array, run: int = run) -> tuple[_Turn, None]:
-                    return step.layer(turn, _Place(run, layer), _Place(run, layer - 1)), None
-
-                if count > 1:
-                    turn, _ = jax.lax.scan(one, turn, jnp.arange(1, count, dtype=jnp.int32))
-                before = _Place(run, count - 1)
-            turn = step.end(turn, before)
+            sizes = {run: runs[run].stop - runs[run].start for run in chosen}
+            turn = step.end(*through_layers(sizes, turn, step.layer, apart=lanes > 1))
             made = map(self._add_combined, turn.x, turn.answers)
             return *made, *turn.pages, *map(add_load, counts, turn.loads)
 
@@ -190,13 +180,6 @@ class BothRolesPrograms(AttentionPrograms):
     def _on_both(self, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape, both = (2 * array.shape[0], *array.shape[1:]), self.sharding(array.sharding.spec)
         return array.update(shape=shape, sharding=both)
-
-
-class _Place(NamedTuple):
-    """A layer: the number of its run, and its place in the run."""
-
-    run: int
-    layer: Array | int
 
 
 class _Turn(NamedTuple):
@@ -243,7 +226,7 @@ class _Step:
         loads = [jnp.zeros((count, experts), jnp.int32) for count in layers]
         return _Turn(x, [no_answer] * self.lanes, message, no_answer, pages, loads)
 
-    def layer(self, turn: _Turn, at: _Place, before: _Place | None) -> _Turn:
+    def layer(self, turn: _Turn, at: LayerAt, before: LayerAt | None) -> _Turn:
         """Runs one layer of all lanes.
 
         Args:
@@ -266,15 +249,15 @@ class _Step:
             turn = jax.lax.optimization_barrier(turn)
         return turn
 
-    def end(self, turn: _Turn, last: _Place | None) -> _Turn:
+    def end(self, turn: _Turn, last: LayerAt) -> _Turn:
         """Serves the last message and brings the last answers."""
-        if self.lanes == 1 or last is None:
+        if self.lanes == 1:
             return turn
         back, arrived = _exchanged(turn.ahead), _exchanged(turn.waiting)
         turn = self.serve(_answered(turn, self.lanes - 2, back), last, arrived)
         return _answered(turn, self.lanes - 1, _exchanged(turn.ahead))
 
-    def attend(self, turn: _Turn, lane: int, at: _Place) -> _Turn:
+    def attend(self, turn: _Turn, lane: int, at: LayerAt) -> _Turn:
         """Runs a layer of a lane on the devices of the attention role."""
         programs, (kind, start, *_) = self.programs, self.runs[at.run]
         batch, place = self.contexts[lane].batch, jnp.asarray(at.layer, jnp.int32)
@@ -282,7 +265,7 @@ class _Step:
         width = turn.waiting.shape[1]
 
         def run(x: Array, answer: Array, pages: Pages) -> Any:
-            leaves = _of_layer(self.stacks[at.run][0], place)
+            leaves = self.stacks[at.run][0].at(place)
             x, packed, *own = programs.layer(kind, (x, answer), pages, shifted, leaves)
             return x, jnp.pad(packed, ((0, 0), (0, width - packed.shape[1]))), tuple(own)
 
@@ -295,7 +278,7 @@ class _Step:
         streams[lane] = x
         return turn._replace(x=streams, waiting=message, pages=pages)
 
-    def serve(self, turn: _Turn, at: _Place, arrived: Array) -> _Turn:
+    def serve(self, turn: _Turn, at: LayerAt, arrived: Array) -> _Turn:
         """Runs a layer's FFN for a message on the devices of the ffn role."""
         programs, kind, bank = self.programs, self.runs[at.run][0].ffn, self.banks.get(at.run)
         form, (_, stack) = programs.formats[kind.kind], self.stacks[at.run]
@@ -307,13 +290,14 @@ class _Step:
             stack = stack._replace(whole={**stack.whole, **matrices})
 
         def run(packed: Array) -> Any:
-            block = programs.templates.ffn[kind].merge(_of_layer(stack, place))
+            block = programs.templates.ffn[kind].merge(stack.at(place))
             if block.experts is not None:
                 block.experts.tensor = programs.tensor
             packing = PackedRows(form, programs.dtype)
             table = None if bank is None else self.tables[bank][place]
             exchange = programs.exchanges[kind.kind]
-            rows, load = exchange(packed[:, : form.width], block, packing, table, place)
+            own = packed[:, : form.width]
+            rows, load = ended(exchange.stages(own, block, packing, table, place))
             return programs.answers.pack(rows), none if load is None else load
 
         def nothing(packed: Array) -> Any:
@@ -335,10 +319,6 @@ def _answered(turn: _Turn, lane: int, answer: Array) -> _Turn:
     answers = [*turn.answers]
     answers[lane] = answer
     return turn._replace(answers=answers)
-
-
-def _of_layer(stack: StackedLeaves, place: Array) -> list[Any]:
-    return stack.of_layer({name: leaf[place] for name, leaf in stack.sliced.items()}, place)
 
 
 def ends(programs: BothRolesPrograms, buckets: Sequence[Bucket], get: Get) -> Any:

@@ -60,8 +60,8 @@ def sizes_of(deployment: Deployment, meshes: "Submeshes") -> Any:
 
 def in_one_program(deployment: Deployment, meshes: "Submeshes") -> bool:
     """Returns whether this process runs the steps of both roles as one program."""
-    both = bool(meshes.attention.local_devices and meshes.ffn.local_devices)
-    return both and deployment.pipeline == "step"
+    both = meshes.attention.local_devices and meshes.ffn.local_devices
+    return bool(both) and deployment.whole_steps
 
 
 def role_bytes(config: ModelConfig, deployment: Deployment) -> tuple[RoleBytes, ...]:

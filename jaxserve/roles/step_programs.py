@@ -53,7 +53,7 @@ from jaxserve.mesh import (
 )
 from jaxserve.model.attention.kv_cache import Pages
 from jaxserve.model.ffn.axes import Axes
-from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.ffn.exchange import ended, make_exchanges
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.attention_programs import AttentionPrograms
 from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Program
@@ -68,7 +68,7 @@ from jaxserve.roles.ffn import FFNPrograms
 from jaxserve.roles.lane_steps import Dispatch, all_runs, runs_of
 from jaxserve.roles.layout import Bucket
 from jaxserve.roles.token_programs import StepContext
-from jaxserve.roles.whole_steps import StackedLeaves, scanned, with_own_pages
+from jaxserve.roles.whole_steps import StackedLeaves, with_own_pages
 from pallas_kernels.permute_order import permutes
 
 STAGES = 3
@@ -275,7 +275,7 @@ class AttentionStepPrograms(AttentionPrograms):
                 kind, start, stop = runs[number]
                 stack = StackedLeaves.of(templates.attention[kind], stacks[number])
                 layer = functools.partial(turns, runs[number], stack, contexts)
-                carry, _ = jax.lax.scan(layer, carry, scanned(stop - start, [stack]))
+                carry, _ = jax.lax.scan(layer, carry, jnp.arange(stop - start, dtype=jnp.int32))
             x, answers, pages, token, *waiting = carry
             if waiting:
                 for lane in (-2, -1):
@@ -291,16 +291,19 @@ class AttentionStepPrograms(AttentionPrograms):
             return *made, *pages, token
 
         def turns(
-            run: Any, stack: StackedLeaves, contexts: Sequence[StepContext], carry: Any, inputs: Any
+            run: Any,
+            stack: StackedLeaves,
+            contexts: Sequence[StepContext],
+            carry: Any,
+            place: Array,
         ) -> tuple[Any, None]:
             (kind, start, _), (x, answers, pages, token, *waiting) = run, carry
-            (place, (sliced,), _), x, answers = inputs, [*x], [*answers]
+            x, answers, leaves = [*x], [*answers], stack.at(place)
             for lane, (batch, _) in enumerate(contexts):
                 if waiting:
                     answers[lane - 2], token = wire.pass_on(waiting[0], wire.answer, token)
                 at, shifted = with_own_pages(self, kind, start, place, batch)
                 before = self._add_combined(x[lane], *answers[lane])
-                leaves = stack.of_layer(sliced, place)
                 x[lane], packed, *own = self._attend(kind, before, pages[at], shifted, leaves)
                 # A turn ends before the next one begins. XLA would otherwise compute several lanes
                 # at once, and copy the pages that one lane reads and the next writes.
@@ -377,8 +380,9 @@ class FFNStepPrograms(FFNPrograms):
                 kind, start, stop = runs[number]
                 stack = StackedLeaves.of(templates.ffn[kind.ffn], stacks[number])
                 table = tables[banks.index(start)] if kind.ffn.router else None
-                inputs = scanned(stop - start, [stack], table)
-                carry, load = jax.lax.scan(functools.partial(turns, kind, stack), carry, inputs)
+                places = jnp.arange(stop - start, dtype=jnp.int32)
+                layer = functools.partial(turns, kind, stack, table)
+                carry, load = jax.lax.scan(layer, carry, places)
                 if load is not None:
                     counted[banks.index(start)] = add_load(counts[banks.index(start)], load)
             last, token, *_ = carry
@@ -387,10 +391,11 @@ class FFNStepPrograms(FFNPrograms):
             return *counted, token
 
         def turns(
-            kind: LayerKind, stack: StackedLeaves, carry: Any, inputs: Any
+            kind: LayerKind, stack: StackedLeaves, tables: Array | None, carry: Any, place: Array
         ) -> tuple[Any, Array | None]:
-            (sent, token, *ahead), (place, (sliced,), table), loads = carry, inputs, []
-            block = templates.ffn[kind.ffn].merge(stack.of_layer(sliced, place))
+            (sent, token, *ahead), loads = carry, []
+            block = templates.ffn[kind.ffn].merge(stack.at(place))
+            table = None if tables is None else tables[place]
             form = self.formats[kind.ffn.kind]
             message = jax.ShapeDtypeStruct((wire.answer.shape[0], form.width), form.word)
             packing, exchange = PackedRows(form, self.dtype), self.exchanges[kind.ffn.kind]
@@ -401,7 +406,7 @@ class FFNStepPrograms(FFNPrograms):
                 else:
                     packed, token = wire.exchange(sent if lanes > 1 else None, message, token)
                 rows = packed.reshape(-1, form.width)
-                results, load = exchange(rows, block, packing, table, place)
+                results, load = ended(exchange.stages(rows, block, packing, table, place))
                 sent = jnp.stack(self.answers.pieces(results, slots))
                 sent, ahead, token = jax.lax.optimization_barrier((sent, ahead, token))
                 loads += [] if load is None else [load]

@@ -4,7 +4,7 @@ equal layers that they scan over, and their driver.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ class StackedLeaves(NamedTuple):
     whole: dict[int, Any]
     """Leaves that stay whole stacks."""
     sliced: dict[int, Any]
-    """Leaves that the scan slices."""
+    """Leaves that are sliced."""
 
     @classmethod
     def of(cls, template: Template, stacks: Sequence[Array | None]) -> "StackedLeaves":
@@ -64,24 +64,54 @@ class StackedLeaves(NamedTuple):
                 sliced[place] = stack
         return cls(whole, sliced)
 
-    def of_layer(self, sliced: dict[int, Any], layer: Array) -> list[Any]:
-        """Returns the leaves of one layer of the run, in the order of the block.
-
-        Args:
-          sliced: entries of `self.sliced` for this layer.
-        """
-        leaves = self.whole | sliced
-        return [_of_layer(leaves[place], layer) for place in range(len(leaves))]
+    def at(self, layer: Array | int) -> list[Any]:
+        """Returns the leaves of one layer of the run, in the order of the block."""
+        place = jnp.asarray(layer, jnp.int32)
+        found = {name: _of_layer(leaf, place) for name, leaf in self.whole.items()}
+        found |= {name: leaf[place] for name, leaf in self.sliced.items()}
+        return [found[name] for name in range(len(found))]
 
 
-def scanned(layers: int, stacks: Sequence[StackedLeaves], tables: Array | None = None) -> Any:
-    """Returns the inputs that a scan over a run cuts into layers: places in the run, the `sliced`
-    leaves of the blocks, and tables of experts."""
-    return jnp.arange(layers, dtype=jnp.int32), [stack.sliced for stack in stacks], tables
+class LayerAt(NamedTuple):
+    """A layer: the number of its run, and its place in the run."""
+
+    run: int
+    layer: Array | int
+
+
+def through_layers[Turn](
+    counts: Mapping[int, int],
+    turn: Turn,
+    layer: Callable[[Turn, LayerAt, LayerAt | None], Turn],
+    *,
+    apart: bool,
+) -> tuple[Turn, LayerAt]:
+    """Runs all layers of some runs, with a scan over each run. Returns what the last one returns,
+    and which layer that was.
+
+    Args:
+      counts: layers of each run, by its number.
+      layer: runs a layer; also given the layer before, if there was one.
+      apart: whether the first layer of a run is no part of its scan, because what it takes from the
+        layer before has another shape or kind there.
+    """
+    before: Any = None
+    for run, count in counts.items():
+        first = int(apart)
+        if apart:
+            turn = layer(turn, LayerAt(run, 0), before)
+
+        def one(turn: Turn, place: Array, run: int = run) -> tuple[Turn, None]:
+            return layer(turn, LayerAt(run, place), LayerAt(run, place - 1)), None
+
+        if count > first:
+            turn, _ = jax.lax.scan(one, turn, jnp.arange(first, count, dtype=jnp.int32))
+        before = LayerAt(run, count - 1)
+    return turn, before
 
 
 def with_own_pages(
-    programs: TokenPrograms, kind: LayerKind, start: int, layer: Array, batch: RaggedBatch
+    programs: TokenPrograms, kind: LayerKind, start: int, layer: Array | int, batch: RaggedBatch
 ) -> tuple[slice, RaggedBatch]:
     """Returns where the page arrays of a layer are among those of all layers
     (`TokenPrograms.all_pages`), and the batch with a page table that points at the layer's part.
@@ -121,6 +151,8 @@ class WholeSteps:
 
     attends = True
     exchanges = ""
+    _most: int | None = 1
+    """Most lanes whose steps a dispatch runs; None: all."""
     _programs: TokenPrograms
     _pages: list[jax.Array]
     """Pages of all layers, in processes with devices of an attention mesh."""
@@ -237,8 +269,11 @@ class WholeSteps:
         return plans
 
     def _next(self) -> list[StepPlan]:
-        """Returns the begun steps that the next dispatch runs: the one that waited longest."""
-        return self._begun[:1]
+        """Returns the begun steps that the next dispatch runs: the one that waited longest, and
+        together with it those of as many tokens."""
+        size = self._begun[0].bucket.of_tokens
+        alike = [plan for plan in self._begun if plan.bucket.of_tokens == size]
+        return alike[: self._most]
 
     def _observe(self, plan: StepPlan, made: Finished | Passed) -> None:
         """Tells the observer of an enqueued step."""

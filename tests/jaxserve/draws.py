@@ -206,6 +206,7 @@ def _engine(rng: random.Random, format: str) -> dict[str, Any]:
     if overrides["mode"] == "colocated":
         if overrides.get("attention.dp", 1) > 1:
             overrides["ffn.exchange"] = rng.choice(("gather", "alltoall"))
+        overrides["pipeline"] = rng.choice(("layer", "step"))
         return overrides
     if overrides.get("ffn.ep", 1) > 1:
         overrides["ffn.exchange"] = rng.choice(("gather", "alltoall"))

@@ -40,7 +40,8 @@ def test_every_layout_gives_the_colocated_tokens(case, tiny_model, reference):
 
 @pytest.mark.parametrize("output", ["whole", "split"])
 def test_colocated_on_several_devices(output, tiny_model, reference):
-    sizes = {"attention.dp": 2, "attention.tp": 2, "attention.output": output}
+    sizes = {"attention.dp": 2, "attention.tp": 2, "attention.output": output, "lanes": 3}
+    sizes |= {"pipeline": "step" if output == "split" else "layer"}
     check(reference, tokens_of(tiny_model, layouts.COLOCATED | sizes), "2 x 2")
 
 

@@ -21,8 +21,8 @@ RECONFIGURATIONS = [8, pytest.param(25, marks=pytest.mark.nightly)]
 """Rounds of moves of each layout. Two meshes: `test_shared_ranks.py`, too."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "AFD, gather": {"attention.dp": 2, "ffn.ep": 3, "ffn.exchange": "gather"},
-    "colocated, alltoall": layouts.COLOCATED | {"attention.dp": 4, "ffn.exchange": "alltoall"},
+    "AFD, gather": {"attention.dp": 2, "ffn.ep": 3},
+    "colocated, alltoall": {"attention.dp": 4, "mode": "colocated", "pipeline": "step"},
 }
 
 
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_tokens_are_the_same_through_all_reconfigurations(layout, times, tiny_model):
     """And so is what other workers read of them meanwhile."""
     overrides = {"ffn.redundant_slots": 1, "lanes": 2, "experts.move_gb_per_second": 1000.0}
-    overrides |= LAYOUTS[layout]
+    overrides |= LAYOUTS[layout] | {"ffn.exchange": layout.split()[1]}
     engine = open_engine(layouts.deployment(tiny_model, overrides))
     readers = Readers(HeldWeights(engine.driver.held(), engine.driver.slots))
     try:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unoptimised
 
 SIZES = dataclasses.replace(layouts.SIZES, mtp=True)
 
-COLOCATED_ON_3 = COLOCATED | {"attention.dp": 3, "lanes": 2}
+COLOCATED_ON_3 = COLOCATED | {"attention.dp": 3, "lanes": 2, "pipeline": "step"}
 STEP = {"pipeline": "step", "lanes": 3, "attention.dp": 2, "ffn.ep": 2}
 ALL = {"colocated": COLOCATED, "colocated on 3": COLOCATED_ON_3, "step": STEP} | LAYOUTS
 

@@ -8,6 +8,7 @@ to the mesh nor how they are packed.
 """
 
 import functools
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -92,6 +93,27 @@ class Results(NamedTuple):
         return results.total(self.dtype)
 
 
+Computed = tuple[Sums, Int32[Array, " experts"] | None]
+"""A layer's output for a device's own rows; and how many rows of all devices each routed expert got
+on this device, None in a layer without routed experts."""
+Stages = Generator[Any, Any, Computed]
+"""An exchange that stops when rows have arrived, and before results return. It yields these, and is
+sent the same ones, perhaps behind a barrier. See `ended`."""
+
+
+def ended[T](stages: Generator[Any, Any, T], arrays: Any = None) -> T:
+    """Runs an exchange, or the rest of one, and returns its result.
+
+    Args:
+      arrays: what it is sent first; None: it has not begun.
+    """
+    try:
+        while True:
+            arrays = stages.send(arrays)
+    except StopIteration as end:
+        return end.value
+
+
 class GatherExchange(NamedTuple):
     """All rows go to all devices, whose shares of the results are summed: an all-gather, and a
     reduce-scatter back."""
@@ -100,16 +122,15 @@ class GatherExchange(NamedTuple):
     blocks: RowBlocks
     results: Results
 
-    def __call__(
+    def stages(
         self,
         packed: UInt[Array, "rows words"],
         block: "FFNBlock",
         packing: RowPacking,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
-        """Computes the layer's output for this device's own rows. Also returns how many rows of all
-        devices each routed expert got on this device (None in a layer without routed experts).
+    ) -> Stages:
+        """Computes the layer's output for this device's own rows.
 
         Args:
           table: the slots that hold each expert; None without routed experts.
@@ -119,7 +140,7 @@ class GatherExchange(NamedTuple):
         if block.dense is not None and block.own_rows:
             beside = shared_expert(block.dense, packed, packing.unpack)
         gather = functools.partial(gathered, axes=axes.rows)
-        everything, rank = beside.during(packed, gather), axes.rank()
+        everything, rank = (yield beside.during(packed, gather)), axes.rank()
         message, experts = packing.unpack(self._real(everything)), block.experts
         if experts is not None:
             assert table is not None
@@ -139,6 +160,7 @@ class GatherExchange(NamedTuple):
         share, load = block.unsummed(message, rank, layer)
         if load is not None and experts is not None and table is not None:
             load = expert_load(load, table, rank * experts.local)
+        share = yield share
         rows = self.results.summed_rows(self._in_place(share), axes.rows, beside)
         if beside is not NOTHING:
             with jax.named_scope("dense"):
@@ -177,14 +199,14 @@ class AllToAllExchange(NamedTuple):
     blocks: RowBlocks
     results: Results
 
-    def __call__(
+    def stages(
         self,
         packed: UInt[Array, "rows words"],
         block: "FFNBlock",
         packing: RowPacking,
         table: Int32[Array, "experts entry"] | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Sums, Int32[Array, " experts"] | None]:
+    ) -> Stages:
         """See `GatherExchange`."""
         experts, axes = block.experts, self.axes
         assert experts is not None
@@ -210,6 +232,7 @@ class AllToAllExchange(NamedTuple):
             early = beside if axes.instances > 1 else NOTHING
             plan = make_send_plan(ranks, axes, self.blocks, early)
             received, there = plan.dispatch(packing.addressed(packed, slots), beside)
+            received, there = yield received, there
             message = packing.unpack(received)
             assert message.experts is not None
             assert message.gates is not None
@@ -221,6 +244,7 @@ class AllToAllExchange(NamedTuple):
                 chosen, gates = work_of_rank(chosen, gates, there, rank, sizes)
         with jax.named_scope("experts"):
             choices = experts.choices(message.tokens, chosen, gates, rank, layer, message.wide)
+            choices = yield choices
         with jax.named_scope("combine"):
             rows = plan.combine(Unsummed(None, choices), self.results, beside)
         if block.dense is not None:

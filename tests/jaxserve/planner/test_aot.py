@@ -145,11 +145,13 @@ def test_a_decode_step(tmp_path, capsys, model, where):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @golden.table("planner/both_roles.yaml")
-def test_a_step_of_both_roles_as_one_program(file, bucket, alone, tmp_path, capsys):
+def test_a_step_of_both_roles_as_one_program(file, changes, bucket, alone, tmp_path, capsys):
     """61 layers and three lanes, or 94 and two, with `attention.tp`. Neither pools, 12 to 65 GB,
     nor weights are copied. Exchanges begin before a role's computation and end after it, but for
-    those of the last turns, and with two lanes for answers."""
+    those of the last turns, and with two lanes for answers; in colocated mode at both ends."""
     path, text = tmp_path / "step.yaml", (CONFIGS / f"{file}.yaml").read_text()
+    for old, new in changes.items():
+        text = text.replace(old, str(new))
     path.write_text(text.replace("models/", f"{CONFIGS}/models/") + "pipeline: step\n")
     there = slice_of(path, file.rpartition("-")[2])
     where = ("--config", str(path), "--topology", there, "--bucket", bucket)

@@ -24,7 +24,7 @@ from jaxserve.mesh import COLOCATED_FFN_RULES, FFN_RULES, shards
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.balance import rebalance
 from jaxserve.model.ffn.block import FFNBlock, shared_parts
-from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.ffn.exchange import ended, make_exchanges
 from jaxserve.model.ffn.experts import slot_sizes
 from jaxserve.model.ffn.placement import EMPTY, SlotSizes, first_entries, home_slots, replica_table
 from jaxserve.model.ffn.replicas import choose_shared_rank
@@ -128,7 +128,8 @@ def layer(
 
     def body(x, experts, gates, table, *leaves):
         packed = FORMAT.pack(DispatchMessage(x, experts, gates))
-        rows, load = exchange(packed, template.merge(leaves), PackedRows(FORMAT, FLOAT), table)
+        packing = PackedRows(FORMAT, FLOAT)
+        rows, load = ended(exchange.stages(packed, template.merge(leaves), packing, table))
         return rows.total(), load
 
     rows, specs = PartitionSpec(axes.rows), template.specs(rules)

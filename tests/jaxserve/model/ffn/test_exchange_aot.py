@@ -25,7 +25,7 @@ from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.block import FFNBlock
-from jaxserve.model.ffn.exchange import make_exchanges
+from jaxserve.model.ffn.exchange import ended, make_exchanges
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.module import Formats, Template
@@ -75,7 +75,8 @@ def collectives(mesh: Mesh, size: str, kind: ExchangeKind) -> list[list]:
 
     def ffn(packed, table, *leaves):
         packing = PackedRows(message, dtype)
-        return exchange(packed, template.merge(leaves), packing, table)[0].total().astype(dtype)
+        stages = exchange.stages(packed, template.merge(leaves), packing, table)
+        return ended(stages)[0].total().astype(dtype)
 
     pieces = PartitionSpec(FFN_AXES)
     specs = (pieces, PartitionSpec(), *template.specs(FFN_RULES))
