@@ -14,8 +14,9 @@ from pallas_kernels.aot import GENERATIONS, Case, Loop
 from pallas_kernels.attention.api import chunk_attention, paged_attention, write_rows
 from pallas_kernels.attention.model_batch import attend, page_shapes
 from pallas_kernels.attention.mosaic_tpu_memory import call_of
-from pallas_kernels.attention.reference import Cache
+from pallas_kernels.attention.reference import Cache, PagedCall, Where
 from pallas_kernels.attention.shapes import MANY_KV_HEADS, NAIVE, SHAPES, AttentionShape
+from pallas_kernels.target import Target, kernels
 
 SEQUENCES, KV_LENGTH, PAGE_SIZE = 64, 8192, 128
 PAGES = SEQUENCES * KV_LENGTH // PAGE_SIZE
@@ -222,13 +223,16 @@ def one_block(rows: int, generation: str) -> Case:
         kernel="paged_attention",
         unit="sequence",
         units=cut.together,
-        copies=cut.together * cut.pages_per_block + 1,  # and one of queries
+        copies=1 + (cut.together * cut.pages_per_block if window else 1),  # and one of queries
         bytes_per_unit=cut.pages_per_block * page * 1024,
     )
-    options: dict[str, Any] = {"scale": 512**-0.5, "v_width": 512, "with_lse": True}
+    options: dict[str, Any] = {"scale": 512**-0.5, "with_lse": True, "neighbours": not window}
 
     def attend(queries: Array, pool: Array, where: Any) -> Any:
-        return paged_attention(queries, pool, None, *where, window=window, **options)
+        cache = Cache(pool, None, None, None, 512)
+        call = PagedCall(queries, cache, Where(*where), window, **options)
+        target = Target("mosaic_tpu", GENERATIONS[generation].device_kind)
+        return kernels("attention", target).paged_attention(call, target)
 
     return Case(f"deepseek-v4 bf16 {rows} rows", attend, (queries, pool, where), loop=loop)
 

@@ -91,7 +91,8 @@ def attend(
         joined = cache._replace(k_pages=copied(cache.k_pages, rows, width), k_scales=scales)
         own = jnp.arange(table.shape[0] * large, dtype=jnp.int32).reshape(-1, large)
         where = Where(own, sequence, position)
-        return kernel(call._replace(queries=queries, cache=joined, where=where))
+        options: Any = {"cache": joined, "where": where, "neighbours": True}
+        return kernel(call._replace(queries=queries, **options))
 
     if queries.shape[0] > sequences:
         return run(queries, table, sequence, position)

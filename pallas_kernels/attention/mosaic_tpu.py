@@ -111,6 +111,7 @@ def paged_attention(
         query_dtype=queries.dtype,
         int8_products=int8_products,
         mask_dtype=jnp.int16 if narrow else jnp.int32,
+        neighbours=call.neighbours and cut.together > 0 and cut.pages_per_block == 1,
         **cut._asdict(),
     )
     if places is None:

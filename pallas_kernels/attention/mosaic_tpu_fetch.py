@@ -51,6 +51,8 @@ class Sizes(NamedTuple):
     mask_dtype: Any = jnp.int32
     """Dtype of the positions by which values are masked: as wide as the values, where the vector
     units compare it, so that a register holds the mask of a register of values."""
+    neighbours: bool = False
+    """Whether the blocks of a round are pages that lie side by side."""
     together: int = 0
     """Tokens that a round takes whose keys fit one block each (`mosaic_tpu_short.py`); 0: items
     have any number of blocks."""

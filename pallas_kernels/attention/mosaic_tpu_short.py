@@ -81,9 +81,24 @@ class ShortKernel(Kernel):
     def fetch(self, number: Any) -> None:
         """Starts the copies of the queries and the pages of a round."""
         self.queries_of(number).start()
+        if self.plan.neighbours:
+            self.fetch_neighbours(number)
+            return
         for index in range(self.plan.together):
             item = number * self.plan.together + index
             self.in_parts(self.items.pages[item], functools.partial(self.fetch_part, item))
+
+    def fetch_neighbours(self, number: Any) -> None:
+        """Starts one copy of the pages of a round, each of which is a block."""
+        each, slot = self.plan.together, self.first_of(number, self.plan.buffers)
+        pages, slots = pl.ds(pl.multiple_of(number * each, each), each), pl.ds(slot, each)
+        copies = [(pool.pages, pool.buffer.at[slots]) for pool in self.pools]
+        for pool in self.pools:
+            if pool.scales is not None:
+                copies.append((pool.scales, pool.scale_buffer.at[slots, 0]))
+        for source, there in copies:
+            arrived = self.fetcher.arrival(slot)
+            pltpu.make_async_copy(source.at[pages], there, arrived).start()
 
     def fetch_part(self, item: Any, first: Any, count: int) -> None:
         """Starts the copies of some pages of an item. Behind its last page that one comes again."""

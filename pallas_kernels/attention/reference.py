@@ -131,6 +131,8 @@ class PagedCall(NamedTuple):
     with_lse: bool = False
     out_dtype: Any = None
     runs: int = 0
+    neighbours: bool = False
+    """Whether token after token has the pool's pages in their order, the same number each."""
 
 
 def pages_gap(cache: Cache) -> str:

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels.attention import api
 from pallas_kernels.attention.joined import decode_rows
-from pallas_kernels.attention.reference import Cache, in_parts
+from pallas_kernels.attention.reference import Cache, PagedCall, Where, in_parts
 from pallas_kernels.attention.write_tpu import LANES, is_swapped
 from pallas_kernels.quantize.bits import as_bits
 from pallas_kernels.sparse_attention.reference import Chosen
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, kernels
 
 GATHERED_BYTES = 128 * 2**20
 """Most bytes of chosen rows that are copied at a time: 107 tokens of DeepSeek-V3.2 in 8 bits."""
@@ -59,21 +59,15 @@ def attend_chosen(
         page = jnp.take_along_axis(own, place // page_size, axis=1, mode="clip")
         place = (page * page_size + place % page_size).reshape(-1)
         gather = functools.partial(_gather, place=place, shape=(tokens * pages, 1, size))
-        token = jnp.arange(tokens, dtype=jnp.int32)
-        mixed, lse = api.paged_attention(
-            queries,
-            gather(cache.k_pages),
-            None,
-            jnp.arange(tokens * pages, dtype=jnp.int32).reshape(tokens, pages),
-            token,
-            jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32) - 1,
-            scale=scale,
-            v_width=cache.v_width,
-            k_scales=None if cache.k_scales is None else gather(cache.k_scales),
-            with_lse=True,
-        )
-        assert lse is not None
-        return mixed, lse
+        scales = None if cache.k_scales is None else gather(cache.k_scales)
+        copied = cache._replace(k_pages=gather(cache.k_pages), k_scales=scales)
+        table = jnp.arange(tokens * pages, dtype=jnp.int32).reshape(tokens, pages)
+        last = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32) - 1
+        copies = Where(table, jnp.arange(tokens, dtype=jnp.int32), last)
+        options: Any = {"out_dtype": queries.dtype, "with_lse": True, "neighbours": True}
+        call = PagedCall(queries, copied, copies, 0, scale, **options)
+        found: tuple[Array, Array] = kernels("attention", target).paged_attention(call, target)
+        return found
 
     tokens = queries, where.chosen, where.sequence_of_token
     row_bytes = width * cache.k_pages.dtype.itemsize

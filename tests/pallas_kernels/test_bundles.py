@@ -27,7 +27,10 @@ def test_every_op_has_cases(op, generation):
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("case", "size", "most"),
-    [("step3 fp8", 520, 1.1), ("deepseek-v4 bf16 128 rows", 256 * 1024, 1.3)],
+    [
+        *(("step3 fp8", 520, 1.1), ("deepseek-v4 bf16 128 rows", 256 * 1024, 1.3)),
+        ("deepseek-v4 bf16 256 rows", 256 * 1024, 1.1),
+    ],
 )
 def test_attention_is_near_the_memory(case, size, most):
     """A change that breaks the interleaving of stages shows here. A window touches two pages."""
