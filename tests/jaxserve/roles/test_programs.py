@@ -104,7 +104,7 @@ def test_kernels_of_tpus_find_quantised_matrices_in_their_stacks(backend, whole,
     arrays = [jnp.zeros((2, *leaf.shape), leaf.dtype) for leaf in block.leaves]
     with use_target(Target(backend, "TPU v6 lite")):
         stack = StackedLeaves.of(block, arrays)
-    layer = stack.of_layer(jax.tree.map(lambda array: array[1], stack.sliced), jnp.int32(1))
+    layer = stack.at(1)
     parts = {name.rpartition(".")[0] for name in block.names if name.endswith(".values")}
     assert len(parts) >= 3
     for name, leaf in zip(block.names, layer, strict=True):
