@@ -13,10 +13,9 @@ from jaxserve.bench import (
     experts,
     front,
     hand_off,
-    host,
     load,
     mixes,
-    overlap,
+    pipelines,
     quality,
     router,
     serving,
@@ -44,8 +43,8 @@ BENCHES = {
     "pipeline": Bench(
         "host time, overlap, whole steps, start-up",
         {
-            "host": host.measure,
-            "overlap": overlap.measure,
+            "host": pipelines.measure_host,
+            "overlap": pipelines.measure_overlap,
             "steps": mixes.measure_steps,
             "startup": startup.measure,
         },

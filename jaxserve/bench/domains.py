@@ -9,16 +9,15 @@ runs: the link, its frames, the queue and its policy.
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Task, run_workers
+from jaxserve.bench.workers import Task, run_workers, wait_until
 from jaxserve.link.dispatch.contract import MOST_MESSAGES, MessageSize
 from jaxserve.link.remote.client import MessageClient
 from jaxserve.link.remote.passes import POLICIES
@@ -109,8 +108,8 @@ def serve_messages(
     policy = POLICIES[batching](MOST_MESSAGES)
     server = MessageServer(address, hello, _TOKEN, work, transport="pull", policy=policy)
     server.start()
-    _wait(lambda: _files(folder, "measured") == domains)
-    _wait(lambda: not server.domains)
+    wait_until(lambda: _files(folder, "measured") == domains, _SECONDS, "the other domains")
+    wait_until(lambda: not server.domains, _SECONDS, "the end of the domains")
     server.close()
 
 
@@ -132,7 +131,7 @@ def run_domain(
     link.connect()
     message = jax.device_put(np.ones((ROWS, WORDS), np.uint32))
     Path(folder, f"{name}.joined").touch()
-    _wait(lambda: _files(folder, "joined") == domains)
+    wait_until(lambda: _files(folder, "joined") == domains, _SECONDS, "the other domains")
     begun = ended = count = 0.0
     warm, measured = time.monotonic() + seconds / 2, Path(folder, f"{name}.measured")
     for number in itertools.count():
@@ -158,11 +157,3 @@ def run_domain(
 
 def _files(folder: str, kind: str) -> int:
     return len(list(Path(folder).glob(f"*.{kind}")))
-
-
-def _wait(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise BenchError(f"domains: waited for more than {_SECONDS:g} s")
-        time.sleep(0.005)

@@ -1,7 +1,7 @@
 """Deployments with random weights and one bucket, for benches that need no checkpoint.
 
 Programs, weights and workers are the same in every process that builds them. Used by `experts.py`,
-`hand_off.py`, `host.py`, `load.py`, `mixes.py` and `overlap.py`.
+`hand_off.py`, `load.py`, `mixes.py` and `pipelines.py`.
 """
 
 from typing import Any

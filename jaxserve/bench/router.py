@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
-from jaxserve.bench.workers import BenchError, Helper, Task, say
+from jaxserve.bench.workers import BenchError, Helper, Task, say, wait_until
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.engine.request import SamplingParams, TokenOutput
@@ -197,11 +197,9 @@ def _measure(deployment: Deployment, requests: int, idle: float) -> Part:
     router = RouterEngine(deployment, TOKEN, MODEL)
     router.start()
     workers = len(deployment.fleet.prefill) + len(deployment.fleet.domains)
-    deadline = time.monotonic() + SECONDS
-    while any(worker.status != "ready" for worker in router.load().workers):
-        if time.monotonic() > deadline:
-            raise BenchError(f"workers are missing: {router.connections.absences()}")
-        time.sleep(0.1)
+    wait_until(
+        lambda: all(one.status == "ready" for one in router.load().workers), SECONDS, "workers"
+    )
     begin = time.process_time()
     time.sleep(idle)
     idle_share = (time.process_time() - begin) / idle

@@ -184,6 +184,15 @@ def two_cores(bench: str) -> list[int]:
     return cores
 
 
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    """Waits until the condition is true. Raises BenchError with what was missing if it is late."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: waited for more than {seconds:g} s")
+        time.sleep(_LOOK_SECONDS)
+
+
 def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
     """In a worker: waits for the others of its runtime; JAX's public one wants equal device counts.
 

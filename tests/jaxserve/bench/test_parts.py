@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.bench import compare, drafts
-from jaxserve.bench.overlap import ideal_gains
+from jaxserve.bench.pipelines import ideal_gains
 from jaxserve.bench.report import table
 from tests import golden
 

@@ -1,12 +1,20 @@
-"""Throughput of three lanes against one, in two processes of one core each: part of
-`bench pipeline`.
+"""Parts of `bench pipeline` about steps in two processes: throughput of three lanes against one,
+and host time.
 
-Attention lives in one process and FFN in the other, on a random model whose attend and ffn take
-equally long: one lane leaves each core idle half of the time, three lanes hide all but the cost of
-link and hosts. The processes run the same plans without a control plane, in the engine's order: a
-lane that has left begins its next step at once, and its tokens are read one step late.
+Throughput: attention lives in one process and FFN in the other, each on a core of its own, on a
+random model whose attend and ffn take equally long. One lane leaves each core idle half of the
+time, three lanes hide all but the cost of link and hosts. The processes run the same plans without
+a control plane, in the engine's order: a lane that has left begins its next step at once, and its
+tokens are read one step late. One process finds the width at which the stages balance, then two run
+side by side.
 
-One process finds the width at which the stages balance, then two run side by side.
+Host time of a step of 61 layers and three lanes: with `pipeline: layer` the host makes a call a
+stage, layer and lane, and with `pipeline: step` one for all layers and lanes. The pipelines are the
+engine's, over a tiny random model. They take turns in a process with both roles, and in two
+processes with a role each. The measure is the core time of the enqueuing thread, which leaves out
+the wait for a device's queue and other threads, and includes the embedding, the head and the
+sampler of all lanes. Steps bring neither a sequence nor a page, like most steps of a server: with
+pages of 64 tokens a sequence needs a new page every 64 steps.
 """
 
 import functools
@@ -17,11 +25,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import msgspec
 
 from jaxserve.bench.random_model import build_driver, decode_plan, deployment_of, model_config
 from jaxserve.bench.report import Measure, Part, take_turns
 from jaxserve.bench.stages import run_steps
-from jaxserve.bench.workers import Task, leave_runtime, run_worker, run_workers, two_cores
+from jaxserve.bench.workers import (
+    Task,
+    leave_runtime,
+    run_worker,
+    run_workers,
+    two_cores,
+    wait_until,
+)
 from jaxserve.checkpoint.random_leaves import RandomLeaves
 from jaxserve.checkpoint.step3 import step3_names
 from jaxserve.config.deployment import Deployment
@@ -50,7 +66,7 @@ LIMITS = {False: 1.7, True: 1.4}
 _CALIBRATE_SECONDS, _RUN_SECONDS = 900.0, 900.0
 
 
-def measure(quick: bool) -> Iterator[Part]:
+def measure_overlap(quick: bool) -> Iterator[Part]:
     """Calibrates and runs all transports; starts no JAX in this process."""
     cores = two_cores("overlap")
     steps = {"steps": 2 if quick else 6}
@@ -192,10 +208,8 @@ def run_apart(
     if role == "ffn":
         server, _ = message_server(runtime, settings, RandomLeaves(), token, address)
         server.start()
-        deadline = time.monotonic() + _RUN_SECONDS
-        for present in (True, False):
-            while bool(server.domains) != present and time.monotonic() < deadline:
-                time.sleep(0.1)
+        wait_until(lambda: server.domains, _RUN_SECONDS, "the attention worker")
+        wait_until(lambda: not server.domains, _RUN_SECONDS, "its end")
         server.close()
         return {}
     driver, client = attention_cell(runtime, settings, RandomLeaves(), token)
@@ -226,3 +240,74 @@ def measure_lanes(settings: Deployment, driver: Cell, steps: int, rounds: int) -
         wall, core = zip(*windows, strict=True)
         found[lanes] = {"layer_ms": min(wall), "core_ms": statistics.median(core), "rounds": wall}
     return found
+
+
+STEP_LAYERS, STEP_LANES, KV_LENGTH = 61, 3, 3
+"""Step-3's layers and the paper's lanes."""
+MOE = FFN(router=RouterSpec(experts=4, top_k=2), expert_d_ff=8, d_ff=8)
+CONFIG = model_config(STEP_LAYERS, (2, 8, 8), MOE, d_model=16, positions=64)
+PIPELINES = ("layer", "step")
+LIMIT_MS = 1.0
+"""Target of a whole step and role with `pipeline: step`."""
+_HOST_SECONDS = 900.0
+
+
+def measure_host(quick: bool) -> Iterator[Part]:
+    """Measures in a process with a device of each role, and in two processes."""
+    rounds = 3 if quick else 100
+    found = {"both roles": run_worker(Task(enqueue, {"rounds": rounds}, devices=2), _HOST_SECONDS)}
+    given = {"rounds": rounds, "address": f"127.0.0.1:{free_port()}"}
+    pair = [Task(enqueue, given | {"process": process}) for process in (0, 1)]
+    found |= zip(("attention", "ffn"), run_workers(pair, _HOST_SECONDS), strict=True)
+    measures = []
+    for roles, times in found.items():
+        layer, step = (statistics.median(times[pipeline]) * 1e3 for pipeline in PIPELINES)
+        both = roles == "both roles"
+        limit = None if both else LIMIT_MS
+        measures.append(Measure(f"{roles}: pipeline: step", step, "ms", limit))
+        if both:
+            measures.append(Measure("  half of it, for each role", step / 2, "ms", LIMIT_MS))
+        measures.append(Measure("  pipeline: layer", layer, "ms"))
+        measures.append(
+            Measure("  a layer and lane of it", layer / STEP_LAYERS / STEP_LANES * 1e3, "µs")
+        )
+    notes = ["Medians of the enqueuing thread's core time, in one process and in two."]
+    title = f"host time of a step of {STEP_LAYERS} layers and {STEP_LANES} lanes"
+    yield Part("host", title, measures, notes, found)
+
+
+def tiny_deployment(pipeline: str) -> Deployment:
+    """Describes 1A1F with INT8 on the wire."""
+    shared: dict[str, Any] = {"lanes": STEP_LANES, "link.dispatch": "int8", "pipeline": pipeline}
+    return deployment_of(slots=4, max_length=32, page_size=16, **shared)
+
+
+def enqueue(rounds: int, address: str = "", process: int = 0) -> dict[str, list[float]]:
+    """Returns the core seconds of every step, by pipeline, after a tenth of the rounds as warm-up.
+    The process has both roles or, with the address of a coordinator, a single one."""
+    if address:
+        joined = ProcessArguments(process_id=process, processes=2, coordinator=address)
+        initialise(joined, tiny_deployment("layer"))
+    ways = {}
+    for pipeline in PIPELINES:
+        made = tiny_deployment(pipeline)
+        plans = [decode_plan(made, lane, KV_LENGTH) for lane in range(STEP_LANES)]
+        driver = build_driver(made, CONFIG)
+        _enqueue(driver, plans)
+        later = [msgspec.structs.replace(plan, new_sequences=[], pages=b"") for plan in plans]
+        ways[pipeline] = functools.partial(_enqueue, driver, later)
+    found = take_turns(ways, rounds, warm_ups=rounds // 10 + 1)
+    if address:
+        leave_runtime(process)
+    return found
+
+
+def _enqueue(driver: Any, plans: list[Any]) -> float:
+    """Returns this thread's core seconds for a step of each lane, after which devices are idle."""
+    core = time.thread_time()
+    for plan in plans:
+        driver.begin(plan)
+    made = [driver.advance() for _ in plans]
+    core = time.thread_time() - core
+    jax.block_until_ready([one.last for one in made])
+    return core
