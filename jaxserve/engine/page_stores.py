@@ -24,7 +24,6 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -373,7 +372,7 @@ def page_sizes(programs: PagePrograms) -> tuple[int, int]:
     return programs.page_size * programs.token_bytes, size
 
 
-def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
+def packed(arrays: Sequence[np.ndarray], piece: int) -> np.ndarray:
     """Returns wire arrays `[layers, rows, …]` of a piece as one array `[pages, bytes]`.
 
     Args:
@@ -387,7 +386,7 @@ def packed(arrays: Items[np.ndarray], piece: int) -> np.ndarray:
 
 
 def unpacked(
-    pages: Items[np.ndarray], shapes: Items[jax.ShapeDtypeStruct], piece: int
+    pages: Sequence[np.ndarray], shapes: Sequence[jax.ShapeDtypeStruct], piece: int
 ) -> list[np.ndarray]:
     """Returns the wire arrays of pages in the form of `packed`; zeros fill the piece up."""
     rows = np.zeros((piece, len(pages[0])), np.uint8)
