@@ -89,7 +89,9 @@ def grouped_swiglu(call: GroupedCall) -> Float[Array, "picked d_out"]:
 
     added = [bias[:, None].astype(jnp.float32) for bias in call.biases or ()]
     weights = *added, *call.weights
-    return _map_rows(swiglu, call.rows, weights, call.group_sizes, call.average, call.source)
+    return _map_rows(
+        swiglu, call.rows, weights, call.group_sizes, call.average, call.source, call.zero_padding
+    )
 
 
 def gated(gate: Array, up: Array, activation: Activation = SWIGLU) -> Array:
@@ -123,17 +125,19 @@ def _map_rows(
     sizes: Array | np.ndarray,
     average: int | None = None,
     source: Array | None = None,
+    zero_padding: bool = True,
 ) -> Array:
     """Applies `function(some rows, *weights of their group)` to all rows that belong to a group.
 
     Args:
       source: index into `rows` for every row of the groups; None: `rows` in order.
+      zero_padding: whether rows of no group have to be zero.
     """
     count = rows.shape[0] if source is None else source.shape[0]
     if any(isinstance(stack, InputMajor) for stack in weights):
         size = _block_of(count, average)
-        halves = size >= BLOCK_ROWS
-        return _map_blocks(function, rows, weights, sizes, size, halves=halves, source=source)
+        options = {"halves": size >= BLOCK_ROWS, "zero_padding": zero_padding}
+        return _map_blocks(function, rows, weights, sizes, size, source=source, **options)
     floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
         return _map_blocks(function, rows, weights, sizes, source=source)
@@ -171,12 +175,13 @@ def _map_blocks(
     *,
     halves: bool = False,
     source: Array | None = None,
+    zero_padding: bool = True,
 ) -> Array:
     """Applies `function(block of rows, *weights of its group)` to all rows that belong to a group.
 
     Args:
       halves: whether only half a block is multiplied if a group has no more rows left.
-      source: see `_map_rows`.
+      source, zero_padding: see `_map_rows`.
     """
     count, group_sizes = rows.shape[0] if source is None else source.shape[0], jnp.asarray(sizes)
     weights = jax.tree.map(as_bits, weights)  # bits are cheaper to slice
@@ -192,7 +197,7 @@ def _map_blocks(
         padded_rows = rows[jnp.pad(source, (0, block_rows))]
 
     def run_rows(size: int, group: Array, start: Array, output: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(padded_rows, start, size)
+        block = jax.lax.dynamic_slice_in_dim(output if in_place else padded_rows, start, size)
         result = function(block, *(_of_group(stack, group) for stack in weights))
         # A block that reaches into the next group must leave that group's rows alone.
         owned = start + jnp.arange(size) < row_end[group]
@@ -209,7 +214,10 @@ def _map_blocks(
         half, left = functools.partial(run_rows, block_rows // 2), row_end[group] - start
         return jax.lax.cond(left > block_rows // 2, whole, half, group, start, output)
 
-    output = jnp.zeros((count + block_rows, weights[-1].shape[-2]), rows.dtype)
+    shape = (count + block_rows, weights[-1].shape[-2])
+    # Results take the place of their rows, which no later block reads.
+    in_place = not zero_padding and shape == padded_rows.shape
+    output = padded_rows if in_place else jnp.zeros(shape, rows.dtype)
     output = vary_like(output, (rows, *jax.tree.leaves(weights), group_sizes))
     return jax.lax.fori_loop(0, block_end[-1], run_block, output)[:count]
 

@@ -90,15 +90,15 @@ def test_dense_ops_take_it():
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 40, 1], [50, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
 def test_grouped_swiglu(sizes, average):
     rows = jnp.asarray(drawn(60, 24))
-    gate, up, down = drawn(5, 40, 24), drawn(5, 40, 24), drawn(5, 32, 40)
+    gate, up, down = drawn(5, 40, 24), drawn(5, 40, 24), drawn(5, 24, 40)
     kept = [tiled(stack) for stack in (gate, up, down)]
     sizes = jnp.asarray(sizes, jnp.int32)
     plain = grouped_swiglu(rows, *map(jnp.asarray, (gate, up, down)), sizes)
     made = grouped_swiglu(rows, *kept, sizes, average=average)
-    assert made.shape == (60, 32)
+    assert made.shape == (60, 24)
     np.testing.assert_allclose(made, plain, rtol=1e-4, atol=1e-2)
-    other = grouped_swiglu(rows, *kept, sizes, average=5)
-    np.testing.assert_array_equal(made, other)  # whatever the blocks
+    other = grouped_swiglu(rows, *kept, sizes, average=5, zero_padding=False)
+    np.testing.assert_array_equal(made[: sum(sizes)], other[: sum(sizes)])  # whatever the blocks
 
 
 def test_a_stack_is_no_matrix():
