@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind
@@ -28,6 +28,9 @@ from jaxserve.roles.layout import NO_TOKEN, Bucket
 from jaxserve.roles.step_arrays import FROM_DEVICE, REJECTED, BatchLayout, LaneState
 from jaxserve.roles.step_plan import StepPlan
 from pallas_kernels.quantize.words import PoolLayout
+
+FEW_SLOTS = 4
+"""Slots whose logits are computed alone (`_logits_of_few`)."""
 
 
 class StepContext(NamedTuple):
@@ -162,7 +165,10 @@ class TokenPrograms:
         if bucket.is_small(self.slots):
             return self.sample_few(x, last_tokens, fields, leaves)
         row = sampled_rows(fields, 1 + bucket.drafts)
-        logits = self._logits(x[row.reshape(-1)], leaves)
+        if self.config.platform == "cpu":  # GPUs would wait for the condition
+            logits = self._logits_of_few(x, row, fields["sample"] > 0, leaves)
+        else:
+            logits = self._logits(x[row.reshape(-1)], leaves)
         last, sampled, *lengths = self.draw(logits, last_tokens, fields, bucket.drafts)
         return last, sampled, logits, *lengths
 
@@ -236,6 +242,27 @@ class TokenPrograms:
             head = self.templates.head.merge(leaves)
             logits: Array = head.own_columns(x) if self.divided else head(x)
         return logits
+
+    def _logits_of_few(
+        self,
+        x: Float[Array, "tokens residual"],
+        row: Int[Array, "slots rows"],
+        samples: Bool[Array, " slots"],
+        leaves: Sequence[Array],
+    ) -> Float[Array, "sampled columns"]:
+        """Computes the logits of slots that sample alone if these are `FEW_SLOTS` at most, as in
+        chunks of one prompt; those of other slots are then zero."""
+        number = jnp.arange(row.size, dtype=jnp.int32)
+        few = number.reshape(row.shape)[jnp.argsort(~samples)[:FEW_SLOTS]].reshape(-1)
+
+        def of(rows: Int[Array, " some"]) -> Float[Array, "some columns"]:
+            return self._logits(x[row.reshape(-1)[rows]], leaves)
+
+        def of_few() -> Float[Array, "sampled columns"]:
+            own = of(few)
+            return jnp.zeros((row.size, own.shape[1]), own.dtype).at[few].set(own)
+
+        return jax.lax.cond(jnp.sum(samples) > FEW_SLOTS, lambda: of(number), of_few)
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of the arrays that hold the residual stream after the last layer."""

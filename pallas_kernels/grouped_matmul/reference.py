@@ -133,17 +133,12 @@ def _map_rows(
       source: index into `rows` for every row of the groups; None: `rows` in order.
       zero_padding: whether rows of no group have to be zero.
     """
-    count = rows.shape[0] if source is None else source.shape[0]
-    if any(isinstance(stack, InputMajor) for stack in weights):
-        size = _block_of(count, average)
-        options = {"halves": size >= BLOCK_ROWS, "zero_padding": zero_padding}
-        return _map_blocks(function, rows, weights, sizes, size, source=source, **options)
     floats = [stack for stack in weights if isinstance(stack, jax.Array)]
     if len(floats) < len(weights) or current_target().device_kind != "cpu":
-        return _map_blocks(function, rows, weights, sizes, source=source)
+        return _map_blocks(function, rows, weights, sizes, average, source, zero_padding)
     if source is not None:
         rows = rows[source]
-    group_sizes = jnp.asarray(sizes)
+    count, group_sizes = rows.shape[0], jnp.asarray(sizes)
     if count == 1:  # XLA would move a single row's products out of the loop and sum differently
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
@@ -171,19 +166,14 @@ def _map_blocks(
     rows: Array,
     weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
-    block_rows: int = BLOCK_ROWS,
-    *,
-    halves: bool = False,
-    source: Array | None = None,
-    zero_padding: bool = True,
+    average: int | None,
+    source: Array | None,
+    zero_padding: bool,
 ) -> Array:
-    """Applies `function(block of rows, *weights of its group)` to all rows that belong to a group.
-
-    Args:
-      halves: whether only half a block is multiplied if a group has no more rows left.
-      source, zero_padding: see `_map_rows`.
-    """
+    """Does the same with blocks of rows."""
     count, group_sizes = rows.shape[0] if source is None else source.shape[0], jnp.asarray(sizes)
+    tiled = any(isinstance(stack, InputMajor) for stack in weights)
+    block_rows = _block_of(count, average) if tiled else BLOCK_ROWS
     weights = jax.tree.map(as_bits, weights)  # bits are cheaper to slice
     row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
     row_start = row_end - group_sizes
@@ -209,8 +199,9 @@ def _map_blocks(
         group = jnp.sum(block_end <= index)
         start = row_start[group] + (index - block_start[group]) * block_rows
         whole = functools.partial(run_rows, block_rows)
-        if not halves:
+        if not tiled or block_rows < BLOCK_ROWS:
             return whole(group, start, output)
+        # Half a block is enough where a group has no more rows left.
         half, left = functools.partial(run_rows, block_rows // 2), row_end[group] - start
         return jax.lax.cond(left > block_rows // 2, whole, half, group, start, output)
 
