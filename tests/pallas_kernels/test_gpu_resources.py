@@ -39,7 +39,7 @@ def names_and_registers(op, case):
     if op == "grouped_matmul":
         # Gate and up in one pass, then down. 3 warpgroups leave 168 registers a thread; 2, which
         # some and many rows in 8-bit blocks have, as many as a thread can have.
-        many = ("rows 384", "rows 2048", "rows 3072", "rows 16384")
+        many = ("rows 384", "rows 2048", "rows 3072", "rows 16384", "output fp8_block 2048")
         return {"grouped_kernel"}, 255 if case.endswith(many) else 168
     if op == "rotate_and_write":
         return {"norm_and_write" if case.startswith("deepseek") else "rotate_and_write"}, 255
