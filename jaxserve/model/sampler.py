@@ -125,8 +125,12 @@ def count(
     counting = rules.prompt_length < MAX
 
     def add() -> Array:
-        seen = _bits(rules.prompt, counts.shape[1]).astype(jnp.int32) * _PROMPT
-        kept = jnp.where(rules.fresh[:, None] > 0, seen, counts)
+        def begin(start: Array, mine: Array, counts: Array) -> Array:
+            prompt = jax.lax.dynamic_slice_in_dim(rules.prompt, start, mine.size)
+            seen = _bits(prompt, counts.shape[1]).astype(jnp.int32) * _PROMPT
+            return replace_rows(counts, start, mine, seen)
+
+        kept = over_rows(rules.fresh > 0, begin, counts)
         generated = (position >= rules.prompt_length[slot]) & counting[slot]
         return kept.at[slot, token_ids].add(generated.astype(jnp.int32), mode="drop")
 

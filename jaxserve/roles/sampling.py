@@ -11,7 +11,7 @@ prediction modules then make.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,13 @@ from jaxserve.roles.step_arrays import (
     wanted_array,
 )
 from jaxserve.roles.step_plan import StepPlan
-from jaxserve.roles.token_programs import GroupPut, TokenPrograms, sampled_rows
+from jaxserve.roles.token_programs import (
+    GroupPut,
+    TokenPrograms,
+    drawn_tokens,
+    sampled_rows,
+    sampler_state,
+)
 from jaxserve.roles.weights import Leaves
 from pallas_kernels.target import by_platform
 
@@ -72,9 +78,16 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         if not drafts:
             with jax.named_scope("count"):
                 counts = count(counts, parsed, token_ids, slot, position)
-            with jax.named_scope("adjust"):
-                logits = adjust(logits, counts, parsed)
-            return *programs.draw(logits, last, fields, 0), counts
+
+            def draw(slots: Any) -> Int[Array, " some"]:
+                with jax.named_scope("adjust"):
+                    own = jax.tree.map(lambda array: array[slots], (logits, counts, parsed))
+                    adjusted = adjust(*own)
+                return drawn_tokens(adjusted, sampler_state(fields, slots), programs.config.vocab)
+
+            samples = fields["sample"] > 0
+            last = jnp.where(samples, programs.of_sampling(samples, draw), last[0])[None]
+            return last, programs.of_all_groups(last[0]), counts
         drafted = jnp.maximum(fields["sample"] - 1, 0)
         row = jnp.arange(bucket.tokens, dtype=jnp.int32)
         certain = row < (fields["query_start"][1:] - drafted)[slot]

@@ -30,7 +30,7 @@ from jaxserve.roles.step_plan import StepPlan
 from pallas_kernels.quantize.words import PoolLayout
 
 FEW_SLOTS = 4
-"""Slots whose logits are computed alone (`_logits_of_few`)."""
+"""Slots that are computed alone where no more sample (`of_sampling`)."""
 
 
 class StepContext(NamedTuple):
@@ -165,10 +165,13 @@ class TokenPrograms:
         if bucket.is_small(self.slots):
             return self.sample_few(x, last_tokens, fields, leaves)
         row = sampled_rows(fields, 1 + bucket.drafts)
-        if self.config.platform == "cpu":  # GPUs would wait for the condition
-            logits = self._logits_of_few(x, row, fields["sample"] > 0, leaves)
-        else:
-            logits = self._logits(x[row.reshape(-1)], leaves)
+
+        def of_slots(slots: Any) -> Float[Array, "some rows columns"]:
+            found = self._logits(x[row[slots].reshape(-1)], leaves)
+            return found.reshape(-1, row.shape[1], found.shape[1])
+
+        logits = self.of_sampling(fields["sample"] > 0, of_slots)
+        logits = logits.reshape(row.size, -1)
         last, sampled, *lengths = self.draw(logits, last_tokens, fields, bucket.drafts)
         return last, sampled, logits, *lengths
 
@@ -183,9 +186,7 @@ class TokenPrograms:
         tokens than slots. The logits, too, are those of the tokens."""
         tokens, logits = x.shape[0], self._logits(x, leaves)
         slot, _, _ = positions(fields["query_start"], fields["kv_length"], tokens)
-        each = {name: values[slot] for name, values in _sampling(fields).items()}
-        state = sampler_state(each | {"kv_length": fields["kv_length"][slot]})
-        drawn = drawn_tokens(logits, state, self.config.vocab)
+        drawn = drawn_tokens(logits, sampler_state(fields, slot), self.config.vocab)
         row = jnp.clip(fields["query_start"][1:] - 1, 0, tokens - 1)
         last = jnp.where(fields["sample"] > 0, drawn[row], last_tokens[0])[None]
         return last, self.of_all_groups(last[0]), logits
@@ -216,8 +217,8 @@ class TokenPrograms:
             return last, self.of_all_groups(last[0])
         offset = jnp.arange(rows, dtype=jnp.int32)[None]
         position = fields["kv_length"][:, None] - counts[:, None] + 1 + offset
-        each = {name: jnp.repeat(values, rows) for name, values in _sampling(fields).items()}
-        state = sampler_state(each | {"kv_length": position.reshape(-1)})
+        state = sampler_state(fields, jnp.repeat(jnp.arange(slots, dtype=jnp.int32), rows))
+        state = state._replace(position=position.reshape(-1))
         drawn = drawn_tokens(logits, state, self.config.vocab).reshape(slots, rows)
         draft = fields["token_ids"][sampled_rows(fields, rows)[:, 1:]]
         holds = (draft == drawn[:, :-1]) & (offset[:, 1:] < counts[:, None])
@@ -243,26 +244,18 @@ class TokenPrograms:
             logits: Array = head.own_columns(x) if self.divided else head(x)
         return logits
 
-    def _logits_of_few(
-        self,
-        x: Float[Array, "tokens residual"],
-        row: Int[Array, "slots rows"],
-        samples: Bool[Array, " slots"],
-        leaves: Sequence[Array],
-    ) -> Float[Array, "sampled columns"]:
-        """Computes the logits of slots that sample alone if these are `FEW_SLOTS` at most, as in
-        chunks of one prompt; those of other slots are then zero."""
-        number = jnp.arange(row.size, dtype=jnp.int32)
-        few = number.reshape(row.shape)[jnp.argsort(~samples)[:FEW_SLOTS]].reshape(-1)
+    def of_sampling(self, samples: Bool[Array, " slots"], compute: Callable[[Any], Array]) -> Array:
+        """Returns `compute(slots)`, a row for each slot that samples. Where `FEW_SLOTS` or fewer
+        sample, as in chunks of one prompt, CPUs compute these alone; other rows are then zero."""
+        if self.config.platform != "cpu":  # GPUs would wait for the condition
+            return compute(slice(None))
+        few = jnp.argsort(~samples)[:FEW_SLOTS]
 
-        def of(rows: Int[Array, " some"]) -> Float[Array, "some columns"]:
-            return self._logits(x[row.reshape(-1)[rows]], leaves)
+        def of_few() -> Array:
+            own = compute(few)
+            return jnp.zeros((len(samples), *own.shape[1:]), own.dtype).at[few].set(own)
 
-        def of_few() -> Float[Array, "sampled columns"]:
-            own = of(few)
-            return jnp.zeros((row.size, own.shape[1]), own.dtype).at[few].set(own)
-
-        return jax.lax.cond(jnp.sum(samples) > FEW_SLOTS, lambda: of(number), of_few)
+        return jax.lax.cond(jnp.sum(samples) > FEW_SLOTS, lambda: compute(slice(None)), of_few)
 
     def stream_shapes(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Global shapes of the arrays that hold the residual stream after the last layer."""
@@ -301,21 +294,21 @@ def sampled_rows(fields: dict[str, Array], rows: int) -> Int[Array, "slots rows"
     return jnp.minimum(row, fields["token_ids"].shape[0] - 1)
 
 
-def sampler_state(fields: dict[str, Array]) -> SamplerState:
-    """Builds the sampler's state from a batch: a row a slot, for the token after its last one."""
-    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+def sampler_state(fields: dict[str, Array], slots: Any = slice(None)) -> SamplerState:
+    """Builds the sampler's state from a batch: a row for each of `slots`, for the token after its
+    last one."""
+
+    def bits(name: str) -> Float[Array, " some"]:
+        return jax.lax.bitcast_convert_type(fields[name][slots], jnp.float32)
+
     return SamplerState(
-        temperature=bits(fields["temperature"]),
-        top_k=fields["top_k"],
-        top_p=bits(fields["top_p"]),
-        min_p=bits(fields["min_p"]),
-        seed=fields["seed"].astype(jnp.uint32),
-        position=fields["kv_length"],
+        temperature=bits("temperature"),
+        top_k=fields["top_k"][slots],
+        top_p=bits("top_p"),
+        min_p=bits("min_p"),
+        seed=fields["seed"][slots].astype(jnp.uint32),
+        position=fields["kv_length"][slots],
     )
-
-
-def _sampling(fields: dict[str, Array]) -> dict[str, Array]:
-    return {name: fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
 
 def drawn_tokens(

@@ -35,3 +35,20 @@ def test_rows(put):
     found = {shard.device.id: shard.data.tolist() for shard in arrived.addressable_shards}
     first, second, third, last = ([row] for row in array.tolist())
     assert found == {7: first, 6: first, 5: second, 4: second, 3: third, 2: third, 1: last, 0: last}
+
+
+# With up to four slots that sample the first others fill the four; all are computed otherwise.
+@pytest.mark.parametrize(
+    ("platform", "samples", "expected"),
+    [
+        ("cpu", [0, 1, 0, 0, 1, 0], [100, 101, 102, 0, 104, 0]),
+        ("cpu", [0, 0, 1, 1, 1, 1], [0, 0, 102, 103, 104, 105]),
+        ("cpu", [0, 1, 1, 1, 1, 1], [100, 101, 102, 103, 104, 105]),
+        ("tpu", [0, 1, 0, 0, 1, 0], [100, 101, 102, 103, 104, 105]),
+    ],
+)
+def test_of_sampling(platform, samples, expected):
+    programs = SimpleNamespace(config=SimpleNamespace(platform=platform))
+    rows = jax.numpy.arange(100, 106)
+    made = TokenPrograms.of_sampling(programs, jax.numpy.array(samples) > 0, rows.__getitem__)
+    np.testing.assert_array_equal(made, expected)
