@@ -4,13 +4,9 @@ Called by `api.py`, which has checked the arguments, and by the tests of the ker
 with any kernel.
 
 A row's result must not depend on other rows of its group, or tokens would depend on the rest of
-their batch. But XLA:CPU sums a single row, which it multiplies straight from the weights, in
-another order than several rows, for which it packs the weights first. So on CPU a loop runs over
-the groups that have rows, and float weights are multiplied by one row after the other: the weights
-stay in the caches for the next row. This takes 0.4 (1 row a group) to 0.6 (20 rows) of the time of
-blocks of 8 rows (experts of 512 x 256 in FP32, AMD EPYC). 8-bit weights, which have to be converted
-first, and weights on other platforms are multiplied by blocks of `BLOCK_ROWS` rows. A block never
-crosses a group, however few rows that has.
+their batch. XLA sums rows in an order that depends on their number, so weights are multiplied by
+blocks of `BLOCK_ROWS` rows, some of which may not exist. Matrices that lie input by input take
+blocks of any size. A block never crosses a group, however few rows that has.
 """
 
 import functools
@@ -34,7 +30,6 @@ from pallas_kernels.quantize.product import (
     quant_product_of_floats,
 )
 from pallas_kernels.quantize.quant_array import QuantArray
-from pallas_kernels.target import current_target
 from pallas_kernels.varying import vary_like
 
 BLOCK_ROWS = 8
@@ -110,7 +105,7 @@ def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
     if isinstance(right, InputMajor):
         return input_major_product(left, right)
     if not isinstance(right, QuantArray):
-        left = left.astype(right.dtype)  # FP32 where single rows are multiplied
+        left = left.astype(right.dtype)
         return product_of_rows(left, right, precision=jax.lax.Precision.HIGHEST)
     if row_format is None:
         return quant_product(left, right)
@@ -121,56 +116,18 @@ def _matmul(left: Array, right: WeightArray, row_format: str | None) -> Array:
 def _map_rows(
     function: Callable[..., Array],
     rows: Array,
-    weights: tuple[Any, ...],
+    weights: tuple[WeightArray, ...],
     sizes: Array | np.ndarray,
     average: int | None = None,
     source: Array | None = None,
     zero_padding: bool = True,
 ) -> Array:
-    """Applies `function(some rows, *weights of their group)` to all rows that belong to a group.
+    """Applies `function(block of rows, *weights of its group)` to all rows that belong to a group.
 
     Args:
       source: index into `rows` for every row of the groups; None: `rows` in order.
       zero_padding: whether rows of no group have to be zero.
     """
-    floats = [stack for stack in weights if isinstance(stack, jax.Array)]
-    if len(floats) < len(weights) or current_target().device_kind != "cpu":
-        return _map_blocks(function, rows, weights, sizes, average, source, zero_padding)
-    if source is not None:
-        rows = rows[source]
-    count, group_sizes = rows.shape[0], jnp.asarray(sizes)
-    if count == 1:  # XLA would move a single row's products out of the loop and sum differently
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    row_end = jnp.cumsum(group_sizes)  # [groups]: where a group's rows end
-    row_start = row_end - group_sizes
-    used = jnp.cumsum(group_sizes > 0)  # [groups]: groups with rows up to this one
-
-    def run_group(index: Array, output: Array) -> Array:
-        group = jnp.sum(used <= index)
-        # Sliced once for all rows of the group.
-        own = [stack[group].astype(jnp.float32) for stack in floats]
-
-        def run_row(row: Array, output: Array) -> Array:
-            result = function(jax.lax.dynamic_slice_in_dim(rows, row, 1), *own)
-            return jax.lax.dynamic_update_slice_in_dim(output, result, row, axis=0)
-
-        return jax.lax.fori_loop(row_start[group], row_end[group], run_row, output)
-
-    output = jnp.zeros((rows.shape[0], floats[-1].shape[-2]), rows.dtype)
-    output = vary_like(output, (rows, *floats, group_sizes))
-    return jax.lax.fori_loop(0, used[-1], run_group, output)[:count] if count else output
-
-
-def _map_blocks(
-    function: Callable[..., Array],
-    rows: Array,
-    weights: tuple[WeightArray, ...],
-    sizes: Array | np.ndarray,
-    average: int | None,
-    source: Array | None,
-    zero_padding: bool,
-) -> Array:
-    """Does the same with blocks of rows."""
     count, group_sizes = rows.shape[0] if source is None else source.shape[0], jnp.asarray(sizes)
     tiled = any(isinstance(stack, InputMajor) for stack in weights)
     block_rows = _block_of(count, average) if tiled else BLOCK_ROWS
