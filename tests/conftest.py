@@ -127,8 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{LONG.name} names {name}, which is not there")
     within = {path for path in paths if any(map(path.is_relative_to, folders))}
     for item in items:
-        real = any(map(item.get_closest_marker, ("gpu", "gpu_aot", "tpu_aot")))
-        if not real and item.path in within:
+        if item.path in within:
             item.add_marker("unoptimised")
 
 
@@ -148,7 +147,8 @@ def compile_unoptimised(wanted: bool) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Decides how the test's programs are compiled, also in processes that it starts, and exempts
     from garbage collection what is there before a file's first test."""
-    compile_unoptimised(item.get_closest_marker("unoptimised") is not None)
+    real = any(map(item.get_closest_marker, ("gpu", "gpu_aot", "tpu_aot")))
+    compile_unoptimised(not real and item.get_closest_marker("unoptimised") is not None)
     if item.path != item.config.stash.get(_exempted, None):
         garbage.exempt()
         item.config.stash[_exempted] = item.path

@@ -45,7 +45,7 @@ class Sequences:
                     token_ids=list(self.prompts[index][start:end]),
                     kv_length=end,
                     page_ids=np.stack([ids, states][: self.tables], axis=1).reshape(-1).tolist(),
-                    sample=end == len(self.prompts[index]),
+                    sample=True,  # logits of other slots are not always computed
                     upcoming=list(self.prompts[index][end : end + self.runtime.config.modules]),
                 )
             )
