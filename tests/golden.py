@@ -24,6 +24,12 @@ def text(name: str) -> str:
     return (FOLDER / name).read_text()
 
 
+def sizes(name: str) -> dict[str, Any]:
+    """Returns the keys of a deployment that `tests/golden/sizes.yaml` has under this name."""
+    found: dict[str, Any] = yaml.safe_load(text("sizes.yaml"))[name]
+    return found
+
+
 def check(name: str, found: Any) -> None:
     """Compares a text, or a value that JSON can hold, with `tests/golden/NAME`.
 

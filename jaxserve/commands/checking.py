@@ -17,9 +17,10 @@ from jaxserve.checkpoint.opening import open_checkpoint
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.tensors import INDEX
 from jaxserve.commands.kernel_coverage import PLATFORMS, kernel_gaps
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of
 from jaxserve.config.model import ModelConfig, platform_of
+from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import device_kind, hardware_file
 from jaxserve.config.topology import Role
 from jaxserve.errors import CheckpointError, ConfigError, exit_code

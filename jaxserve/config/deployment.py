@@ -10,20 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config import sections
 from jaxserve.config.fleet_sections import Fleet, Pages, PeerWeights, Prefill
 from jaxserve.config.formats import Floats, FormatName
-from jaxserve.config.sections import (
-    AttentionRole,
-    Cache,
-    Cluster,
-    Experts,
-    FFNRole,
-    Link,
-    SchedulerLimits,
-    Server,
-    Size,
-    Speculative,
-)
 from jaxserve.config.topology import Mode, Topology, topology_of
 from jaxserve.errors import ConfigError
 
@@ -66,22 +55,22 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     both roles; and compiled for TPUs (never run on one so far), where pages and experts share
     memory, for GQA, MFA and MLA without indexers and experts in 8 or 16 bits. There a lost step
     takes the experts along, too, which are then loaded again. `auto`: `layer`."""
-    attention: AttentionRole = AttentionRole()
-    ffn: FFNRole = FFNRole()
-    link: Link = Link()
-    cache: Cache = Cache()
-    scheduler: SchedulerLimits = SchedulerLimits()
-    speculative: Speculative = Speculative()
-    domains: Size = 1
+    attention: sections.AttentionRole = sections.AttentionRole()
+    ffn: sections.FFNRole = sections.FFNRole()
+    link: sections.Link = sections.Link()
+    cache: sections.Cache = sections.Cache()
+    scheduler: sections.SchedulerLimits = sections.SchedulerLimits()
+    speculative: sections.Speculative = sections.Speculative()
+    domains: sections.Size = 1
     """Attention workers, each with its own scheduler and KV cache: around one ffn worker, or in
     colocated mode each by itself."""
     prefill: Prefill = Prefill()
-    experts: Experts = Experts()
+    experts: sections.Experts = sections.Experts()
     weights: PeerWeights = PeerWeights()
     pages: Pages = Pages()
     fleet: Fleet = Fleet()
-    server: Server = Server()
-    cluster: Cluster = Cluster()
+    server: sections.Server = sections.Server()
+    cluster: sections.Cluster = sections.Cluster()
 
     @property
     def topology(self) -> Topology:

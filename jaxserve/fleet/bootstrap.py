@@ -22,7 +22,8 @@ import jax
 import msgspec
 
 from jaxserve.checkpoint.int8_products import listed
-from jaxserve.config.deployment import Cluster, Deployment
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import EngineFailedError, JaxserveError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.arguments import ProcessArguments

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import EngineFailedError
 from jaxserve.link.session.hello import Hello
 from jaxserve.link.session.messages import Echo, Greeting

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, get_args
 
 import msgspec
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control
 from jaxserve.fleet.below import HELLO_SECONDS, Below, everywhere, listening_socket

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 
 import msgspec
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.fleet import control
 from jaxserve.fleet.below import HELLO_SECONDS, Below
 from jaxserve.link.session.channel import Channel, Deadlines, join_address, split_address

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxserve.clock import AwakeClock
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.config.topology import HOSTS_EACH
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet import control

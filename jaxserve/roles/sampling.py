@@ -19,16 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.mesh import zeros_of
+from jaxserve.model import sampler
 from jaxserve.model.attention.batch import positions
 from jaxserve.model.columns import all_columns
-from jaxserve.model.sampler import (
-    LogitRules,
-    adjust,
-    count,
-    log_probabilities,
-    over_rows,
-    replace_rows,
-)
 from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Get, Program
 from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
 from jaxserve.roles.layout import MAX_LOGPROBS, Bucket
@@ -77,12 +70,12 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         parsed = _rules(ruled)
         if not drafts:
             with jax.named_scope("count"):
-                counts = count(counts, parsed, token_ids, slot, position)
+                counts = sampler.count(counts, parsed, token_ids, slot, position)
 
             def draw(slots: Any) -> Int[Array, " some"]:
                 with jax.named_scope("adjust"):
                     own = jax.tree.map(lambda array: array[slots], (logits, counts, parsed))
-                    adjusted = adjust(*own)
+                    adjusted = sampler.adjust(*own)
                 return drawn_tokens(adjusted, sampler_state(fields, slots), programs.config.vocab)
 
             samples = fields["sample"] > 0
@@ -92,7 +85,8 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
         row = jnp.arange(bucket.tokens, dtype=jnp.int32)
         certain = row < (fields["query_start"][1:] - drafted)[slot]
         with jax.named_scope("count"):
-            counts = count(counts, parsed, token_ids, slot, jnp.where(certain, position, -1))
+            certainly = jnp.where(certain, position, -1)
+            counts = sampler.count(counts, parsed, token_ids, slot, certainly)
         draft = token_ids[sampled_rows(fields, 1 + drafts)]  # [slots, 1 + drafts], from place 1 on
         each = jnp.arange(slots, dtype=jnp.int32)
         own = parsed._replace(fresh=jnp.zeros_like(parsed.fresh))
@@ -102,11 +96,11 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             fed = (place > 0) & (place <= most)
             start = fields["kv_length"] - drafted
             at = jnp.where(fed, start + place - 1, -1)
-            return count(counts, own, draft[:, place], each, at)
+            return sampler.count(counts, own, draft[:, place], each, at)
 
         def one(counts: Array, place: Array) -> tuple[Array, Array]:
             counts = add(counts, place, drafted)
-            return counts, adjust(by_place[place], counts, parsed)
+            return counts, sampler.adjust(by_place[place], counts, parsed)
 
         with jax.named_scope("adjust"):
             places = jnp.arange(1 + drafts, dtype=jnp.int32)
@@ -208,7 +202,7 @@ def _packed(
     """Packs for each row the token's log-probability, the likeliest tokens or those `wanted`, and
     their log-probabilities; floats as bits."""
     top = min(MAX_LOGPROBS, logits.shape[1])
-    logs, ids, best = log_probabilities(logits, token_ids, top, wanted)
+    logs, ids, best = sampler.log_probabilities(logits, token_ids, top, wanted)
 
     def bits(values: Array) -> Array:
         return jax.lax.bitcast_convert_type(values, jnp.int32)
@@ -229,19 +223,20 @@ def _packed_rows(
             return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
 
         own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0), cut(wanted))
-        return replace_rows(packed, start, mine, own)
+        return sampler.replace_rows(packed, start, mine, own)
 
     width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
+    empty = jnp.zeros((len(token_ids), width), jnp.int32)
     return by_platform(
-        cpu=lambda: over_rows(chosen, window, jnp.zeros((len(token_ids), width), jnp.int32)),
+        cpu=lambda: sampler.over_rows(chosen, window, empty),
         default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),
     )
 
 
-def _rules(fields: dict[str, Array]) -> LogitRules:
+def _rules(fields: dict[str, Array]) -> sampler.LogitRules:
     for name in FLOATS:
         fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
-    return LogitRules(
+    return sampler.LogitRules(
         **{name: field[:, 0] if field.shape[1] == 1 else field for name, field in fields.items()}
     )
 

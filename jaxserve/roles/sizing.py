@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
-from jaxserve.config.deployment import Deployment, SchedulerLimits, scratch_pages
+from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig, Platform
+from jaxserve.config.sections import SchedulerLimits
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.attention.expanding import least_expanded

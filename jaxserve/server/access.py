@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxserve.config.deployment import Server
-from jaxserve.config.sections import MIN_SECRET_CHARACTERS
+from jaxserve.config.sections import MIN_SECRET_CHARACTERS, Server
 from jaxserve.errors import ConfigError
 
 TENANT_CHARACTERS = 12

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxserve.config.deployment import Server
+from jaxserve.config.sections import Server
 from jaxserve.errors import CheckpointError
 from jaxserve.server.access import Access
 from jaxserve.server.front_end import LiveRequests

@@ -21,6 +21,7 @@ from jaxserve.fleet.domain_end import fetch_pages
 from jaxserve.fleet.prefill_end import serve_pages
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Collector
 from tests.jaxserve.waiting import until
@@ -28,17 +29,7 @@ from tests.jaxserve.waiting import until
 PIECES = (32, 64)
 TOKEN = "a secret"
 
-LIMITS: dict[str, Any] = {
-    "mode": "colocated",
-    "dtype": "float32",
-    "cache.page_size": 16,
-    "cache.pages": 32,
-    "scheduler.slots": 4,
-    "scheduler.max_length": 192,
-    "scheduler.token_budget": 32,
-    "scheduler.token_buckets": [32],
-    "scheduler.page_buckets": [],
-}
+LIMITS: dict[str, Any] = golden.sizes("hand-offs")
 """One bucket of tokens: prompts longer than 32 are chunked."""
 
 

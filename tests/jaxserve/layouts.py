@@ -29,6 +29,7 @@ from jaxserve.engine.runtime import Runtime
 from jaxserve.fleet.assembly import make_engine, open_engine
 from jaxserve.server.http.server import HttpServer
 from jaxserve.text.generator import TextGenerator
+from tests import golden
 from tests.jaxserve.text.letters import LETTERS
 from tests.reference.step3_numpy import Step3Numpy
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
@@ -69,16 +70,7 @@ def prompts_below(vocab: int) -> list[list[int]]:
     return [[token % vocab for token in prompt] for prompt in PROMPTS]
 
 
-LIMITS: dict[str, Any] = {
-    "dtype": "float32",
-    "cache.page_size": 8,
-    "cache.pages": 160,
-    "scheduler.slots": 5,
-    "scheduler.max_length": 144,
-    "scheduler.token_budget": 24,
-    "scheduler.token_buckets": [24],
-    "scheduler.page_buckets": [18],
-}
+LIMITS: dict[str, Any] = golden.sizes("layouts")
 """One bucket, so that a layout compiles few programs; longer prompts than 24 tokens are chunked."""
 
 COLOCATED: dict[str, Any] = {"mode": "colocated"}

@@ -40,16 +40,7 @@ TOLERANCE = 1e-4
 PROMPTS = prompts()
 GREEDY = SamplingParams(max_tokens=make_golden.OUTPUT_TOKENS, temperature=0, ignore_eos=True)
 
-LIMITS: dict[str, Any] = {
-    "dtype": "float32",
-    "cache.page_size": 8,
-    "cache.pages": 40,
-    "scheduler.slots": 5,
-    "scheduler.max_length": 64,
-    "scheduler.token_budget": 48,
-    "scheduler.token_buckets": [48],
-    "scheduler.page_buckets": [8],
-}
+LIMITS: dict[str, Any] = golden.sizes("parity")
 """One bucket, which all prompts together fill but for one token."""
 
 COLOCATED = LIMITS | {"mode": "colocated"}

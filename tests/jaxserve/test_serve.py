@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import serve
 from jaxserve.checkpoint import tensors
 from jaxserve.commands import following
-from jaxserve.config.deployment import Cluster
 from jaxserve.config.load import load_deployment
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.arguments import ProcessArguments
 from jaxserve.fleet.control import Identity

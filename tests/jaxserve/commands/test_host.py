@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from jaxserve.commands import host
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole, Link
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import AttentionRole, FFNRole, Link
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.fleet import devices

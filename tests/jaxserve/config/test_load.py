@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config.deployment import AttentionRole, Deployment
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, known_keys, load_deployment
+from jaxserve.config.sections import AttentionRole
 from jaxserve.errors import ConfigError
 from tests import golden
 

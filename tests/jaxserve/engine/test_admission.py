@@ -1,26 +1,12 @@
 from jaxserve.engine.admission import GroupLoad, choose_domain
-from jaxserve.engine.dp_group import DPGroup
-from jaxserve.engine.lane_slots import LaneSlots
 from jaxserve.engine.pages import PageKeys
-from jaxserve.engine.sequence import SchedulerSizes, Sequence, token_array
+from jaxserve.engine.sequence import Sequence, token_array
 from tests.jaxserve.engine.step_plans import make_request, make_scheduler
 
 
 def group(slots=2):
-    sizes = SchedulerSizes(
-        groups=1,
-        lanes=1,
-        slots=slots,
-        pages=10,
-        page_size=2,
-        max_length=20,
-        token_budget=slots,
-        token_buckets=[slots],
-        page_buckets=[10],
-        max_waiting=1,
-        prefix_cache=True,
-    )
-    return DPGroup(0, [LaneSlots(0, sizes)], sizes)
+    sizes = {"slots": slots, "token_budget": slots, "token_buckets": [slots], "page_buckets": [10]}
+    return make_scheduler(pages=10, max_length=20, prefix_cache=True, **sizes).groups[0]
 
 
 def sequence(max_generated=1, prompt=(1, 2, 3)):

@@ -12,21 +12,9 @@ from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.errors import EngineFailedError, OverloadedError
 from tests.jaxserve.waiting import Clock
 
-LIMITS = SchedulerSizes(
-    groups=2,
-    lanes=2,
-    slots=2,
-    pages=14,
-    page_size=2,
-    max_length=20,
-    token_budget=5,
-    token_buckets=[2, 5],
-    page_buckets=[4, 10],
-    prefill_tokens=0,
-    prefix_cache=False,
-    side_by_side=False,
-    max_waiting=20,
-)
+SHAPE = {"groups": 2, "lanes": 2, "slots": 2, "pages": 14, "page_size": 2, "max_length": 20}
+BUCKETS = {"token_budget": 5, "token_buckets": [2, 5], "page_buckets": [4, 10]}
+LIMITS = SchedulerSizes(**SHAPE, **BUCKETS, max_waiting=20)
 
 
 def request(name: str, prompt: int = 3, max_tokens: int = 4, **fields) -> Request:

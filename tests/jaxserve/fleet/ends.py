@@ -5,7 +5,7 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.control import Boundary, Identity, shapes_digest
 from jaxserve.fleet.follower import Follower

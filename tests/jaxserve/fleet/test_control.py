@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.fleet import control
 from jaxserve.fleet.control import FollowerState
 from jaxserve.fleet.follower import _Source

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import deployment_names, deployment_path, device_kind, hardware_file
 from jaxserve.config.yaml_text import read_yaml
 from jaxserve.errors import ConfigError
@@ -19,7 +20,8 @@ HEAD = """
 import json, jax
 from jaxserve.fleet import devices
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.errors import ConfigError
 deployment = Deployment(model=".", attention=AttentionRole(dp=3), ffn=FFNRole(ep=2))
 """

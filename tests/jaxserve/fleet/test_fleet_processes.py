@@ -282,22 +282,8 @@ def test_domains_that_are_attention_workers_of_one_ffn_worker(tiny_model, texts,
     middle of a stream one of the domains becomes a prefill worker, and later is one again; then
     one is killed."""
     greedy, drawn, _ = texts
-    overrides = {
-        "mode": "afd",
-        "lanes": 2,
-        "domains": 2,
-        "attention.runtime": "attention",
-        "ffn.runtime": "ffn",
-        "link": {"transport": "pull", "addresses": ["127.0.0.1:1"]},
-        "prefill.workers": 1,
-        "prefill.mode": "colocated",
-        "prefill.attention": {"runtime": "main"},
-        "prefill.ffn": {"runtime": "main"},
-        "prefill.cache": {"page_size": 16, "pages": 80},
-        "fleet.rebalance_roles": True,
-        "fleet.stand_in_seconds": 1,
-        "server.admin_port": (admin := free_port()),
-    }
+    overrides = golden.sizes("attention workers of one ffn worker")
+    overrides |= {"server.admin_port": (admin := free_port())}
     with fleet(tiny_model, tmp_path, (1, 2, 3), overrides) as (run, client):
         for _ in range(2):
             assert layouts.differences(greedy, generate(client)) == []

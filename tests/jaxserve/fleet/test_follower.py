@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import EngineFailedError
 from jaxserve.fleet.control import Boundary, Shutdown
 from jaxserve.fleet.follower import Follower

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.fleet.control import FollowerState
 from jaxserve.fleet.follower_session import SETTLE_SECONDS, FollowerSession, find_failure
 from tests.jaxserve.fleet.ends import identity

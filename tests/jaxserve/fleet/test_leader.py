@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import Cluster
+from jaxserve.config.sections import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.leader import Leader

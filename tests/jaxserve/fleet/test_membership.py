@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 import jaxserve
 from jaxserve.checkpoint.fingerprint import revision
-from jaxserve.config.deployment import AttentionRole, Cluster, Deployment, FFNRole, Server
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
+from jaxserve.config.sections import AttentionRole, Cluster, FFNRole, Server
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.bootstrap import identity

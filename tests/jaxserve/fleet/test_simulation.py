@@ -19,6 +19,7 @@ from jaxserve.fleet.simulation import (
 from jaxserve.plan import main
 from jaxserve.planner.demand import Lengths
 from jaxserve.planner.deploy_fleet import Handoff
+from tests import golden
 from tests.jaxserve.fleet.fleet_world import World
 from tests.jaxserve.planner.making import Given
 
@@ -26,15 +27,7 @@ STEP = 0.1
 """Seconds of a step: 10 layers of 4 + 1 + 4 + 1 ms."""
 PULL = 0.01 + 96 * 1e-4
 """Seconds to pull the 6 whole pages of 100 tokens: 10 ms, and 0.1 ms a token."""
-FILE = {
-    "mode": "colocated",
-    "cache.page_size": 16,
-    "cache.pages": 200,
-    "scheduler.slots": 4,
-    "scheduler.max_length": 256,
-    "scheduler.token_budget": 64,
-    "prefill.workers": 1,
-}
+FILE = golden.sizes("simulation")
 
 
 def simulate(

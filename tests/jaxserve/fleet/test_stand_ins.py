@@ -19,16 +19,7 @@ from tests.jaxserve.fleet.fake_worker import FakeWorker, worker_facts
 from tests.jaxserve.fleet.test_router import Rig, rig
 from tests.jaxserve.waiting import until
 
-VALUES: dict[str, Any] = {
-    "mode": "colocated",
-    "prefill.workers": 3,
-    "domains": 2,
-    "fleet.prefill": ["p0:1", "p1:1", "p2:1"],
-    "fleet.domains": ["d0:1", "d1:1"],
-    "fleet.least_domains": 2,
-    "fleet.stand_in_seconds": 5,
-    "cluster.start_seconds": 60,
-}
+VALUES: dict[str, Any] = golden.sizes("stand-ins")
 
 
 class Fleet:

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from jaxserve.config.deployment import AttentionRole, Deployment, FFNRole
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.planner.aot import CompiledProgram, RoleMemory, deployment_buckets
 from jaxserve.planner.compile_command import copied, failures, host_lines, remarks
 from jaxserve.planner.hardware import load_hardware

@@ -6,26 +6,11 @@ from jaxserve.roles.step_arrays import FROM_DEVICE
 from jaxserve.roles.step_plan import NewSequence, RowOptions, SlotRules, StepPlan
 from jaxserve.roles.written_steps import SequenceRow, plan_of_rows
 
-ROWS = [
-    [
-        # The second chunk of a prompt, more to come.
-        SequenceRow(slot=0, token_ids=[11, 12, 13], kv_length=7, page_ids=[4, 2], sample=False),
-        # A decode token that the host has not seen.
-        SequenceRow(
-            slot=2,
-            token_ids=[FROM_DEVICE],
-            kv_length=9,
-            page_ids=[5, 1, 3],
-            sample=True,
-            temperature=0.5,
-            top_k=40,
-            top_p=0.75,
-            min_p=0.125,
-            seed=2**32 - 1,
-        ),
-    ],
-    [SequenceRow(slot=1, token_ids=[8], kv_length=1, page_ids=[6], sample=True)],
-]
+CHUNK = SequenceRow(0, [11, 12, 13], kv_length=7, page_ids=[4, 2], sample=False)
+"""The second chunk of a prompt, more to come."""
+UNSEEN = SequenceRow(2, [FROM_DEVICE], 9, [5, 1, 3], True, 0.5, 40, 0.75, 0.125, 2**32 - 1)
+"""A decode token that the host has not seen."""
+ROWS = [[CHUNK, UNSEEN], [SequenceRow(1, [8], 1, [6], True)]]
 PLAN = plan_of_rows(1, 7, Bucket(tokens=6, pages=3), ROWS, slots=4)
 
 

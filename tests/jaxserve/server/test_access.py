@@ -9,7 +9,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.config.deployment import Server
+from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.request_frames import has_key
 from jaxserve.server import jaxserve_pb2 as pb

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
-from jaxserve.config.deployment import Server
+from jaxserve.config.sections import Server
 from jaxserve.errors import ConfigError
 from jaxserve.server import access as access_module
 from jaxserve.server import jaxserve_pb2 as pb

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxserve.commands.checking import describe_exchange
-from jaxserve.config.deployment import Deployment, FFNRole, Link
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.sections import FFNRole, Link
 from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.block import check_ffn
 from jaxserve.model.ffn.traffic import (
