@@ -191,6 +191,7 @@ def _check_pipeline(deployment: Deployment) -> None:
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (deployment.attention.output != "whole", "attention.output = split: only whole"),
+        (deployment.scheduler.spread, "scheduler.spread = true: only false"),
         (a % f > 0, f"attention's {a} devices are no multiple of an ffn instance's {f}"),
         (a > f and f % tp > 0, f"attention.tp = {tp} does not divide an ffn instance's {f}"),
     ):

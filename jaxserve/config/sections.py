@@ -235,6 +235,11 @@ class SchedulerLimits(Section, frozen=True):
     prefill_tokens: Annotated[int, Meta(ge=0, le=65536)] = 0
     """Most prefill tokens per DP group in a step that also decodes, which keeps the pace of tokens
     even. 0: what decoding leaves of the budget."""
+    spread: bool = False
+    """Whether chunks of a prompt longer than `token_budget` are divided over DP groups (sequence
+    parallelism): over one group for each budget that the prompt fills, as far as they have room for
+    a copy of its pages, with the tokens that their own requests leave. Not for models with
+    compressed rows or states. Compiles the largest step once more for each of `page_buckets`."""
     compile_first: Literal["few", "all"] = "all"
     """Programs that are compiled before the start. `few`: those of the smallest step that has room
     for the tokens of every sequence, drafts included. Until their own are compiled, all steps use

@@ -132,6 +132,10 @@ class DPGroup:
         self.stalled.discard(sequence)
         self.promised -= 1
 
+    def has_slot(self, lane: int) -> bool:
+        """True if a slot of the lane is free."""
+        return not self.full and bool(self._free[lane])
+
     def lane_for(self, sequence: Sequence) -> int:
         """Returns the lane with the fewest sequences. The group must have a free slot.
 

@@ -14,7 +14,8 @@ number is known when the step is complete. Until then every step counts as one t
 it samples, and `slack` is the number of further tokens that the row may have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class StepInFlight(NamedTuple):
     number: int
     rows: np.ndarray
     counts: np.ndarray
-    """Tokens that the step feeds, without drafts."""
+    """Tokens that the step adds to the cache, without drafts."""
     samples: np.ndarray
     """True if the step samples a token for the row."""
     kv_lengths: np.ndarray
@@ -197,6 +198,7 @@ class LaneSlots:
         decode: np.ndarray,
         chunks: dict[int, int],
         drafts: np.ndarray | None = None,
+        parts: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[StepPlan, StepInFlight]:
         """Makes the lane's next step and counts it as issued.
 
@@ -205,7 +207,10 @@ class LaneSlots:
           decode: rows that decode a token, ascending.
           chunks: row → tokens to prefill.
           drafts: drafts of every row of the lane; None feeds none and proposes none afterwards.
+          parts: rows that feed parts of one prompt's chunk → first token of the part.
         """
+        for row, start in parts.items():
+            self.cached[row] = start
         proposes = drafts is not None
         if drafts is not None and self._sizes.looks_up and not drafts.any():
             drafts = None
@@ -228,26 +233,35 @@ class LaneSlots:
         token_ids = np.where(self.pending[rows] > 0, FROM_DEVICE, self.last_token[rows])
         if own is not None:
             first, token_ids = token_ids, np.full(counts.sum(), FROM_DEVICE, np.int32)
-            token_ids[np.cumsum(counts) - counts] = first
+            some = counts > 0
+            token_ids[(np.cumsum(counts) - counts)[some]] = first[some]
         elif chunks:
             token_ids = np.repeat(token_ids, counts)
         if chunks:
             token_ids = self._with_chunks(token_ids, rows, counts, chunks)
         sample_counts = samples if own is None else samples * (1 + own)
+        added, ends = certain, kv_lengths
+        tokens = int(np.bincount(rows // self.slots, counts).max())
+        if parts:  # each row has the whole chunk in its pages afterwards
+            at, added, ends = np.searchsorted(rows, [*parts]), added.copy(), ends.copy()
+            ends[at] = end = kv_lengths[at].max()
+            added[at] = end - min(parts.values())
+            tokens = self._sizes.token_budget
         reach = kv_lengths if own is None else kv_lengths + own
         slack = self.slack[rows]
         reach = reach + slack
         options = self._options(rows, counts, samples)
         has_rules = any(one.rules is not None for one in options)
-        tokens = np.bincount(rows // self.slots, counts).max()
-        told = np.maximum(np.minimum(reach + self._sizes.ahead, self.room[rows]), reach)
+        least = np.maximum(reach, ends)
+        told = np.maximum(np.minimum(reach + self._sizes.ahead, self.room[rows]), least)
         pages = -(-int(told.max()) // self.page_size)
         large = bool(options) and own is None  # small steps have none
-        bucket_tokens = max(int(tokens), self.slots) if large else int(tokens)
+        bucket_tokens = max(tokens, self.slots) if large else tokens
+        drafts_of_bucket = 0 if own is None else self._sizes.drafts
         plan = StepPlan(
             self.lane,
             number,
-            self._sizes.bucket(bucket_tokens, pages, 0 if own is None else self._sizes.drafts),
+            self._sizes.bucket(bucket_tokens, pages, drafts_of_bucket, spread=bool(parts)),
             columns=words(np.stack([rows, counts, reach - slack, sample_counts])),
             tokens=words(token_ids),
             new_sequences=[
@@ -260,19 +274,20 @@ class LaneSlots:
             proposes=proposes,
             said=self._unrecorded(rows) if proposes and self._sizes.looks_up else [],
             upcoming=self._upcoming(rows[~samples], kv_lengths[~samples]) if proposes else b"",
+            spread=[*parts],
         )
         if own is not None:
             self.slack[rows] += own
         self.proposed[rows] = proposes
         if proposes:
             self.recorded[rows] = kv_lengths
-        self.cached[rows] = kv_lengths
+        self.cached[rows] = ends
         self.length[rows] += samples
         self.pending[rows] += samples
         self.in_flight[rows] += 1
         self.fresh[rows] = False
         self.told[rows] = True
-        return plan, StepInFlight(number, rows, certain, samples, kv_lengths, own)
+        return plan, StepInFlight(number, rows, added, samples, ends, own)
 
     def filled(self, step: "StepInFlight") -> list[tuple[Sequence, int]]:
         """Returns the sequences whose pages may go to the prefix cache after a complete step: those

@@ -33,9 +33,10 @@ Cost of a step on the host: NumPy over the lane's rows (`lane_slots.py`), and Py
 changes: admissions, ends, new pages, prefill chunks, preemptions, and rows with options.
 """
 
+import pkgutil
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -46,10 +47,13 @@ from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, SchedulerSizes, Sequence, token_array
-from jaxserve.engine.step_composer import DraftPolicy, StepComposer, grammar_wait, others_are_late
+from jaxserve.engine.step_composer import StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.observe.load import DraftCounts
 from jaxserve.roles.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from jaxserve.engine.draft_policy import DraftPolicy
 
 MAX_STEPS_IN_FLIGHT = 2
 """Steps of a lane that are issued and not complete: one runs while the next is planned."""
@@ -69,10 +73,11 @@ class Scheduler:
         self.lanes = [LaneSlots(lane, sizes) for lane in range(lanes)]
         """Slots of sequences that get steps, one table a lane."""
         self.groups = [DPGroup(index, self.lanes, sizes) for index in range(sizes.groups)]
-        self.draft_policy = (
-            DraftPolicy(drafts, automatic=sizes.automatic_drafts, lanes=lanes) if drafts else None
-        )
+        self.draft_policy: DraftPolicy | None = None
         """Policy for drafts; None without drafts."""
+        if drafts:
+            make = pkgutil.resolve_name("jaxserve.engine.draft_policy:DraftPolicy")
+            self.draft_policy = make(drafts, automatic=sizes.automatic_drafts, lanes=lanes)
         self.drafts = DraftCounts()
         self.composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
         """Composes the steps."""
@@ -172,6 +177,9 @@ class Scheduler:
 
         # Step 2: admit from the queue, into what decoding left.
         self.queue.admit()
+        spread = self.composer.spread
+        if spread is not None:
+            spread.begin(waiting=bool(self.queue.waiting))
 
         # Step 3: prefill chunks, whose pages are allocated already.
         prefilling = slots.prefilling(decoding)
@@ -183,9 +191,12 @@ class Scheduler:
         decode = np.flatnonzero(decoding)
         if not len(decode) and not chunks:
             return None
-        plan, step = slots.issue(self._steps_issued, decode, chunks, drafts)
+        parts = {} if spread is None else spread.parts
+        plan, step = slots.issue(self._steps_issued, decode, chunks, drafts, parts)
         self._steps_issued += 1
         self._in_flight[lane].append(step)
+        if spread is not None:
+            spread.issued()
         return plan
 
     def complete(self, plan: StepPlan, result: StepResult) -> StepOutputs:
@@ -368,7 +379,13 @@ class Scheduler:
         )
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the queue, to recompute its cache later."""
+        """Sends a running sequence back to the queue, to recompute its cache later. A copy of one
+        goes for good."""
+        if sequence.is_copy:
+            if sequence.status == "running":
+                self._stop(sequence, "ended")
+                self._release_if_complete(sequence)
+            return
         self.num_preemptions += 1
         self._send_back(sequence)
 
@@ -400,6 +417,8 @@ class Scheduler:
     def _stop(self, sequence: Sequence, status: Literal["waiting", "ended"]) -> None:
         """Gives a sequence no further steps, for the time being or for ever."""
         self.fetches.drop(sequence)
+        for copy in sequence.copies:
+            self._preempt(copy)
         sequence.status = status
         if sequence.home is not None:
             self.groups[sequence.home.group].stop(sequence, status)

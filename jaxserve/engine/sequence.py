@@ -6,6 +6,7 @@ kept in arrays while the sequence has a slot: see `lane_slots.py`. The rules are
 request and sent with each of its steps; the device applies them (`sampler.adjust`).
 """
 
+import math
 import struct
 from array import array
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
       modules: prediction modules that make them; 0: they are looked up.
       automatic_drafts: whether steps have them only where they make it faster.
       ring_pages: pages a DP group for layers with a window (`kv_cache.ring_pages`); 0: none.
+      spread: whether long prompts are divided over DP groups (`engine/spread.py`).
       window: tokens that a token sees in layers with a window; 0 with ring pages: these hold the
         states of sequences.
 
@@ -70,6 +72,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
     modules: int = 0
     automatic_drafts: bool = False
     ring_pages: int = 0
+    spread: bool = False
     window: int = 0
 
     def __post_init__(self) -> None:
@@ -115,15 +118,17 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
             modules=deployment.modules,
             automatic_drafts=deployment.speculative.automatic,
             ring_pages=ring_pages,
+            spread=limits.spread,
             window=window,
         )
 
-    def bucket(self, tokens: int, pages: int, drafts: int = 0) -> Bucket:
+    def bucket(self, tokens: int, pages: int, drafts: int = 0, *, spread: bool = False) -> Bucket:
         """Returns the smallest bucket for these tokens a DP group and pages a sequence."""
         return Bucket(
             next(size for size in self.token_buckets if size >= tokens and size > drafts),
             next(size for size in self.page_buckets if size >= pages),
             drafts,
+            spread,
         )
 
     @property
@@ -267,6 +272,8 @@ class Sequence:
     """True once its logits were not finite: no other sequence may use its cache entries."""
     poisoned: list[int] | None = None
     """Pages at the time of logits that were not finite, since when it is computed anew."""
+    copies: list["Sequence"] = field(default_factory=list)
+    """Residents of other DP groups that compute parts of its prompt (`spread.py`)."""
     scores: list[TokenLogprobs | None] | None = None
     """Log-probabilities of prompt tokens computed so far and not yet reported; None: not wanted."""
 
@@ -275,6 +282,11 @@ class Sequence:
         """Slot of the sequence, which must be resident."""
         assert self.home is not None
         return self.home
+
+    @property
+    def is_copy(self) -> bool:
+        """True if it is the copy of another sequence, which no request waits for."""
+        return self.rank[0] == math.inf
 
     @property
     def generated(self) -> int:

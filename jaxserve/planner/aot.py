@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import msgspec
 
 from jaxserve.checkpoint.int8_products import with_int8_products as with_int8_products
 from jaxserve.config.deployment import Deployment
@@ -205,7 +206,7 @@ def compile_deployment(
             raise ConfigError(f"--bucket {asked}: the deployment has {', '.join(names)}")
     meshes = Submeshes(deployment, there.devices)
     templates = ModelTemplates(config, deployment, meshes)
-    steps = list(buckets) or known
+    steps = [one for one in known if msgspec.structs.replace(one, spread=False) in buckets] or known
     if deployment.topology.has("colocated"):
         whole = ColocatedPrograms(templates, deployment, meshes.attention)
         made = wanted(colocated_executables, whole, steps)

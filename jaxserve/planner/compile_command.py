@@ -151,4 +151,4 @@ def copied(programs: Sequence[CompiledProgram]) -> list[str]:
 
 
 def _size(bucket: Bucket) -> str:
-    return f"{bucket.tokens}x{bucket.pages}"
+    return f"{bucket.tokens}x{bucket.pages}{' spread' * bucket.spread}"

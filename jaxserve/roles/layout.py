@@ -34,6 +34,8 @@ class Bucket(msgspec.Struct, frozen=True):
     """Pages a sequence, padding included."""
     drafts: int = 0
     """Most drafts that a row may have; 0: the step has none, whatever the deployment."""
+    spread: bool = False
+    """Whether DP groups exchange the pages that they compute of one prompt's chunk."""
 
     @property
     def of_tokens(self) -> "Bucket":
@@ -48,12 +50,13 @@ class Bucket(msgspec.Struct, frozen=True):
 
     def holds(self, one: "Bucket") -> bool:
         """Returns whether every step of one bucket fits this one."""
-        return self.drafts == one.drafts and self.tokens >= one.tokens and self.pages >= one.pages
+        alike = (self.drafts, self.spread) == (one.drafts, one.spread)
+        return alike and self.tokens >= one.tokens and self.pages >= one.pages
 
     @property
     def undrafted(self) -> "Bucket":
         """The bucket for programs that do not depend on drafts: without drafts."""
-        return Bucket(self.tokens, self.pages)
+        return msgspec.structs.replace(self, drafts=0)
 
 
 class StepLoad(msgspec.Struct, frozen=True, gc=False):
@@ -92,10 +95,11 @@ def deployment_buckets(deployment: Deployment) -> list[Bucket]:
     limits, multiple = deployment.scheduler, step_multiple(deployment)
     tokens = sorted({-(-size // multiple) * multiple for size in limits.token_buckets})
     return [
-        Bucket(size, pages, drafts)
+        Bucket(size, pages, drafts, spread)
         for size in tokens
         for pages in limits.page_buckets
         for drafts in ((0, deployment.drafts) if size > deployment.drafts > 0 else (0,))
+        for spread in ((False, True) if limits.spread and size == tokens[-1] else (False,))
     ]
 
 

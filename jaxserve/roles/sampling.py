@@ -83,10 +83,9 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             return last, programs.of_all_groups(last[0]), counts
         drafted = jnp.maximum(fields["sample"] - 1, 0)
         row = jnp.arange(bucket.tokens, dtype=jnp.int32)
-        certain = row < (fields["query_start"][1:] - drafted)[slot]
+        certain = jnp.where(row < (fields["query_start"][1:] - drafted)[slot], position, -1)
         with jax.named_scope("count"):
-            certainly = jnp.where(certain, position, -1)
-            counts = sampler.count(counts, parsed, token_ids, slot, certainly)
+            counts = sampler.count(counts, parsed, token_ids, slot, certain)
         draft = token_ids[sampled_rows(fields, 1 + drafts)]  # [slots, 1 + drafts], from place 1 on
         each = jnp.arange(slots, dtype=jnp.int32)
         own = parsed._replace(fresh=jnp.zeros_like(parsed.fresh))
@@ -225,8 +224,7 @@ def _packed_rows(
         own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0), cut(wanted))
         return sampler.replace_rows(packed, start, mine, own)
 
-    width = 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])
-    empty = jnp.zeros((len(token_ids), width), jnp.int32)
+    empty = jnp.zeros((len(token_ids), 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])), jnp.int32)
     return by_platform(
         cpu=lambda: sampler.over_rows(chosen, window, empty),
         default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),

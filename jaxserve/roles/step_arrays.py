@@ -32,10 +32,11 @@ class BatchLayout(msgspec.Struct, frozen=True):
     """Where each field of a step lies in a DP group's row of the batch array.
 
     The batch array is int32 `[dp, width]`; its fields, in order: `token_ids[tokens]`,
-    `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, and per slot the sampler's
-    temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
+    `query_start[slots + 1]`, `kv_length[slots]`, `sample[slots]`, `spread[1]`, and per slot the
+    sampler's temperature, top_k, top_p, min_p and seed (floats and the uint32 seed as raw bits).
     Slots without tokens in this step have an empty query range. `sample` is the number of a slot's
-    last tokens after which one is sampled: 0, 1, or 1 + its drafts. With prediction modules
+    last tokens after which one is sampled: 0, 1, or 1 + its drafts. `spread` is the slot of the
+    prompt whose chunk several groups compute, counted from 1; 0: none here. With prediction modules
     `upcoming[slots * modules]` follows: the prompt tokens behind a slot's last one, -1 where they
     are unknown.
     """
@@ -46,7 +47,7 @@ class BatchLayout(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        return self.tokens + (self.slots + 1) + (2 + SAMPLER_FIELDS + self.modules) * self.slots
+        return self.tokens + (self.slots + 1) + 1 + (2 + SAMPLER_FIELDS + self.modules) * self.slots
 
     def fields(self, row: Any) -> dict[str, Any]:
         """Cuts one row (NumPy or JAX, shape `[width]`) into its named fields."""
@@ -55,6 +56,7 @@ class BatchLayout(msgspec.Struct, frozen=True):
             "query_start": self.slots + 1,
             "kv_length": self.slots,
             "sample": self.slots,
+            "spread": 1,
             "temperature": self.slots,
             "top_k": self.slots,
             "top_p": self.slots,
@@ -163,7 +165,7 @@ class LaneState:
         step copies that one's array, which the device may still read, and writes the lengths."""
         groups, slots, part = self._groups, self._slots, len(plan.columns) // 4
         same = plan.bucket.tokens, plan.tokens, plan.columns[: 2 * part], plan.columns[3 * part :]
-        alone = plan.new_sequences or plan.options or plan.on_device or plan.upcoming
+        alone = plan.new_sequences or plan.options or plan.on_device or plan.upcoming or plan.spread
         if same == self._before[0] and not alone:
             np.put(batch := self._before[1].copy(), self._before[2], plan.kv_lengths)
             return batch
@@ -179,6 +181,8 @@ class LaneState:
         ends = fields["query_start"][:, 1:]
         np.cumsum(counts, axis=1, dtype=np.int32, out=ends)
         fields["token_ids"][np.arange(plan.bucket.tokens) < ends[:, -1:]] = plan.token_ids
+        for row in plan.spread:
+            fields["spread"][row // slots] = 1 + row % slots
         if self._modules:
             upcoming = np.frombuffer(plan.upcoming, "<i4").reshape(-1, 1 + self._modules)
             own = fields["upcoming"].reshape(groups, slots, self._modules)

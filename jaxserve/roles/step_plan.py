@@ -113,6 +113,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Whether drafts are proposed after the step, for the next step of its sequences. False if
     steps are faster without drafts: the step then runs nothing for drafts."""
     said: list[SaidTokens] = []
+    spread: list[int] = []
+    """Rows, of different DP groups, that feed parts of one prompt's chunk. Each has pages for the
+    whole chunk, and takes the others' parts over. A part may be empty, and ends with a page unless
+    it is the chunk's last."""
     upcoming: bytes = b""
     """int32 `[n, 1 + modules]`, where prediction modules run: rows that are in the middle of their
     prompts, and the tokens behind those of the step; -1 where they are unknown."""

@@ -18,7 +18,7 @@ from jaxserve.config.model import LayerKind
 from jaxserve.link.dispatch.put import fast_put
 from jaxserve.mesh import ATTENTION_RULES, AnyMesh, cached_sharding, placed
 from jaxserve.model.attention.batch import RaggedBatch, positions, ragged_batch
-from jaxserve.model.attention.family import layer_table, with_shared
+from jaxserve.model.attention.family import layer_table, with_exchange, with_shared
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, PagePool, page_pools
 from jaxserve.model.blocks import AttentionTemplates
 from jaxserve.model.module import Template
@@ -98,6 +98,8 @@ class TokenPrograms:
         ragged = ragged_batch(
             fields["query_start"], fields["kv_length"], page_table[0], bucket.tokens
         )
+        if bucket.spread:
+            ragged = with_exchange(ragged, fields["spread"], self.deployment.cache.page_size)
         if last_tokens is not None:
             ids, slot = fields["token_ids"], ragged.sequence_of_token
             ids = jnp.where(ids == FROM_DEVICE, last_tokens[0][slot], ids)

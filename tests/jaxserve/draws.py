@@ -149,6 +149,10 @@ def draw(seed: int) -> Draw:
     hand_offs = bool(seed % 2)
     if _can_be_whole(plan["decode"]) and rng.random() < 0.6:
         plan["decode"]["pipeline"] = "step"
+    for engine in plan["decode"], plan["prefill"] or {}:
+        whole = engine.get("pipeline") == "step" or MODELS[plan["model"]].get("whole")
+        if seed >= CHEAP and engine.get("attention.dp", 1) > 1 and not whole:
+            engine["scheduler.spread"] = faults.random() < 0.5
     systems = [rng.choice((8, 16, 17, 32, 33, 40, 64, 70)) for _ in range(rng.randint(1, 3))]
     requests = _requests(rng, len(systems), rng.randint(9, 12))
     if plan.get("format", "float32") != "float32":

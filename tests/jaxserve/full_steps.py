@@ -24,8 +24,22 @@ class FullStep:
     bucket: Bucket
     groups: list[list[SequenceRow]]
     plan: StepPlan | None = field(default=None, compare=False)
+    slots: int = field(default=0, compare=False)
     rings: np.ndarray | None = field(default=None, compare=False)
     """Page table of rings, `[groups, slots, pages]`."""
+
+    @property
+    def spread(self) -> list[tuple[int, SequenceRow]]:
+        """Groups and rows that feed parts of one chunk."""
+        slots = {divmod(row, self.slots) for row in self.plan.spread}
+        rows = ((group, row) for group, rows in enumerate(self.groups) for row in rows)
+        return [(group, row) for group, row in rows if (group, row.slot) in slots]
+
+    def span(self, group: int, row: SequenceRow) -> tuple[int, int]:
+        """First token that a row gets in its pages, and the end of the last."""
+        rows = [one for _, one in self.spread] if (group, row) in self.spread else [row]
+        starts = (one.kv_length - len(one.token_ids) for one in rows)
+        return min(starts), max(one.kv_length for one in rows)
 
 
 class Replica:
@@ -79,7 +93,7 @@ class Replica:
             )
             del tokens[:count]
         assert not tokens
-        return FullStep(plan.lane, plan.number, plan.bucket, groups, plan)
+        return FullStep(plan.lane, plan.number, plan.bucket, groups, plan, self._slots)
 
 
 def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,14 +112,16 @@ def arrays(step: FullStep, slots: int) -> tuple[np.ndarray, np.ndarray]:
             tokens += row.token_ids
             fields["kv_length"][row.slot] = -1 if row.length_on_device else row.kv_length
             fields["sample"][row.slot] = row.sample * (1 + row.drafts)
-            fields["top_k"][row.slot] = row.top_k
+            fed = bool(row.token_ids)
+            fields["top_k"][row.slot] = row.top_k * fed
             for name in ("temperature", "top_p", "min_p"):
                 if name != "temperature" or not has_rules or step.bucket.drafts:
-                    fields[name].view(np.float32)[row.slot] = getattr(row, name)
-            fields["seed"].view(np.uint32)[row.slot] = row.seed
+                    fields[name].view(np.float32)[row.slot] = getattr(row, name) * fed
+            fields["seed"].view(np.uint32)[row.slot] = row.seed * fed
             table[group, row.slot] = 0
             page_ids = row.page_ids[: step.bucket.pages]
             table[group, row.slot, : len(page_ids)] = page_ids
         fields["token_ids"][: len(tokens)] = tokens
+        fields["spread"][:] = sum(1 + row.slot for at, row in step.spread if at == group)
         np.cumsum(lengths, out=fields["query_start"][1:])
     return batch, table

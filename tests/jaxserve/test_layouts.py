@@ -3,9 +3,12 @@
 The whole product is behind the marker `matrix`; see `layouts.SHOWN`.
 """
 
+import functools
+
 import pytest
 
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.spread import SpreadPrompt
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import Difference, Reference, check
 
@@ -43,6 +46,21 @@ def test_colocated_on_several_devices(output, tiny_model, reference):
     sizes = {"attention.dp": 2, "attention.tp": 2, "attention.output": output, "lanes": 3}
     sizes |= {"pipeline": "step" if output == "split" else "layer"}
     check(reference, tokens_of(tiny_model, layouts.COLOCATED | sizes), "2 x 2")
+
+
+@pytest.mark.parametrize("mode", ["colocated", "afd"])
+def test_long_prompts_over_several_groups(mode, tiny_model, reference, monkeypatch):
+    """Each alone, so that the other groups are idle; then beside all others."""
+    spread, issued = [], SpreadPrompt.issued
+
+    note = functools.partialmethod(lambda self: spread.append(len(self.parts)) or issued(self))
+    monkeypatch.setattr(SpreadPrompt, "issued", note)
+    sizes = {"mode": mode, "attention.dp": 3, "scheduler.spread": True, "lanes": 2}
+    with layouts.running(tiny_model, sizes) as engine:
+        alone = layouts.one_by_one(engine, layouts.PROMPTS, layouts.GREEDY)
+        assert [spread.count(groups) for groups in (2, 3)] == [4, 4]
+        check(reference, alone, "alone")
+        check(reference, layouts.generate(engine), "together")
 
 
 @pytest.mark.parametrize("dispatch", [pytest.param("fp8", marks=pytest.mark.matrix), "int8"])

@@ -44,10 +44,16 @@ class RaggedBatch(NamedTuple):
     ring_table: Int[Array, "slots pages"] | None = None
     """Page ids of a layer's last tokens, where it has other rows in the page table's pages; None:
     all its rows are in pages of one table."""
+    spread: Any = None
+    """Pages that groups exchange (`exchanged_pages.py`); None: each computes its sequences."""
 
     def of_layer(self, spec: int) -> "RaggedBatch":
         """Returns the batch for a layer with the attention spec of this number."""
         return self._replace(shared=(), own=self.shared[spec]) if self.shared else self
+
+    def exchanged(self, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Adds what other groups have computed of a prompt to pages with this group's rows."""
+        return self.spread.exchange(pages, self.page_table) if self.spread and pages else pages
 
     @property
     def where(self) -> tuple[Array, Array, Array]:

@@ -55,6 +55,12 @@ def with_shared(
     return batch._replace(shared=tuple(shared))
 
 
+def with_exchange(batch: RaggedBatch, slot: Array, page_size: int) -> RaggedBatch:
+    """Lets layers exchange the pages of the prompt in this slot, counted from 1; 0: none here."""
+    exchanged = pkgutil.resolve_name("jaxserve.model.attention.exchanged_pages:ExchangedPages")
+    return batch._replace(spread=exchanged.of(batch, slot, page_size))
+
+
 def layer_table(sizes: Attention, batch: RaggedBatch, page_size: int) -> RaggedBatch:
     """Returns the batch for layers with this attention, which may read other columns of the page
     table than their tokens' own."""

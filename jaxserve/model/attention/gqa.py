@@ -95,7 +95,9 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5
             sinks = None if self.sinks is None else self.sinks[...]
-            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype, sinks=sinks)
+            mixed, pages = attend(
+                query, pages, batch, self.kind, scale=scale, dtype=x.dtype, sinks=sinks
+            )
         if self.gate is not None:
             mixed *= jax.nn.sigmoid(linear(x, self.gate))[:, :, None]
         if gate is not None:

@@ -19,14 +19,16 @@ def attend(
     scale: float,
     dtype: jnp.dtype,
     sinks: Float[Array, " q_heads"] | None = None,
-) -> Float[Array, "tokens q_heads v_width"]:
+) -> tuple[Float[Array, "tokens q_heads v_width"], Pages]:
     """Computes the attention of every token to the cached tokens of its sequence, itself included.
+    Also returns the pages, with the rows of other DP groups.
 
     Args:
       dtype: of the output; queries from `rotate_and_write` may have another one.
       sinks: of every head a score in the softmax, whose value is zero. Kernels do not know it: with
         the log-sum-exp of all other scores, the output is multiplied by their share of the softmax.
     """
+    pages = batch.exchanged(pages)
     keys, values, *scales = pages
     k_scales, v_scales = scales or (None, None)
     mixed, lse = paged_attention(
@@ -44,5 +46,7 @@ def attend(
         places=batch.own.places,
     )
     if sinks is None or lse is None:
-        return mixed
-    return (mixed.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(dtype)
+        return mixed, pages
+    return (mixed.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks)[:, :, None]).astype(
+        dtype
+    ), pages

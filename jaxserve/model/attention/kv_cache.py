@@ -164,6 +164,9 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, .
     rings, layers = ring_pages(config, deployment), dict[tuple[Entry, ...], list[int]]()
     for number, kind in enumerate(map(config.layer, range(config.all_layers))):
         layers.setdefault(layer_entries(config, kind.attention, deployment), []).append(number)
+    alone = deployment.attention.dp == 1 or any(e.every != 1 for entries in layers for e in entries)
+    if deployment.scheduler.spread and alone:
+        raise ConfigError("scheduler.spread: attention.dp = 1, or states or rows of several tokens")
     pages = (deployment.cache.pages, *[rings] * (rings > 0))
     pools = []
     for entries in sorted(layers, key=lambda entries: entries[0].ring):
@@ -194,7 +197,8 @@ def ring_pages(config: ModelConfig, deployment: Deployment) -> int:
         return 0
     own = -(-(window + 2 * deployment.drafts) // size) + 1 + (deployment.modules > 0)
     spare = max(1, deployment.cache.prefix * (-(-(window - 1) // size)))
-    pages = deployment.lanes * (limits.slots * (own + spare) + 2 * limits.token_budget // size)
+    chunk = limits.token_budget * (deployment.attention.dp if limits.spread else 1)
+    pages = deployment.lanes * (limits.slots * (own + spare) + 2 * chunk // size)
     return min(deployment.cache.pages, pages + scratch_pages(deployment.drafts, deployment.modules))
 
 

@@ -73,5 +73,5 @@ class FactorizedAttention(nnx.Module):
             )
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5
-            mixed = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
+            mixed, pages = attend(query, pages, batch, self.kind, scale=scale, dtype=x.dtype)
         return linear(mixed.reshape(tokens, -1), self.out), pages

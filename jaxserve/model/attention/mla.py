@@ -242,6 +242,7 @@ class LatentAttention(nnx.Module):
                 interleaved=self.sizes.rope.interleaved,
                 stored=chunks and self.on_tpu,
             )
+            pages, index = batch.exchanged(pages), batch.exchanged(index)
         nope, rope = self._query(query if self.sizes.q_latent else x, turn)
         with jax.named_scope("paged_attention"):
             attend = functools.partial(self._absorbed, nope, rope, pages, batch)

@@ -8,6 +8,7 @@ early or shared where they should not be cannot hide. The expected tokens come f
 oracle that knows nothing of pages or steps.
 """
 
+import itertools
 import zlib
 from collections import Counter, deque
 from random import Random
@@ -88,11 +89,12 @@ class Device:
 
     def run(self, plan: FullStep) -> list[list[int]] | list[list[list[int]]]:
         """Returns `sampled[group][slot]`, of a step with drafts `sampled[group][slot][place]`."""
-        most = plan.bucket.drafts
+        most, self.rings_of = plan.bucket.drafts, plan.rings
         sampled = [[[NOT_SAMPLED] * (1 + most) for _ in range(self.slots)] for _ in plan.groups]
         for at, start, tokens in plan.plan.said:
             said = enumerate(np.frombuffer(tokens, np.int32).tolist(), start)
             self.history.setdefault((plan.lane, *divmod(at, self.slots)), {}).update(said)
+        self._exchange(plan)
         for group, rows in enumerate(plan.groups):
             for row in rows:
                 home = (plan.lane, group, row.slot)
@@ -117,6 +119,21 @@ class Device:
                 if plan.plan.proposes:
                     self._look_up(home, row, tokens)
         return sampled if most else [[run[0] for run in runs] for runs in sampled]
+
+    def _exchange(self, plan: FullStep) -> None:
+        """Writes what groups feed of one prompt, and copies these pages to the other groups."""
+        size = self.page_size
+        for group, row in plan.spread:
+            self._write(group, row)
+            pages = range((row.kv_length - len(row.token_ids)) // size, -(-row.kv_length // size))
+            for (other, same), at in itertools.product(plan.spread, pages):
+                moves = [(self.pages, row.page_ids[at], same.page_ids[at])]
+                if self.window:
+                    rings = plan.rings[group, row.slot, at], plan.rings[other, same.slot, at]
+                    moves.append((self.rings, *map(int, rings)))
+                for cells, page, copy in moves:
+                    for offset in range(size):
+                        cells[other][copy, offset] = cells[group].get((page, offset))
 
     def _look_up(self, home: tuple[int, int, int], row: SequenceRow, tokens: list[int]) -> None:
         """Adds what the step fed and sampled, and finds everything that the sequence has said."""
@@ -158,7 +175,7 @@ class Device:
                 home = (plan.lane, group, row.slot)
                 self.last_token[home] = NOT_SAMPLED
                 self.counted[home] = [NOT_SAMPLED]
-                start, end = row.kv_length - len(row.token_ids), row.kv_length
+                start, end = plan.span(group, row)
                 said = self.history.get(home, {}).items()
                 self.history[home] = {place: token for place, token in said if place < start}
                 if row.length_on_device:
@@ -172,7 +189,7 @@ class Device:
                 for position in range(start, end):
                     cell = self._cell(row, position)
                     self.pages[group][cell] = (self._salt(row), position, NOT_SAMPLED)
-                    if self.window and position < row.kv_length:
+                    if self.window and position < plan.span(group, row)[1]:
                         page = plan.rings[group, row.slot, position // self.page_size]
                         at = page, position % self.page_size
                         self.rings[group][at] = (self._salt(row), position, NOT_SAMPLED)
@@ -186,14 +203,16 @@ class Device:
     def _write(self, group: int, row: SequenceRow) -> None:
         start = row.kv_length - len(row.token_ids)
         for position, token in enumerate(row.token_ids, start):
-            self.pages[group][self._cell(row, position)] = (self._salt(row), position, token)
+            cell, entry = self._cell(row, position), (self._salt(row), position, token)
+            self.pages[group][cell] = entry
+            if self.window:
+                ring = int(self.rings_of[group, row.slot, position // self.page_size])
+                self.rings[group][ring, cell[1]] = entry
 
     def _slide(self, group: int, row: SequenceRow, page_ids: list[int]) -> None:
-        """Writes to the ring, and reads what every token of the row sees there."""
+        """Reads what every token of the row sees in the ring."""
         start, rings = row.kv_length - len(row.token_ids), self.rings[group]
         cells = [(page_ids[p // self.page_size], p % self.page_size) for p in range(row.kv_length)]
-        for position, token in enumerate(row.token_ids, start):
-            rings[cells[position]] = (self._salt(row), position, token)
         for position in range(max(start + 1 - self.window, 0), row.kv_length):
             found = rings.get(cells[position])
             own = self.pages[group][self._cell(row, position)]
@@ -241,7 +260,7 @@ def least_ring_pages(limits: SchedulerSizes) -> int:
     size = limits.page_size
     ring = -(-(limits.window + 2 * limits.drafts) // size) + 1
     ring += max(1, limits.prefix_cache * -(-(limits.window - 1) // size))
-    chunks = 2 * limits.token_budget // size
+    chunks = 2 * limits.token_budget * (limits.groups if limits.spread else 1) // size
     return min(limits.pages, limits.lanes * (limits.slots * ring + chunks))
 
 
@@ -268,6 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         longest = -(-max_length // page_size)
         drafts = data.draw(self.drafts, "drafts")
         token_budget = slots * (1 + drafts) + data.draw(st.integers(0, 5), "budget beyond slots")
+        window = data.draw(st.sampled_from([0, 1, 3, 8, "states"]), "window")
         limits = SchedulerSizes(
             groups=data.draw(st.integers(1, 3), "groups"),
             lanes=data.draw(st.integers(1, 4), "lanes"),
@@ -285,7 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
             max_waiting=1000,
         )
-        window = data.draw(st.sampled_from([0, 1, 3, 8, "states"]), "window")
+        spread = limits.groups > 1 and window != "states" and data.draw(st.booleans(), "spread")
+        limits = msgspec.structs.replace(limits, spread=spread)
         if window == "states":
             pages = slots * limits.lanes * (3 if limits.prefix_cache else 1)
             limits = msgspec.structs.replace(limits, ring_pages=pages)
@@ -383,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight = {
             str(row.seed)
             for group in range(self.limits.groups)
-            for _, rows in self.rows_in_flight(group)
+            for _, rows in self.in_flight(group)
             for row in rows
         }
         for request_id in sorted(in_flight & set(self.scheduler.waiting_ids())):
@@ -516,7 +537,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts, rows_of_all = plan.bucket.drafts, [row for rows in plan.groups for row in rows]
         least = limits.slots if plan.plan.options and not drafts else 1
         fitting = [b for b in limits.token_buckets if b >= max(*sizes, least) and b > drafts]
-        assert plan.bucket.tokens == min(fitting)
+        assert plan.bucket.tokens == (max if plan.spread else min)(fitting)
+        assert plan.bucket.spread == bool(plan.spread)
         assert drafts == (limits.drafts if any(row.drafts for row in rows_of_all) else 0)
         pages = [-(-row.kv_length // limits.page_size) for row in rows_of_all]
         if not any(row.length_on_device for row in rows_of_all):
@@ -526,12 +548,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert slots == sorted(set(slots))
             assert set(slots) <= set(range(limits.slots))
             for row in rows:
-                self.check_row(plan.lane, group, row)
+                self.check_row(plan, group, row)
 
-    def check_row(self, lane: int, group: int, row: SequenceRow):
+    def check_row(self, plan: FullStep, group: int, row: SequenceRow):
         request = self.requests[str(row.seed)]
         assert request.request_id not in self.ends, "a step for a request that has ended"
-        assert row.token_ids
+        assert row.token_ids or (group, row) in plan.spread
         first, drafts = row.token_ids[: -row.drafts or None], row.token_ids[-row.drafts or 10**9 :]
         assert FROM_DEVICE not in first or first == [FROM_DEVICE]
         assert drafts == [FROM_DEVICE] * row.drafts
@@ -539,7 +561,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         certain = row.kv_length - row.drafts
         assert certain < longest
         least, most = (
-            -(-tokens // self.limits.page_size) for tokens in (row.kv_length, longest - 1)
+            -(-tokens // self.limits.page_size)
+            for tokens in (plan.span(group, row)[1], longest - 1)
         )
         assert least <= len(row.page_ids) <= most
         if not self.limits.drafts:
@@ -548,19 +571,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.params.grammar is None
         assert set(row.page_ids) <= set(range(self.limits.pages))
         self.check_rules(request, row)
-        for other_lane, others in self.rows_in_flight(group):
+        for one, others in self.in_flight(group):
             for other in others:
                 shared = set(other.page_ids) & set(row.page_ids)
-                same_slot = (other_lane, other.slot) == (lane, row.slot)
-                same_sequence = other.seed == row.seed
-                assert same_slot == same_sequence
-                if not same_sequence:
-                    assert not shared & self.written(row)
-                    assert not shared & self.written(other)
+                same_slot = (one.lane, other.slot) == (plan.lane, row.slot)
+                assert same_slot == (other.seed == row.seed) or one.spread or plan.spread
+                if not same_slot:
+                    assert not shared & self.written(plan, group, row)
+                    assert not shared & self.written(one, group, other)
 
-    def written(self, row: SequenceRow) -> set[int]:
+    def written(self, plan: FullStep, group: int, row: SequenceRow) -> set[int]:
         """Pages that the row writes to, and those after them."""
-        return set(row.page_ids[(row.kv_length - len(row.token_ids)) // self.limits.page_size :])
+        return set(row.page_ids[plan.span(group, row)[0] // self.limits.page_size :])
 
     def check_rules(self, request: Request, row: SequenceRow):
         """A mask is of the text so far; penalties are in every step, from the first one on."""
@@ -575,10 +597,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             start = row.kv_length - len(row.token_ids)
             assert not row.rules.fresh or start <= len(request.prompt)
 
-    def rows_in_flight(self, group: int):
+    def in_flight(self, group: int):
         for lane in range(self.limits.lanes):
             for plan in [*self.enqueued[lane], *(plan for plan, _ in self.ran[lane])]:
-                yield lane, plan.groups[group]
+                yield plan, plan.groups[group]
 
     @invariant()
     def adds_up(self):
@@ -600,8 +622,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             residents = self.scheduler.groups[group].residents()
             assert max((len(one.ring) for one in residents), default=0) <= most
             return
-        for lane, rows in self.rows_in_flight(group):
-            fed.update({(lane, row.slot): len(row.token_ids) for row in rows})
+        for plan, rows in self.in_flight(group):
+            spans = {(plan.lane, row.slot): plan.span(group, row) for row in rows}
+            fed.update({key: end - start for key, (start, end) in spans.items()})
         for one in self.scheduler.groups[group].residents():
             tokens = fed[one.place.lane, one.place.row % limits.slots] - 2
             rows = limits.window + max(tokens, 2 * limits.drafts)

@@ -30,7 +30,7 @@ def test_arrays_of_a_full_plan():
             *(11, 12, 13, FROM_DEVICE, 0, 0),  # token ids
             *(0, 3, 3, 4, 4),  # query start
             *(7, 0, 9, 0),  # kv length
-            *(0, 0, 1, 0),  # sample
+            *(0, 0, 1, 0, 0),  # sample, spread
             *(0, 0, bits(0.5), 0),  # temperature
             *(0, 0, 40, 0),  # top_k
             *(bits(1.0), 0, bits(0.75), 0),  # top_p
@@ -41,7 +41,7 @@ def test_arrays_of_a_full_plan():
             *(8, 0, 0, 0, 0, 0),
             *(0, 0, 1, 1, 1),
             *(0, 1, 0, 0),
-            *(0, 1, 0, 0),
+            *(0, 1, 0, 0, 0),
             *(0, 0, 0, 0),
             *(0, 0, 0, 0),
             *(0, bits(1.0), 0, 0),
@@ -161,8 +161,8 @@ def test_targets_lie_where_their_tokens_do():
 def test_fields_of_modules_come_last():
     """3 tokens, 2 slots; the order of the others is that of `test_step_arrays.py`."""
     layout = BatchLayout(3, 2, modules=3)
-    assert layout.width == 3 + 3 + 2 * 7 + 2 * 3
-    assert layout.fields(np.arange(layout.width))["upcoming"].tolist() == [20, 21, 22, 23, 24, 25]
+    assert layout.width == 3 + 3 + 1 + 2 * 7 + 2 * 3
+    assert layout.fields(np.arange(layout.width))["upcoming"].tolist() == [21, 22, 23, 24, 25, 26]
 
 
 def test_rules_in_order():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.step_composer import FIRST_INTERVAL, PROBE_STEPS, DraftPolicy
+from jaxserve.engine.draft_policy import FIRST_INTERVAL, PROBE_STEPS, DraftPolicy
 from jaxserve.observe.load import DraftCounts
 
 
