@@ -18,16 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from jaxserve.config.formats import FormatName, scaled
 from jaxserve.config.model import FFNKind
+from jaxserve.model.ffn import collectives
 from jaxserve.model.ffn.axes import Axes
 from jaxserve.model.ffn.beside import NOTHING, Beside, shared_expert
-from jaxserve.model.ffn.collectives import (
-    exchanged_rows,
-    gathered,
-    spare_rows,
-    summed,
-    summed_int8_rows,
-    summed_rows,
-)
 from jaxserve.model.ffn.replicas import choose_shared_rank, choose_slots, expert_load, work_of_rank
 from jaxserve.model.ffn.traffic import ExchangeKind
 from jaxserve.model.message import DispatchMessage
@@ -78,13 +71,15 @@ class Results(NamedTuple):
     ) -> Sums:
         """See `collectives`."""
         if self.int8:
-            return summed_int8_rows(shares, axes, beside)
-        add_up = functools.partial(summed_rows, axes=axes, dtype=self.dtype)
+            return collectives.summed_int8_rows(shares, axes, beside)
+        add_up = functools.partial(collectives.summed_rows, axes=axes, dtype=self.dtype)
         return Unsummed(beside.during(shares.total(self.dtype), add_up, last=True))
 
     def over_tensor(self, rows: Sums, axes: Axes) -> Sums:
         """Sums over the devices of a rank if they have the same rows."""
-        return rows if axes.split else Unsummed(summed(rows.total(), axes.tensor, self.dtype))
+        if axes.split:
+            return rows
+        return Unsummed(collectives.summed(rows.total(), axes.tensor, self.dtype))
 
     def pack(self, results: Unsummed) -> Array:
         """Packs rows for their way back. Rows without results do not travel and may be anything."""
@@ -139,7 +134,7 @@ class GatherExchange(NamedTuple):
         axes, beside = self.axes, NOTHING
         if block.dense is not None and block.own_rows:
             beside = shared_expert(block.dense, packed, packing.unpack)
-        gather = functools.partial(gathered, axes=axes.rows)
+        gather = functools.partial(collectives.gathered, axes=axes.rows)
         everything, rank = (yield beside.during(packed, gather)), axes.rank()
         message, experts = packing.unpack(self._real(everything)), block.experts
         if experts is not None:
@@ -326,7 +321,7 @@ class SendPlan(NamedTuple):
         arriving = self.sizes[:, self.rank]
         # If a device sends nothing, the last row is free: no others fill its place.
         everything = devices * rows // self.blocks.total * len(self.blocks.filled)
-        everything += spare_rows() if not self.blocks.all_filled else 0
+        everything += collectives.spare_rows() if not self.blocks.all_filled else 0
         plan = (
             repeat(self.starts[self.device]),
             repeat(self.sizes[self.device]),
@@ -343,7 +338,7 @@ class SendPlan(NamedTuple):
         axes, rows = self.axes.rows, self.order.place.shape[0]
 
         def exchange(sent: Array) -> Array:
-            return exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
+            return collectives.exchanged_rows(sent, length, *plan, axes=axes, rows=rows)
 
         return beside.during(sent, exchange, **steps)
 
@@ -358,7 +353,7 @@ class SendPlan(NamedTuple):
             self.starts[:, self.rank] + tensor_rank * self.most,
             repeat(self.sizes[self.device]),
         )
-        length = self.copies * self.most + spare_rows()
+        length = self.copies * self.most + collectives.spare_rows()
         returned = self._exchange(form.pack(results), length, plan, beside, last=True)
         order = self.order
         if self.copies > 1:
@@ -387,7 +382,8 @@ def make_send_plan(
         there = jnp.repeat(mine, ranks_chosen.shape[0] // mine.shape[0])
         ranks_chosen = jnp.where(there[:, None], ranks_chosen, ranks)
     order = sort_choices(ranks_chosen.astype(jnp.int32), ranks, once=True)
-    sizes = beside.during(order.sizes[None], functools.partial(gathered, axes=axes.rows), spared=2)
+    gather = functools.partial(collectives.gathered, axes=axes.rows)
+    sizes = beside.during(order.sizes[None], gather, spared=2)
     return SendPlan(
         axes,
         blocks,
