@@ -58,8 +58,6 @@ from pallas_kernels.quantize import sliceable
 
 _DIVIDED = ATTENTION_AXES[:1]
 _COUNTS = Bank.counts_spec(_DIVIDED)
-Runs = Sequence[tuple[LayerKind, int, int]]
-"""Kind, first and last layer but one of each run of equal layers."""
 
 
 class ColocatedPrograms(TokenPrograms):
@@ -135,6 +133,7 @@ class ColocatedPrograms(TokenPrograms):
             ),
             donates=(1, 2),
             cuda_graphs="branches",
+            lanes=lanes,
         )
 
     def predict(self, bucket: Bucket) -> Program:
@@ -210,7 +209,7 @@ class ColocatedPrograms(TokenPrograms):
             self.templates.ffn[kind.ffn].arrays(self.mesh, COLOCATED_FFN_RULES, count),
         )
 
-    def _no_loads(self, runs: Runs) -> list[Array]:
+    def _no_loads(self, runs: Sequence[tuple[LayerKind, int, int]]) -> list[Array]:
         """Zeros for the rows that experts get in each layer of the runs with routed experts."""
         sizes = [stop - start for kind, start, stop in runs if kind.ffn.router]
         return [jnp.zeros((size, self.config.experts), jnp.int32) for size in sizes]
@@ -236,6 +235,7 @@ class _StackedStep:
     beside messages of the first lane's next layer.
 
     Args:
+      runs: kind, first and last layer but one of each run of equal layers.
       leaves: stacked leaves of attention and ffn of each run.
       tables: tables of experts of the runs that have routed ones.
     """
@@ -243,7 +243,7 @@ class _StackedStep:
     def __init__(
         self,
         programs: ColocatedPrograms,
-        runs: Runs,
+        runs: Sequence[tuple[LayerKind, int, int]],
         batches: Sequence[RaggedBatch],
         leaves: Sequence[Sequence[Arrays]],
         tables: Sequence[Array],

@@ -75,27 +75,27 @@ but sends none if a device has none (`openxla/xla`, `ragged_all_to_all_device_ke
 `model/ffn/collectives.py` then sends one. It was never run on a card, so `serve` tests it first
 (`commands/self_tests.py`). The scheduler runs work that needs no rows while they arrive."""
 
-_PAIRED = {"xla_gpu_memory_limit_slop_factor": 1000}
-"""For a program that exchanges messages with another one (`step_programs.py`): the memory, in
+_SEVERAL = {"xla_gpu_memory_limit_slop_factor": 1000}
+"""For a program of several lanes, or one that exchanges messages with another one: the memory, in
 percent of the device's, above which XLA computes results twice to save space. It counts pages twice
-that kernels write in place, and would then receive messages twice that are sent once (seen with
-Step-3 for 16 + 16 H200: 61 messages more on one side)."""
+that kernels write in place. It would gather rows twice (seen with two lanes on 8 H200), and receive
+messages twice that are sent once (seen with Step-3 for 16 + 16 H200: 61 more on one side)."""
 
 
 def compiler_options(
-    platform: str, graphs: CudaGraphs = "default", ragged: bool = False, paired: bool = False
+    platform: str, graphs: CudaGraphs = "default", ragged: bool = False, several: bool = False
 ) -> dict[str, Any]:
     """Returns the options that a program is compiled with.
 
     Args:
       ragged: whether the program has ragged all-to-alls between processes.
-      paired: whether the program exchanges messages with another one.
+      several: whether the program has several lanes or exchanges messages with another one.
     """
     if platform == "cpu":
         return dict(_ON_CPU)
     if platform not in ("cuda", "gpu"):
         return {}
-    wanted = _GRAPHS.get(graphs, {}) | (_RAGGED if ragged else {}) | (_PAIRED if paired else {})
+    wanted = _GRAPHS.get(graphs, {}) | (_RAGGED if ragged else {}) | (_SEVERAL if several else {})
     given = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in wanted.items() if name not in given}
 
@@ -123,6 +123,8 @@ class Program(NamedTuple):
     cuda_graphs: CudaGraphs = "default"
     ragged: bool = False
     """True if the program has ragged all-to-alls."""
+    lanes: int = 1
+    """Lanes whose steps a program of colocated mode runs."""
     paired: int = 0
     """Devices of the attention role, if the program exchanges messages with the other role's."""
 
@@ -158,9 +160,9 @@ class Program(NamedTuple):
     def compile(self) -> jax.stages.Compiled:
         """Compiles ahead of time for the shapes and shardings of its inputs."""
         lowered = jax.jit(self.mapped(), donate_argnums=self.donated).lower(*self.arguments)
-        devices = list(self.mesh.devices.flat)
+        devices, several = list(self.mesh.devices.flat), self.paired > 0 or self.lanes > 1
         between = self.ragged and len({device.process_index for device in devices}) > 1
-        options = compiler_options(devices[0].platform, self.cuda_graphs, between, self.paired > 0)
+        options = compiler_options(devices[0].platform, self.cuda_graphs, between, several)
         return lowered.compile(options or None)
 
 

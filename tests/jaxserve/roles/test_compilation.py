@@ -374,7 +374,7 @@ def test_graphs():
 
 
 def test_between_processes_the_device_runs_the_exchange_and_messages_are_received_once():
-    assert compiler_options("cuda", paired=True) == {"xla_gpu_memory_limit_slop_factor": 1000}
+    assert compiler_options("cuda", several=True) == {"xla_gpu_memory_limit_slop_factor": 1000}
     assert compiler_options("cuda", ragged=True) == {
         KERNEL: True,
         "xla_gpu_ragged_all_to_all_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
@@ -394,7 +394,7 @@ def test_within_a_process_nothing_is_asked_for_the_exchange(processes, monkeypat
 
 
 def test_other_platforms_know_nothing_of_gpus():
-    assert compiler_options("tpu", "branches", ragged=True, paired=True) == {}
+    assert compiler_options("tpu", "branches", ragged=True, several=True) == {}
     assert not any("gpu" in name for name in compiler_options("cpu", "off", True, True))
 
 
