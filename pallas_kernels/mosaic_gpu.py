@@ -21,9 +21,8 @@ SHARED_MEMORY = 232_448
 INTERPRETED_PROCESSORS = 2
 
 LEFT_BY_PRODUCTS = 8
-"""Most multiprocessors that matrix products leave to collectives. By count, gate and up of Step-3's
-three experts of 128 rows fill 120 tiles and now and then one more. With down they take 93 µs on 124
-multiprocessors, 89 on all 132, and 120 on 120 multiprocessors, in two rounds."""
+"""Most multiprocessors that matrix products leave to collectives: tiles of Step-3's three experts
+fill 120, and now and then one more (docs/measurements/kernels.md)."""
 
 SMALLEST_SCALE = 2.0**-100
 """Smallest scale; rows that would need a smaller one become zeros with the scale 1."""

@@ -367,12 +367,7 @@ def _cache(arrays: tuple[Any, ...], width: int, int8_products: bool = False) -> 
 
 
 def _kernels(target: Target) -> ModuleType:
-    """Returns the module of a backend, `mosaic_tpu`, `mosaic_gpu` or `triton_gpu`.
-
-    `gap(queries, cache)` returns the property of a call that its kernels do not cover; empty: none.
-    `paged_attention(call, target, tiles, places)` may return log-sum-exps unasked.
-    `places_of(call, target)` returns its `places`.
-    """
+    """Returns the module of a backend. Its `paged_attention` may return log-sum-exps unasked."""
     return kernels("attention", target)
 
 

@@ -23,10 +23,6 @@ Sums over 128 columns (FP32 or int32) are multiplied by both scales and accumula
 `grouped_swiglu` quantises the hidden rows likewise, from FP32, in the epilogue of the product that
 makes them, where a kernel's tile holds 128 columns but not the whole row. Of TPUs, only v7x
 supports it in FP8.
-
-On Hopper GPUs the kernel has no support for INT4 weights, FP32 rows, widths that are not a multiple
-of 64, and a few block sizes (`mosaic_gpu.py`): plain XLA runs instead, slowly, which is logged or
-refused (`pallas_kernels/coverage.py`). MXFP4 weights, of all groups, are decoded first, likewise.
 """
 
 import dataclasses

@@ -13,8 +13,7 @@ where weights have blocks, as DeepSeek-V3's format says, and with one scale for 
 of channels, which XLA multiplies as both are. Quantising the rows takes a launch, which few rows
 do not gain back (docs/measurements/kernels.md, an H100). They are quantised all the same: a token
 must not depend on how many others are in its batch. Rows that came in FP8 are multiplied as they
-came. INT8 weights multiply rows in INT8. A whole SwiGLU network of FP8 weights and rows that came
-in FP8 is two launches of the kernel (`swiglu_steps_of_fp8`), where a caller asks for steps.
+came. INT8 weights multiply rows in INT8.
 """
 
 import functools
@@ -52,9 +51,8 @@ TILE = 64, 128
 """Rows and hidden columns of a tile of `swiglu_steps_of_fp8`, as `pick_tiles` may choose them."""
 MOST_TILES = 124
 """Most tiles of the first step of `swiglu_steps_of_fp8`: the multiprocessors of a Hopper GPU that
-are not left to collectives. By machine code, Step-3's shared expert takes 29 µs for 128 rows in 80
-tiles (reading its weights takes 26). Half of its width takes 31 µs for 256 rows, also in 80 tiles
-(weights 14); in two rounds, or in 40 tiles of twice the rows, some 50 µs."""
+are not left to collectives. Two rounds, or half the tiles with twice the rows, take 1.6 times as
+long for half of Step-3's shared expert."""
 
 Network = tuple[WeightArray, WeightArray, WeightArray]
 """Weights of a SwiGLU network: gate and up [d_ff, d_model], and down [d_out, d_ff]."""

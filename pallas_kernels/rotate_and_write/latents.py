@@ -4,7 +4,6 @@ Called by latent attention (MLA) between its down maps and its other products. A
 `rotate_and_write`, only Hopper GPUs have a kernel (`mosaic_gpu_latents.py`).
 """
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from pallas_kernels.attention.checks import check_tokens
 from pallas_kernels.coverage import kernel_target
 from pallas_kernels.quantize import EIGHT_BITS, Words
 from pallas_kernels.rotate_and_write import reference
-from pallas_kernels.target import Target, kernels
+from pallas_kernels.target import kernels
 from pallas_kernels.transforms import run_op
 
 OP = "norm_and_write"
@@ -74,7 +73,9 @@ def norm_and_write(
     check_tokens(down.shape[0], *wheres)
     target = kernel_target(
         OP,
-        lambda target: _kernels(target).gap(pages, down, latent_norm, query_norm),
+        lambda target: kernels("rotate_and_write", target, "_latents").gap(
+            pages, down, latent_norm, query_norm
+        ),
         _COST,
         fused_on_tpus=True,
     )
@@ -90,14 +91,11 @@ def norm_and_write(
         call = reference.LatentsCall(pages, down, turn, where, norms, *options)
         if target is None:
             return Latents(*reference.norm_and_write(call))
-        return Latents(*_kernels(target).norm_and_write(call, target))
+        kernel = kernels("rotate_and_write", target, "_latents")
+        return Latents(*kernel.norm_and_write(call, target))
 
     norms = (latent_norm, query_norm)
     return run_op(OP, compute, pages, down, (cosine, sine), wheres, norms)
-
-
-def _kernels(target: Target) -> ModuleType:
-    return kernels("rotate_and_write", target, "_latents")
 
 
 def _check(
