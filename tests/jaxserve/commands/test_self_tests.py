@@ -8,7 +8,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.commands import self_tests
 from jaxserve.config.load import load_deployment
 from jaxserve.link import runtime_link
-from jaxserve.model.ffn import exchange
+from jaxserve.model.ffn import collectives
 from jaxserve.preflight import parts
 from jaxserve.preflight.outcomes import Failed
 from tests import golden
@@ -69,7 +69,7 @@ def test_wrong_rows_fall_back_and_tokens_stay_right(on_gpus, tmp_path):
     assert self_tests.with_tested_links(deployment, words) is deployment
     (tmp_path / "sitecustomize.py").write_text(POISON)
     on_gpus.setenv("PYTHONPATH", f"{tmp_path}:.")
-    on_gpus.setattr(exchange, "exchanged_rows", lambda *rows, **how: 0 / 0)
+    on_gpus.setattr(collectives, "exchanged_rows", lambda *rows, **how: 0 / 0)
     found = self_tests.with_tested_links(deployment, words)
     assert found.ffn.exchange == "gather"
 
