@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jaxtyping import Array
+from msgspec.structs import replace
 
 from jaxserve.config.model import LayerKind
 from jaxserve.model.attention.batch import RaggedBatch
@@ -235,7 +235,7 @@ class WholeSteps:
         bucket = max((plan.bucket for plan in plans), key=lambda bucket: bucket.pages)
         options, steps = self._ends[bucket][-3:-1], []
         for plan in plans:
-            batch, table = self._tokens.put(msgspec.structs.replace(plan, bucket=bucket))
+            batch, table = self._tokens.put(replace(plan, bucket=bucket))
             steps.append((*self._tokens.begin(plan, options[1], batch), table))
         made = zip(plans, steps, self._step(bucket, steps), strict=True)
         ended = [self._tokens.end(plan, options, given, *left) for plan, given, left in made]
@@ -270,9 +270,9 @@ class WholeSteps:
 
     def _next(self) -> list[StepPlan]:
         """Returns the begun steps that the next dispatch runs: the one that waited longest, and
-        together with it those of as many tokens."""
-        size = self._begun[0].bucket.of_tokens
-        alike = [plan for plan in self._begun if plan.bucket.of_tokens == size]
+        together with it those that differ by pages alone."""
+        size = replace(self._begun[0].bucket, pages=1)
+        alike = [plan for plan in self._begun if replace(plan.bucket, pages=1) == size]
         return alike[: self._most]
 
     def _observe(self, plan: StepPlan, made: Finished | Passed) -> None:

@@ -56,6 +56,7 @@ def test_long_prompts_over_several_groups(mode, tiny_model, reference, monkeypat
     note = functools.partialmethod(lambda self: spread.append(len(self.parts)) or issued(self))
     monkeypatch.setattr(SpreadPrompt, "issued", note)
     sizes = {"mode": mode, "attention.dp": 3, "scheduler.spread": True, "lanes": 2}
+    sizes["pipeline"] = "step" if mode == "colocated" else "layer"
     with layouts.running(tiny_model, sizes) as engine:
         alone = layouts.one_by_one(engine, layouts.PROMPTS, layouts.GREEDY)
         assert [spread.count(groups) for groups in (2, 3)] == [4, 4]

@@ -37,7 +37,7 @@ def test_shapes_of_1a1f(tmp_path):
     bucket, pages = Bucket(24, 18), (160, 1, 8, 32)
     enter = p.enter(bucket, p.config.layer(0))
     assert enter.name == "enter_dense"
-    expected = [(1, 5), (1, 5, 18), (1, 24 + 6 + 7 * 5), pages, pages]
+    expected = [(1, 5), (1, 5, 18), (1, 24 + 6 + 1 + 7 * 5), pages, pages]
     assert [a.shape for a in enter.arguments[:5]] == expected
     assert enter.donated == (3, 4)
     attend = p.attend(bucket, p.config.layer(1))
