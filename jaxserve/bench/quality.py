@@ -4,7 +4,7 @@ calibration wins back.
 Held-out bits per byte of the demo model for every format of weights, KV cache and wire relative to
 BF16, and how often each format's most likely token is BF16's. It measures the serving programs
 themselves: a step takes 128 tokens of a file, one per slot, all on the pages of one sequence, so
-that the logits of all of them are returned. The part `outliers` does so with a model whose
+that the logits of all 128 are returned. The part `outliers` does so with a model whose
 activations have outlier channels, in INT8 by rounding and by calibration; the part `int4` with the
 demo's FFNs in INT4 groups.
 

@@ -272,8 +272,7 @@ class WholeSteps:
         """Returns the begun steps that the next dispatch runs: the one that waited longest, and
         together with it those that differ by pages alone."""
         size = replace(self._begun[0].bucket, pages=1)
-        alike = [plan for plan in self._begun if replace(plan.bucket, pages=1) == size]
-        return alike[: self._most]
+        return [one for one in self._begun if replace(one.bucket, pages=1) == size][: self._most]
 
     def _observe(self, plan: StepPlan, made: Finished | Passed) -> None:
         """Tells the observer of an enqueued step."""

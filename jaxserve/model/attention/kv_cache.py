@@ -164,9 +164,10 @@ def page_pools(config: ModelConfig, deployment: Deployment) -> tuple[PagePool, .
     rings, layers = ring_pages(config, deployment), dict[tuple[Entry, ...], list[int]]()
     for number, kind in enumerate(map(config.layer, range(config.all_layers))):
         layers.setdefault(layer_entries(config, kind.attention, deployment), []).append(number)
-    alone = deployment.attention.dp == 1 or any(e.every != 1 for entries in layers for e in entries)
-    if deployment.scheduler.spread and alone:
-        raise ConfigError("scheduler.spread: attention.dp = 1, or states or rows of several tokens")
+    several = any(entry.every != 1 for entries in layers for entry in entries)
+    if deployment.scheduler.spread and (several or deployment.attention.dp == 1):
+        why = "the model keeps states or rows of several tokens" if several else "attention.dp = 1"
+        raise ConfigError(f"scheduler.spread = true: {why}")
     pages = (deployment.cache.pages, *[rings] * (rings > 0))
     pools = []
     for entries in sorted(layers, key=lambda entries: entries[0].ring):
