@@ -241,19 +241,23 @@ class LaneSlots:
             token_ids = self._with_chunks(token_ids, rows, counts, chunks)
         sample_counts = samples if own is None else samples * (1 + own)
         added, ends = certain, kv_lengths
-        tokens = int(np.bincount(rows // self.slots, counts).max())
+        tokens = int(
+            counts.sum() if self.groups == 1 else np.bincount(rows // self.slots, counts).max()
+        )
         if parts:  # each row has the whole chunk in its pages afterwards
             at, added, ends = np.searchsorted(rows, [*parts]), added.copy(), ends.copy()
             ends[at] = end = kv_lengths[at].max()
             added[at] = end - min(parts.values())
             tokens = self._sizes.token_budget
-        reach = kv_lengths if own is None else kv_lengths + own
-        slack = self.slack[rows]
-        reach = reach + slack
+        lengths, told, unknown = kv_lengths, ends, b""
+        if self._sizes.drafts:
+            lengths = kv_lengths if own is None else kv_lengths + own
+            reach = lengths + (slack := self.slack[rows])
+            least = np.maximum(reach, ends)
+            told = np.maximum(np.minimum(reach + self._sizes.ahead, self.room[rows]), least)
+            unknown = words(rows[slack > 0])
         options = self._options(rows, counts, samples)
         has_rules = any(one.rules is not None for one in options)
-        least = np.maximum(reach, ends)
-        told = np.maximum(np.minimum(reach + self._sizes.ahead, self.room[rows]), least)
         pages = -(-int(told.max()) // self.page_size)
         large = bool(options) and own is None  # small steps have none
         bucket_tokens = max(tokens, self.slots) if large else tokens
@@ -262,15 +266,15 @@ class LaneSlots:
             self.lane,
             number,
             self._sizes.bucket(bucket_tokens, pages, drafts_of_bucket, spread=bool(parts)),
-            columns=words(np.stack([rows, counts, reach - slack, sample_counts])),
+            columns=np.array([rows, counts, lengths, sample_counts], "<i4").tobytes(),
             tokens=words(token_ids),
             new_sequences=[
                 self.sequences[row].sampling(row) for row in rows[~self.told[rows]].tolist()
             ],
-            pages=words(self._new_pages(rows, told, kv_lengths)),
+            pages=self._new_pages(rows, told, kv_lengths),
             options=options,
             row_temperatures=self._temperatures(rows) if has_rules else b"",
-            on_device=words(rows[slack > 0]),
+            on_device=unknown,
             proposes=proposes,
             said=self._unrecorded(rows) if proposes and self._sizes.looks_up else [],
             upcoming=self._upcoming(rows[~samples], kv_lengths[~samples]) if proposes else b"",
@@ -297,15 +301,16 @@ class LaneSlots:
         A page that the cache has of another sequence is offered again with the next one.
         """
         cached, rows = self.known_cached(step), step.rows
-        behind = np.maximum(cached + 1 - (self._sizes.window or self._sizes.max_length + 1), 0)
         # Grows with each full page, and with each page that the window has left behind.
-        edges = cached // self.page_size + behind // self.page_size
+        edges = cached // self.page_size
+        if window := self._sizes.window:
+            edges += np.maximum(cached + 1 - window, 0) // self.page_size
         changed = (edges > self.published[rows]) | ~self.running[rows]
         changed &= self.resident[rows]  # a sequence to be computed anew may have left already
         self.published[rows] = edges
         return [
             (self.write_back(int(rows[index])), int(cached[index]))
-            for index in np.flatnonzero(changed).tolist()
+            for index in changed.nonzero()[0].tolist()
         ]
 
     def _unrecorded(self, rows: np.ndarray) -> list[SaidTokens]:
@@ -345,7 +350,7 @@ class LaneSlots:
         self, rows: np.ndarray, counts: np.ndarray, samples: np.ndarray
     ) -> list[RowOptions]:
         options = []
-        for index in np.flatnonzero(self.options[rows]).tolist():
+        for index in self.options[rows].nonzero()[0].tolist():
             row = int(rows[index])
             one = self.sequences[row].options(
                 row,
@@ -363,21 +368,23 @@ class LaneSlots:
         sequences = self.sequences[rows]
         return words(np.asarray([one.request.params.temperature for one in sequences]), "<f4")
 
-    def _new_pages(self, rows: np.ndarray, reach: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Returns pages that the step reaches and the workers do not know, `[3, pages]`. With
-        rings, a page's ids in both tables lie side by side.
+    def _new_pages(self, rows: np.ndarray, reach: np.ndarray, kv_lengths: np.ndarray) -> bytes:
+        """Returns pages that the step reaches and the workers do not know, as `StepPlan.pages`.
+        With rings, a page's ids in both tables lie side by side.
 
         Args:
           reach: cache entries that each row may have after the step.
           kv_lengths: those that it has at least, without its drafts.
         """
         needed = ends = -(-reach // self.page_size)
-        # A state is only in the page of the last token that is certain.
-        first = (kv_lengths - 1) // self.page_size * self._sizes.recurrent
         if self._sizes.recurrent:
             ends = -(-(kv_lengths + self.slack[rows]) // self.page_size)
         told, rings = self.pages_told[rows], self.rings_told[rows]
         some = (needed > told) | (ends > rings)
+        if not some.any():
+            return b""
+        # A state is only in the page of the last token that is certain.
+        first = (kv_lengths - 1) // self.page_size * self._sizes.recurrent
         pages: list[tuple[int, int, int]] = []
         changed = np.stack([rows, told, needed, first, rings, ends], axis=1)[some].tolist()
         for row, start, end, opened, known, ring_end in changed:
@@ -393,7 +400,7 @@ class LaneSlots:
                 pages += [(row, at * tables + 1, page) for at, page in ring.items() if at >= known]
         self.pages_told[rows] = np.maximum(needed, told)
         self.rings_told[rows] = np.maximum(ends, rings)
-        return np.asarray(pages, np.int32).reshape(-1, 3).T
+        return words(np.asarray(pages, np.int32).reshape(-1, 3).T)
 
     def complete(self, step: StepInFlight, accepted: np.ndarray | None = None) -> np.ndarray:
         """Counts a step as complete. Returns the rows (a mask) whose sequence keeps the sampled

@@ -158,8 +158,10 @@ class StepOutputs(Items[TokenOutput]):
         return own if isinstance(own, list) else [own]
 
     def _plain(self, index: int, sequence: Sequence) -> TokenOutput:
-        run, drafted = self._run(index), self._drafts[index] if self._drafts else 0
-        return _output(sequence, token_ids=run, drafted=drafted, accepted=len(run) - 1)
+        run = self._run(index)
+        if not self._drafts:
+            return _output(sequence, token_ids=run)
+        return _output(sequence, token_ids=run, drafted=self._drafts[index], accepted=len(run) - 1)
 
 
 def append_tokens(
@@ -182,7 +184,8 @@ def append_tokens(
     groups, lane_slots, *drafted = result.sampled.shape
     token_ids = result.sampled.reshape(groups * lane_slots, *drafted)[rows]
     sequences = slots.sequences[rows].tolist()
-    ends = (token_ids == NO_TOKEN) | np.isin(token_ids, np.fromiter(end_ids, np.int64))
+    # `np.isin` would take a third of the time of this function.
+    ends = np.equal.outer([NO_TOKEN, *end_ids], token_ids).any(axis=0)
     special = slots.options[rows] | slots.grammar[rows] | slots.is_last[rows]
     special |= ends.any(axis=1) if drafted else ends
     plain = ~special
@@ -198,7 +201,7 @@ def append_tokens(
         slots.append(rows[plain], token_ids[plain])
         tokens = token_ids.tolist()
     outputs = {}
-    for index in np.flatnonzero(special).tolist():
+    for index in special.nonzero()[0].tolist():
         row, own = int(rows[index]), tokens[index]
         run = own if isinstance(own, list) else [own]
         outputs[index] = _append(slots, row, run, result.logprobs.get(row))

@@ -188,7 +188,7 @@ class Scheduler:
         drafts = self.composer.drafts(slots, decoding, prefilling)
         chunks = self.composer.chunks(slots, decoding, prefilling, drafts)
 
-        decode = np.flatnonzero(decoding)
+        decode = decoding.nonzero()[0]
         if not len(decode) and not chunks:
             return None
         parts = {} if spread is None else spread.parts

@@ -131,10 +131,11 @@ class StepComposer:
         are published and later sequences draft from the modules' entries there. Pages for drafts
         are taken only from those that no stalled sequence waits for.
         """
-        policy, prefills = self._policy, bool(prefilling.any())
-        rows = int(decoding.sum() + prefilling.sum())
-        most = policy.choose(rows, prefills=prefills) if policy is not None and rows else 0
-        if policy is None or not (most or (prefills and self._sizes.modules)):
+        if (policy := self._policy) is None:
+            return None
+        prefills, rows = bool(prefilling.any()), int(decoding.sum() + prefilling.sum())
+        most = policy.choose(rows, prefills=prefills) if rows else 0
+        if not (most or (prefills and self._sizes.modules)):
             return None
         drafts = slots.drafts(decoding, most)
         if prefills:
