@@ -26,7 +26,7 @@ from jaxserve.errors import (
     OverloadedError,
 )
 from jaxserve.server.access import without_addresses
-from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, WholeBuffer, pause
+from jaxserve.server.stream import MESSAGES_A_SECOND, StreamBuffer, pause
 from jaxserve.server.structured_outputs import FIELD
 from jaxserve.server.tracing import Tracing
 from jaxserve.text.generation import Generation
@@ -119,7 +119,7 @@ class Source:
         self,
         front_end: "FrontEnd",
         job: Job,
-        buffer: StreamBuffer | WholeBuffer,
+        buffer: StreamBuffer,
         generation: Generation,
     ):
         self.job = job
@@ -128,10 +128,7 @@ class Source:
         self._buffer = buffer
 
     async def next_output(self) -> GenerationOutput:
-        """The next output, whether or not the request ended well; without streaming, all of it.
-
-        May be cancelled while it waits (`asyncio.timeout`); no output is lost.
-        """
+        """The next output, whether or not the request ended well; see `StreamBuffer.take`."""
         return await self._buffer.take()
 
     def check(self, output: GenerationOutput) -> GenerationOutput:
@@ -155,9 +152,9 @@ class Source:
         Raises:
           As `check`.
         """
-        while True:
-            output = await self.take()
-            yield output
+        while True:  # the buffer itself: every coroutine between costs each token
+            output = await self._buffer.take()
+            yield self.check(output)
             if output.finish_reason is not None:
                 return
             self.generation.consumed(len(output.token_ids))
@@ -344,6 +341,10 @@ class FrontEnd:
         """
         generator = self.ready()
         sources: list[Source] = []
+
+        def between() -> float:
+            return pause(generator.live, self._messages_a_second)
+
         stack = contextlib.ExitStack()
         if self._tracing is not None:
             model = str(generator.engine.model_info()["model"])
@@ -355,11 +356,7 @@ class FrontEnd:
         with stack:
             try:
                 for job, request_id in zip(jobs, request_ids, strict=True):
-                    buffer = (
-                        StreamBuffer(lambda: pause(generator.live, self._messages_a_second))
-                        if stream
-                        else WholeBuffer()
-                    )
+                    buffer = StreamBuffer(between if stream else None)
                     submit = functools.partial(
                         generator.submit,
                         job.token_ids,

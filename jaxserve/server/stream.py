@@ -3,11 +3,13 @@
 A message costs far more than a token, so a `StreamBuffer` coalesces where the event loop is behind:
 it sends the outputs that came since its last turn. Up to `SMOOTH_STREAMS` streams, every token is
 sent at once while the event loop keeps up. With more streams each sends less often, because
-messages take time from the step loop of the same process. `WholeBuffer` is for requests
-that are not streamed. Called by `front_end.py`; knows no protocol.
+messages take time from the step loop of the same process. Requests that are not streamed have one
+portion. Called by `front_end.py`; knows no protocol.
 """
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
 import weakref
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from jaxserve.text.output import GenerationOutput, merge
 
 COALESCE_TOKENS = 16
+"""Tokens that are sent without waiting for the pause between two messages."""
 SMOOTH_STREAMS = 64
 SMOOTH_MESSAGES = 8000
 """Messages a second of all smooth streams together: about what one event loop can send."""
@@ -35,12 +38,12 @@ def pause(streams: int, messages_a_second: float) -> float:
 
 
 class _Waker:
-    """Sets events of an event loop from other threads; many at a time cost one wake-up."""
+    """Ends waits of an event loop from other threads; many at a time cost one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+        self.loop = loop
         self._lock = threading.Lock()
-        self._events: list[asyncio.Event] = []
+        self._waits: list[asyncio.Future[None]] = []
 
     @classmethod
     def of_this_loop(cls) -> "_Waker":
@@ -50,22 +53,23 @@ class _Waker:
             _wakers[loop] = cls(loop)
         return _wakers[loop]
 
-    def wake(self, event: asyncio.Event) -> None:
-        """Has the event loop set an event soon; from any thread."""
+    def wake(self, wait: "asyncio.Future[None]") -> None:
+        """Has the event loop end a wait soon; from any thread."""
         with self._lock:
-            self._events.append(event)
-            if len(self._events) > 1:
+            self._waits.append(wait)
+            if len(self._waits) > 1:
                 return  # the loop is about to wake up
         try:
-            self._loop.call_soon_threadsafe(self._set)
-        except RuntimeError:  # the loop is closed, so nothing waits for the event
+            self.loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # the loop is closed, so nothing waits
             return
 
-    def _set(self) -> None:
+    def _end(self) -> None:
         with self._lock:
-            events, self._events = self._events, []
-        for event in events:
-            event.set()
+            waits, self._waits = self._waits, []
+        for wait in waits:
+            if not wait.done():  # else it was cancelled
+                wait.set_result(None)
 
 
 _wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]" = (
@@ -79,29 +83,20 @@ class StreamBuffer:
     It has no bound of its own: a `Generation` with `max_pending_tokens` stops putting.
 
     Args:
-      pause: the least seconds between two portions, as the number of streams asks for.
-      tokens: as many are sent without waiting for the interval.
-      seconds: the least seconds between two portions, however few streams there are.
+      pause: returns the least seconds between two portions; None: all outputs are one portion.
     """
 
-    def __init__(
-        self,
-        pause: Callable[[], float] = lambda: 0.0,
-        tokens: int = COALESCE_TOKENS,
-        seconds: float = 0.0,
-    ):
+    def __init__(self, pause: Callable[[], float] | None):
         self._pause = pause
-        self._portion = tokens
-        self._interval = seconds
         self._waker = _Waker.of_this_loop()
-        self._wake = asyncio.Event()
         self._next_portion = 0.0  # time.monotonic
         self._lock = threading.Lock()
         # Under the lock:
         self._outputs: list[GenerationOutput] = []
         self._tokens = 0
         self._ended = False
-        self._wanted: int | None = None  # tokens that the waiting coroutine waits for
+        self._wanted = 0.0  # tokens that the waiting coroutine waits for
+        self._wait: asyncio.Future[None] | None = None  # ends when they have come
 
     def put(self, output: GenerationOutput) -> None:
         """Adds an output; wakes the coroutine if there are as many tokens as it waits for."""
@@ -109,60 +104,33 @@ class StreamBuffer:
             self._outputs.append(output)
             self._tokens += len(output.token_ids)
             self._ended |= output.finish_reason is not None
-            wake = self._wanted is not None and self._has(self._wanted)
-            if wake:
-                self._wanted = None
-        if wake:
-            self._waker.wake(self._wake)
+            if (wait := self._wait) is None or not self._has(self._wanted):
+                return
+            self._wait = None
+        self._waker.wake(wait)
 
     async def take(self) -> GenerationOutput:
-        """Waits for the next portion; the last one has a finish reason."""
-        while not await self._wait(1):
-            pass
-        pause = self._next_portion - time.monotonic()
-        if pause > 0:
-            try:
-                async with asyncio.timeout(pause):
-                    while not await self._wait(self._portion):
-                        pass
-            except TimeoutError:
-                pass
-        interval = max(self._interval, self._pause())
-        self._next_portion = time.monotonic() + interval
+        """Waits for the next portion; the last one has a finish reason. May be cancelled while it
+        waits: no output is lost."""
+        await self._arrival(math.inf if self._pause is None else 1)
+        if self._pause is not None:
+            if (seconds := self._next_portion - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._arrival(COALESCE_TOKENS)
+            self._next_portion = time.monotonic() + self._pause()
         with self._lock:
             outputs, self._outputs, self._tokens = self._outputs, [], 0
-            self._wanted = None
+            self._wait = None
         return merge(outputs)
 
-    def _has(self, tokens: int) -> bool:
+    def _has(self, tokens: float) -> bool:
         return self._tokens >= tokens or self._ended
 
-    async def _wait(self, tokens: int) -> bool:
-        """Waits once for `tokens`; returns whether they are there (wake-ups may be spurious)."""
+    async def _arrival(self, tokens: float) -> None:
+        """Waits until `tokens` have come, or the end."""
         with self._lock:
             if self._has(tokens):
-                return True
-            self._wanted = tokens
-            self._wake.clear()
-        await self._wake.wait()
-        return False
-
-
-class WholeBuffer:
-    """All outputs of one request as one: `put` from any thread, `take` from one coroutine."""
-
-    def __init__(self) -> None:
-        self._waker = _Waker.of_this_loop()
-        self._ended = asyncio.Event()
-        self._outputs: list[GenerationOutput] = []
-
-    def put(self, output: GenerationOutput) -> None:
-        """Adds an output; the last one wakes the coroutine."""
-        self._outputs.append(output)
-        if output.finish_reason is not None:
-            self._waker.wake(self._ended)
-
-    async def take(self) -> GenerationOutput:
-        """Waits for the end; returns all outputs joined."""
-        await self._ended.wait()
-        return merge(self._outputs)
+                return
+            self._wanted, self._wait = tokens, (wait := self._waker.loop.create_future())
+        await wait

@@ -85,6 +85,7 @@ class HttpExchange:
         self.arrival = time.monotonic()
         self._receive = receive
         self._send = send
+        self._connection = scope.get("state", {}).get("connection")
         self._gone = False
 
     def check_headers(self) -> None:
@@ -167,6 +168,8 @@ class HttpExchange:
         body = b"data: " + data + b"\n\n"
         if name:
             body = f"event: {name}\n".encode() + body
+        if self._connection is not None and self._connection.send_part(body):
+            return
         await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:
@@ -203,9 +206,8 @@ class HttpExchange:
 
     def hang_up(self) -> None:
         """Aborts the connection, discarding unsent data."""
-        connection = self.scope.get("state", {}).get("connection")
-        if connection is not None:
-            connection.transport.abort()
+        if self._connection is not None:
+            self._connection.transport.abort()
 
     async def _watch(self, task: "asyncio.Task[object]") -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -244,8 +246,7 @@ class HttpExchange:
         await self._write({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, message: Message) -> None:
-        connection = self.scope.get("state", {}).get("connection")
-        if connection is not None and not connection.flow.write_paused:
+        if self._connection is not None and not self._connection.flow.write_paused:
             await self._send(message)  # which will not wait
             return
         try:

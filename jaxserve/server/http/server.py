@@ -273,6 +273,19 @@ class _Connection(H11Protocol):
                 self.transport.abort()
         self._watch_headers()
 
+    def send_part(self, body: bytes) -> bool:
+        """Sends a part of a chunked answer past h11, whose checks take longer than the writing.
+        Returns False, having sent nothing, unless the connection is sending such an answer and may
+        be written to now. Not for HEAD.
+        """
+        cycle, conn = self.cycle, self.conn
+        if cycle is None or cycle.disconnected or self.flow.write_paused:
+            return False
+        if conn.our_state is not h11.SEND_BODY or conn.their_http_version != b"1.1":
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
     def on_response_complete(self) -> None:
         """Bounds what a client may go on sending of a body that is answered already."""
         super().on_response_complete()

@@ -21,9 +21,9 @@ def runs(test: Callable[[], Coroutine[object, object, None]]) -> Callable[[], No
     return lambda: asyncio.run(asyncio.wait_for(test(), 20))
 
 
-async def begun(**limits: float) -> StreamBuffer:
+async def begun(seconds: float) -> StreamBuffer:
     """A buffer whose first token was taken, which goes at once."""
-    buffer = StreamBuffer(**limits)
+    buffer = StreamBuffer(lambda: seconds)
     buffer.put(token(0))
     assert (await buffer.take()).token_ids == [0]
     return buffer
@@ -31,17 +31,17 @@ async def begun(**limits: float) -> StreamBuffer:
 
 @runs
 async def test_whatever_gathered_while_the_loop_was_busy_goes_together() -> None:
-    for limits in ({"tokens": 4, "seconds": 10}, {}):
-        buffer = await begun(**limits)
-        for number in (1, 2, 3, 4, 5):
+    for seconds in (10, 0):
+        buffer = await begun(seconds)
+        for number in range(1, 18):
             buffer.put(token(number))
         portion = await buffer.take()
-        assert (portion.token_ids, portion.text) == ([1, 2, 3, 4, 5], "bcdef")
+        assert (portion.token_ids, portion.text) == ([*range(1, 18)], "bcdefghijklmnopqr")
 
 
 @runs
 async def test_a_portion_goes_when_the_interval_is_over() -> None:
-    buffer = await begun(tokens=100, seconds=0.1)
+    buffer = await begun(0.1)
     start = time.monotonic()
     buffer.put(token(1))
     buffer.put(token(2))
@@ -52,7 +52,7 @@ async def test_a_portion_goes_when_the_interval_is_over() -> None:
 @runs
 async def test_a_slow_stream_is_not_delayed() -> None:
     """The interval counts from the last message: a token that comes later goes at once."""
-    buffer = await begun(tokens=100, seconds=30)
+    buffer = await begun(30)
     buffer._next_portion -= 30  # the interval is over
     buffer.put(token(1))
     assert (await buffer.take()).token_ids == [1]
@@ -60,7 +60,7 @@ async def test_a_slow_stream_is_not_delayed() -> None:
 
 @runs
 async def test_the_end_waits_for_nothing() -> None:
-    buffer = await begun(tokens=100, seconds=30)
+    buffer = await begun(30)
     buffer.put(token(1))
     buffer.put(token(2, finish=True))
     last = await buffer.take()
@@ -69,7 +69,7 @@ async def test_the_end_waits_for_nothing() -> None:
 
 @runs
 async def test_nothing_is_lost_between_threads() -> None:
-    buffer = StreamBuffer(tokens=8, seconds=0.001)
+    buffer = StreamBuffer(lambda: 0.001)
 
     def produce() -> None:
         for number in range(5000):
@@ -90,7 +90,7 @@ async def test_nothing_is_lost_between_threads() -> None:
 
 def test_putting_after_the_loop_is_gone_is_harmless() -> None:
     async def make() -> StreamBuffer:
-        buffer = StreamBuffer()
+        buffer = StreamBuffer(lambda: 0.0)
         waiting = asyncio.ensure_future(buffer.take())
         await asyncio.sleep(0)
         waiting.cancel()
