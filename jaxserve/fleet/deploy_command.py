@@ -26,7 +26,6 @@ from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Spares
 from jaxserve.planner.deploy import Sizer
 from jaxserve.planner.deploy_fleet import Asked, DeployedPart, Fleet, FleetPlan, Planned, Scaled
-from jaxserve.planner.deploy_view import deploy_report
 from jaxserve.planner.deployment_file import plan_file, write_fleet
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.options import (
@@ -40,6 +39,7 @@ from jaxserve.planner.options import (
     read_target,
 )
 from jaxserve.planner.results import FleetResult
+from jaxserve.planner.search_view import deploy_report
 from jaxserve.planner.simulate import Constant, Progress
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import show
@@ -101,8 +101,8 @@ def run(options: argparse.Namespace) -> int:
         arguments = _simulation(options, sizer, planned.best)
         command = "python -m jaxserve.plan " + shlex.join(arguments)
         of_file = _simulate(arguments, asked) if options.simulate else None
-    prices, title = price_lines(hardware, options.price), f"{options.model}: {asked.text}"
-    show(options, deploy_report(title, sizer, planned, prices, of_file, command))
+    told = {"prices": price_lines(hardware, options.price), "of_file": of_file, "command": command}
+    show(options, deploy_report(f"{options.model}: {asked.text}", sizer, planned, **told))
     return 0
 
 

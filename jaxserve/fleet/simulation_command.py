@@ -33,7 +33,7 @@ from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.link_load import check_link
 from jaxserve.planner.models import model_config
 from jaxserve.planner.noise import ExpertLoads, read_skew
-from jaxserve.planner.options import assumptions, jitter, read_deployment, read_scenario
+from jaxserve.planner.options import TABLE, assumptions, jitter, read_deployment, read_scenario
 from jaxserve.planner.pool import ExpertPool, expert_pool, simulate_pool
 from jaxserve.planner.results import FleetResult, Result, Times
 from jaxserve.planner.scenario import Roles, Scenario, scenario
@@ -206,7 +206,9 @@ def _pool(options: argparse.Namespace) -> Report:
     for name, one in found.items():
         iteration = (f"{seconds * 1e3:.1f}" for seconds in (one.p50, one.p99, one.longest))
         rows.append([name, f"{one.tokens:.0f}", *iteration, f"{one.messages:.1f}"])
-    told = PagePart("What went in", lines=_told(pool=pool), aside=True)
+    meaning, given = TABLE["pool"], msgspec.structs.asdict(pool).items()
+    lines = [f"{name} = {value}: {meaning[name]}" for name, value in given]
+    told = PagePart("What went in", lines=lines, aside=True)
     title = f"{count} attention workers on an ffn worker, simulated"
     return Report(title, [PagePart(rows=rows), told], {"pool": pool, "result": found})
 

@@ -28,7 +28,7 @@ from jaxserve.model.ffn.traffic import (
     ranks_met,
 )
 from jaxserve.model.row_width import deployment_row_bytes
-from jaxserve.planner.hardware import load_hardware, rings
+from jaxserve.planner.hardware import load_hardware
 
 Place = tuple[int, ...]
 """Coordinates of a chip."""
@@ -202,7 +202,7 @@ def slice_layouts(deployment: Deployment, config: ModelConfig, hardware: str = "
         return []
     there = tpu_slice(name, kind, deployment.devices)
     sizes, hosts = tuple(map(int, there.topology.split("x"))), there.hosts
-    torus = Torus(sizes, rings(kind, sizes))
+    torus = Torus(sizes, kind.rings(sizes))
     devices = torus.devices(hosts, kind.jax_devices)
     if deployment.runtime_domains != 1 or hosts == 1 or len(devices) != deployment.devices:
         return []

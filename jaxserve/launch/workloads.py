@@ -13,7 +13,7 @@ from jaxserve.config.load import deployment_of
 from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.membership import process_shares
-from jaxserve.planner.hardware import LARGEST_SLICE, Hardware, TpuNames, load_hardware, shape
+from jaxserve.planner.hardware import LARGEST_SLICE, Hardware, TpuNames, load_hardware
 
 
 class TpuSlice(NamedTuple):
@@ -56,7 +56,7 @@ def tpu_slice(name: str, hardware: Hardware, devices: int) -> TpuSlice:
         raise ConfigError(
             f"{devices / cores:g} chips of {name}: there are slices of {', '.join(known)}{more}"
         )
-    sizes = shape(hardware, devices)
+    sizes = hardware.shape(devices)
     whole = chips if flat and chips <= 8 else 4
     # A dimension of one chip comes last: 2x2x1.
     text = "x".join(map(str, sizes if sizes[0] > 1 else sizes[::-1]))

@@ -27,7 +27,7 @@ from jaxserve.model.attention.kv_cache import ring_pages
 from jaxserve.model.ffn.traffic import exchange_mesh, exchange_of, ranks_met
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import busiest_by_chance
+from jaxserve.planner.models import busiest_by_chance
 from jaxserve.planner.scheduled import (
     Copy,
     ProgramCounts,
@@ -111,6 +111,15 @@ class CompiledProgram(NamedTuple):
     """Digest of the messages that a program of `pipeline: step` exchanges with the other role's,
     in the compiled order; the two roles' must be equal."""
 
+    @property
+    def size(self) -> str:
+        """The bucket in a few characters."""
+        return f"{self.bucket.tokens}x{self.bucket.pages}{' spread' * self.bucket.spread}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.size}"
+
 
 class RoleMemory(NamedTuple):
     """Memory of a device of a role, in bytes."""
@@ -136,12 +145,9 @@ class RoleMemory(NamedTuple):
 
 
 def topology(name: str) -> TargetTopology:
-    """`v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis; `h200:4x8`: hosts and GPUs
-    of each.
-
-    Raises:
-      ConfigError: libtpu, or JAX's CUDA plugin, is missing or does not know it.
-    """
+    """Returns the devices of `v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis; or of
+    `h200:4x8`: hosts and GPUs of each. Raises ConfigError if libtpu, or JAX's CUDA plugin, is
+    missing or does not know it."""
     # Do not look for TPUs, nor take them from a process that serves on them.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -187,18 +193,10 @@ def compile_deployment(
     workers: int = 2,
     report: Callable[[CompiledProgram], None] = lambda program: None,
 ) -> list[CompiledProgram]:
-    """Compiles all programs of both roles and returns the result of each.
-
-    Args:
-      config: the model, with the topology's platform.
-      buckets: buckets to compile; empty: all of the deployment.
-      workers: concurrent compilations.
-      report: called with every result, in order of completion.
-
-    Raises:
-      ConfigError: the model cannot be sharded as asked, there are too few devices, or the
-        deployment has no such bucket.
-    """
+    """Compiles all programs of both roles for a model with the topology's platform, or those of
+    some buckets, `workers` at a time, and returns the result of each; `report` gets every result,
+    in order of completion. Raises ConfigError if the model cannot be sharded as asked, devices are
+    too few, or the deployment has no such bucket."""
     known = deployment_buckets(deployment)
     for bucket in buckets:
         if bucket not in known:

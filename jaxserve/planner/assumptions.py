@@ -118,15 +118,13 @@ NCCL_HOST = 290e-6
 """Most host seconds of a layer and lane on GPUs by what is published: two NCCL batches of 88 µs
 (openxla/xla #35113) and the launches around them take 190 to 290 µs."""
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""A part of a whole."""
 Seconds = Annotated[float, Meta(ge=0, le=1)]
-"""A time, at most a second."""
 Peak = Annotated[float, Meta(ge=0.01, le=1)]
 """Share of what hardware could do."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Constants that correct rooflines towards measured times.
+    """Constants that correct rooflines towards measured times; `commands.yaml` says what each is.
 
     Compute, memory and stage_seconds are fitted to Step-3's layers in its table 9, which come out
     within 17 % on H800, H20 and A800; the other models' there, to which nothing is fitted, within
@@ -134,69 +132,29 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     compute: Peak = 0.7
-    """Share of the peak FLOP/s."""
     memory: Peak = 0.9
-    """Share of the peak memory bandwidth."""
     network: Peak = 0.8
-    """Share of the peak of network and fast link."""
     stage_seconds: Seconds = 50e-6
-    """Launches, norms, routing, sorting: a constant of every attend and ffn stage."""
     crossing_seconds: Seconds = 20e-6
-    """Latency of a message from one role to the other."""
     pull_seconds: Seconds = 70e-6
-    """Latency of a message over `pull`, which joins runtimes."""
     pull_gb_s: Annotated[float, Meta(ge=0, le=1000)] = TRANSPORTS["pull"].gb_per_second
-    """GB/s into one process over `pull`, as the transport declares it; 0: messages between runtimes
-    cross as others do."""
     collective_seconds: Seconds = 10e-6
-    """Latency of a collective within a role."""
     hop_seconds: Seconds = 1e-6
-    """More of it for every link between the two farthest devices of a torus. A guess."""
     host_seconds: Seconds = 3e-6
-    """Host time of a layer and lane with `pipeline: layer`: the driver's own Python
-    (docs/measurements/serving.md)."""
     host_device_seconds: Seconds = 10e-6
-    """And for each device of the process: a call and a message with its answer take 36 and 44 µs
-    with eight devices (the same table, CPU devices)."""
     host_gpu_seconds: Seconds = 115e-6
-    """And for each GPU of the process, an estimate: 24 launches at 3 µs, and 43 µs of NCCL's calls
-    for a message and its answer. See `NCCL_HOST`."""
     plan_seconds: Seconds = 140e-6
-    """Time of the process that leads others, for a step's plan of 2,048 sequences."""
     plan_below_seconds: Seconds = 14e-6
-    """And for each process or host that it sends it to (measured on 2026-11-22)."""
     request_seconds: Seconds = 10e-3
-    """HTTP, router and sessions, of a request on its way to its first token. A guess; the demo's
-    fleet takes 59 ms on two busy cores."""
     imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Tokens of the busiest rank of experts over the mean. 0: what chance leaves where all experts
-    are equally popular, which is what a perfect placement leaves."""
     replicas: bool = False
-    """Whether slots beyond the number of experts hold replicas that even the ranks out, as after a
-    rebalance (DeepSeek's 288 of 256 experts), or nothing."""
     overlap: Share = 0.0
-    """Share of the ffn role's collectives that its products hide. The engine's programs do one
-    after the other; Step-3's kernels hide them (§7.1)."""
     broadcast: bool = False
-    """Whether a row goes to every ffn host directly and attention sums their results (Step-3
-    §7.1), or to one ffn device, and from there to the hosts that need it."""
     whole_dense: bool = False
-    """Whether a colocated deployment has its dense FFNs whole on every DP group, which then
-    exchange nothing, as SGLang's. The engine cuts them over all devices."""
     alltoall: bool = False
-    """Whether GPUs, too, exchange rows all to all where that moves half the bytes or less, as
-    published systems do, and this engine with `ffn.exchange: alltoall`. Else they gather."""
     overlapped: bool = False
-    """Whether a search also tries two batches of a colocated deployment that hide each other's
-    messages, as DeepSeek's, those of SGLang and vLLM, and the engine's with `pipeline: step`."""
     expanded: bool = False
-    """Whether all prompts of latent attention run on expanded keys and values alone, those of what
-    was cached before a chunk included, as in DeepSeek's, SGLang's and vLLM's prefill. The engine
-    does so in long chunks and absorbs in others; on TPUs it expands within a chunk and absorbs
-    before it (`model/attention/mla.py`)."""
     reserve: Annotated[float, Meta(ge=0, le=0.9)] = 0.1
-    """Share of the memory that weights and cache leave: half of it for the compiler, and the other
-    half for activations, which take more of the cache's where they need it."""
 
     def at(self, speed: float) -> "Assumptions":
         """Returns the constants of hardware and hosts that have a part of this speed."""
@@ -208,13 +166,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def host(self, on: tuple[Hardware, Hardware], devices: tuple[int, int], layers: int) -> float:
         """Returns the host seconds of the busiest process for a layer and lane, with a call a stage
-        and layer. The process that leads also sends a step's plan to the others of its host and,
-        once each, to a few other hosts (`fleet/below.py`).
-
-        Args:
-          on: hardware of the attention and the ffn role.
-          devices: devices of either role.
-        """
+        and layer, on the hardware and devices of the attention and the ffn role. The process that
+        leads also sends a step's plan to the others of its host and, once each, to a few other
+        hosts (`fleet/below.py`)."""
         first, everywhere, of_role = on[0], sum(devices), []
         for hardware, count in zip(on, devices, strict=True):
             here = min(count, hardware.process_devices)

@@ -17,27 +17,21 @@ WORTH = 0.05
 
 
 class Balance(NamedTuple):
-    """Seconds of a lane's step in all layers on both roles, with a layout's batch.
-
-    Attributes:
-      attend: of a DP group, whose sequences do not depend on the number of groups.
-      ffn: of the ffn role.
-      doubled: of the ffn role with twice as many DP groups.
-    """
+    """Seconds of a lane's step in all layers, with a layout's batch: of attention in a DP group,
+    whose sequences do not depend on the number of groups; of the ffn role; and of that with twice
+    as many DP groups (`doubled`)."""
 
     attend: float
     ffn: float
     doubled: float
 
     def attention_devices(self, layout: Layout, prices: tuple[float, float]) -> float:
-        """Returns the attention devices for which a token costs least (Song et al. 2026).
+        """Returns the attention devices for which a token costs least (Song et al. 2026), at the
+        prices of a device of either role.
 
         The ffn role takes a constant, its weights, and a time for each DP group. Up to as many
         groups as keep it busy for as long as a group attends, more cost nothing but themselves.
         Behind that they make all wait, and pay only while the constant weighs more.
-
-        Args:
-          prices: of a device of either role.
         """
         each = (self.doubled - self.ffn) / layout.dp
         constant = self.ffn - each * layout.dp
@@ -48,7 +42,6 @@ class Balance(NamedTuple):
         return layout.tp * max((self.attend - constant) / each, cheapest)
 
     def text(self, layout: Layout, prices: tuple[float, float]) -> str:
-        """The advised number of devices beside the layout's own."""
         return (
             f"{layout.attention_devices} attention devices beside {layout.ffn_devices} for the "
             f"FFN; by the analytic rule {self.attention_devices(layout, prices):.0f} cost least "
@@ -57,13 +50,8 @@ class Balance(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """The number of attention workers for which a token costs least.
-
-    Attributes:
-      workers: attention workers of the ffn role now.
-      wanted: workers that cost least.
-      saving: part of a token's cost that these save.
-    """
+    """The number of attention workers for which a token costs least (`wanted`), beside those of the
+    ffn role now, and the part of a token's cost that these save."""
 
     workers: int
     wanted: int
@@ -81,7 +69,6 @@ class Advice(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The change that is advised."""
         more = self.advised - self.workers
         if not more:
             return f"attention workers: {self.workers}, as many as this ffn role should have"
@@ -96,18 +83,13 @@ def advice(
     moving: tuple[float, float],
     prices: tuple[float, float],
 ) -> Advice:
-    """Returns how many attention workers with this load an ffn role should serve.
+    """Returns how many attention workers with this load, of `lanes` lanes each, an ffn role should
+    serve, which has `workers` now. A lane's messages take the seconds in `moving` in all layers, to
+    the ffn role and back; prices are USD an hour of an attention worker and of the ffn role.
 
     A lane's step takes at least the sum of its stages, a worker's lanes take turns on its attention
     devices, and the lanes of all workers take turns on the ffn role and on its end of the link.
     Until that is what all wait for, another worker costs only itself; then it adds no tokens.
-
-    Args:
-      workers: attention workers of the ffn role now.
-      lanes: of each worker.
-      times: of a lane's step.
-      moving: seconds of its messages in all layers, to the ffn role and back.
-      prices: USD an hour of an attention worker and of the ffn role.
     """
     alone = max(times.attend + times.ffn + sum(moving), lanes * times.attend)
     shared = lanes * max(times.ffn, *moving)
@@ -121,13 +103,8 @@ def advice(
 
 
 class RoleLoad(NamedTuple):
-    """Requests and workers of a role in a running fleet.
-
-    Attributes:
-      workers: connected ones.
-      held: requests that they have, those that wait included.
-      slots: requests that a worker can run at a time.
-    """
+    """Connected workers of a role in a running fleet, the requests that they have, those that wait
+    included, and those that a worker can run at a time."""
 
     workers: int
     held: int
@@ -154,11 +131,9 @@ def next_workers(
 
     A worker changes its role only if the others of its role have slots for all requests there, and
     if the load that follows does not ask for it back. Else a fleet would swing: with more workers
-    each has fewer sequences, for which the same ffn role should serve fewer workers.
-
-    Args:
-      now: the settled advice for the present domains.
-      advised: advice for a number of domains, each with a part of the present load.
+    each has fewer sequences, for which the same ffn role should serve fewer workers. `now` is the
+    settled advice; `advised` gives it for a number of domains, each with a part of the present
+    load.
     """
     step = (now.advised > now.workers) - (now.advised < now.workers)
     after = now.workers + step

@@ -70,10 +70,7 @@ def fit(points: Sequence[tuple[Terms, float]]) -> Fit:
     (Huber, 1964, "Robust estimation of a location parameter").
 
     Args:
-      points: terms and measured seconds.
-
-    Raises:
-      ValueError: no point is given, a term is below 0, or seconds are not above 0.
+      points: terms, not below 0, and measured seconds, above 0; else raises ValueError.
     """
     if not points or any(seconds <= 0 or min(terms) < 0 for terms, seconds in points):
         raise ValueError(f"points of {points}: seconds must be above 0, and terms not below")
@@ -134,14 +131,9 @@ class Calibration:
         self.fits = fits
 
     def seconds(self, key: FitKey, terms: Terms, roof: Any) -> Any:
-        """Seconds of a stage, a number or an array.
-
-        Without a fit of its own, a stage takes that of other layers of the model, and a step's
-        first attention that of the others.
-
-        Args:
-          roof: what rooflines say, for stages without any fit.
-        """
+        """Seconds of a stage, a number or an array. Without a fit of its own, a stage takes that of
+        other layers of the model, a step's first attention that of the others, and any stage
+        without these what rooflines say (`roof`)."""
         if not self.fits:
             return roof
         others = (one for at, one in self.fits.items() if at._replace(layers=key.layers) == key)
@@ -155,11 +147,8 @@ NOTHING = Calibration({})
 
 
 class Asked(Calibration):
-    """Corrects nothing, and records what it was asked for, of which fits are made.
-
-    Attributes:
-      terms: for each key that was asked for, terms and roofline seconds.
-    """
+    """Corrects nothing, and records for each key what it was asked for, of which fits are made:
+    `terms`, and roofline seconds."""
 
     def __init__(self) -> None:
         super().__init__({})

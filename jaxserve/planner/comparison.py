@@ -31,7 +31,7 @@ from jaxserve.planner.measurements import (
 from jaxserve.planner.options import read_scenario
 from jaxserve.planner.scenario import Scenario
 from jaxserve.planner.stage_times import Rows, StepTimes, even_rows
-from jaxserve.planner.view import Report, declared, json_text, show
+from jaxserve.planner.view import json_text, reported, show
 from jaxserve.roles.layout import StepLoad
 
 WITHIN = {"stage": 0.15, "step": 0.10}
@@ -96,11 +96,8 @@ def compare(
     seen: Sequence[Observed],
     known: Sequence[Measurement] = (),
 ) -> list[Compared]:
-    """Returns the stages and steps of a trace beside the predictions.
-
-    Args:
-      known: what the deployment's calibration was made from.
-    """
+    """Returns the stages and steps of a trace beside the predictions. The deployment's calibration
+    was made from `known`."""
     calibrated = {load_of(one) for one in known}
     found = []
     for one in seen:
@@ -245,11 +242,8 @@ def title(made: Scenario, one: Compared) -> str:
 
 
 def deployed(options: argparse.Namespace) -> Scenario:
-    """Returns the deployment of the options, whose stages are compared.
-
-    Raises:
-      ConfigError: the deployment is colocated.
-    """
+    """Returns the deployment of the options, whose stages are compared; raises ConfigError if it is
+    colocated."""
     made = read_scenario(options, 1)
     if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
@@ -257,11 +251,8 @@ def deployed(options: argparse.Namespace) -> Scenario:
 
 
 def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
-    """Returns the deployment of the options, and the stages and steps in their timeline.
-
-    Raises:
-      ConfigError: the deployment is colocated, or the trace is of another deployment.
-    """
+    """Returns the deployment of the options, and the stages and steps in their timeline. Raises
+    ConfigError as `deployed` and `observe`."""
     made = deployed(options)
     return made, observe(read_spans(options.timeline), made.attention.model.order)
 
@@ -286,6 +277,5 @@ def calibrate(options: argparse.Namespace) -> None:
         beside = expected(one, options.configs)
         fitted = fits.fits[beside.key].seconds(beside.terms)
         points.append({"at": one, "expected": beside, "fitted": fitted})
-    parts = declared("calibrate", fits=fits.fits.items(), points=points, sure=sure)
-    tree = [{**key._asdict(), **one._asdict()} for key, one in fits.fits.items()]
-    show(options, Report("Calibration", parts, tree))
+    told = {"fits": [*fits.fits.items()], "points": points, "sure": sure}
+    show(options, reported("calibrate", "Calibration", **told))

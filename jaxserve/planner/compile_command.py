@@ -16,8 +16,7 @@ from jaxserve.planner.aot import CompiledProgram, RoleMemory
 from jaxserve.planner.hardware import Hardware, load_hardware
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.options import read_deployment
-from jaxserve.planner.view import Report, declared, show
-from jaxserve.roles.layout import Bucket
+from jaxserve.planner.view import reported, show
 
 GB = 1e9
 
@@ -40,38 +39,28 @@ def run(options: argparse.Namespace) -> int:
         options.bucket,
         workers=options.workers,
         report=lambda one: print(
-            f"{one.name} {_size(one.bucket)}: {one.error[:120] or 'compiled'}, {one.seconds:.1f} s",
+            f"{one.text}: {one.error[:120] or 'compiled'}, {one.seconds:.1f} s",
             file=sys.stderr,
             flush=True,
         ),
     )
     seconds = time.perf_counter() - start
     held = aot.memory(config, deployment, programs)
-    each = host_lines(programs, aot.hosts(deployment, there))
     problems = failures(deployment, programs, held, hardware)
-    notes = [*remarks(deployment, hardware, there.device_kind), *copied(programs)]
-    parts = declared(
+    report = reported(
         "compile",
+        f"{options.config.name} for {options.topology}, compiled",
+        topology=options.topology,
         problems=problems,
-        programs=[{**one._asdict(), "size": _size(one.bucket)} for one in programs],
+        programs=programs,
         held=held,
         memory=aot.available(deployment, hardware),
-        hosts=each,
+        hosts=host_lines(programs, aot.hosts(deployment, there)),
         seconds=seconds,
         workers=options.workers,
-        notes=notes,
+        notes=[*remarks(deployment, hardware, there.device_kind), *copied(programs)],
     )
-    tree = {
-        "topology": options.topology,
-        "seconds": seconds,
-        "programs": [
-            {**one._asdict(), "bucket": msgspec.to_builtins(one.bucket)} for one in programs
-        ],
-        "memory": [{**part._asdict(), "total": part.total} for part in held],
-        "failures": problems,
-        "notes": notes,
-    }
-    show(options, Report(f"{options.config.name} for {options.topology}, compiled", parts, tree))
+    show(options, report)
     for problem in problems:
         print(f"FAILS: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -102,7 +91,7 @@ def failures(
     hardware: Hardware,
 ) -> list[str]:
     """Lists what would go wrong on the pod."""
-    found = [f"{one.name} {_size(one.bucket)}: {one.error}" for one in programs if one.error]
+    found = [f"{one.text}: {one.error}" for one in programs if one.error]
     orders: dict[tuple[int, bool], set[str]] = {}
     for one in programs:
         if not one.error:
@@ -143,12 +132,8 @@ def remarks(deployment: Deployment, hardware: Hardware, device_kind: str) -> lis
 def copied(programs: Sequence[CompiledProgram]) -> list[str]:
     """Lists what programs copy before they compute, which takes time in every step, and memory."""
     return [
-        f"{one.name} {_size(one.bucket)} writes {one.copied / GB:.2f} GB of weights or pages again "
+        f"{one.text} writes {one.copied / GB:.2f} GB of weights or pages again "
         "before it uses them, in every step or layer"
         for one in programs
         if one.copied
     ]
-
-
-def _size(bucket: Bucket) -> str:
-    return f"{bucket.tokens}x{bucket.pages}{' spread' * bucket.spread}"

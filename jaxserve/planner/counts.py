@@ -79,20 +79,15 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def devices(self) -> int:
-        """Devices of both roles."""
         return self.dp * self.tp + self.ep * self.ffn_tp
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
         return sum(one.layers for name, one in self.programs.items() if role_of(name) == "ffn")
 
     def by_layer(self, role: Role, seconds: Mapping[str, float]) -> list[float]:
-        """Returns the seconds of a role's programs layer by layer, without a step's end.
-
-        Args:
-          seconds: of every program, by name.
-        """
+        """Returns the seconds of a role's programs layer by layer, without a step's end, from those
+        of every program by name."""
         own = ((name, one) for name, one in self.programs.items() if role_of(name) == role)
         return [seconds[name] for name, one in own if name != "leave" for _ in range(one.layers)]
 
@@ -103,11 +98,8 @@ def role_of(program: str) -> Role:
 
 
 def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
-    """Compile for the topology, and count.
-
-    Raises:
-      ConfigError: something does not fit together, or a program does not compile.
-    """
+    """Compiles for the topology, and counts. Raises ConfigError if something does not fit together,
+    or a program does not compile."""
     config = model_config(model_folder(deployment.model, options.configs), served=True)
     if deployment.topology.has("colocated"):
         raise ConfigError(f"{options.config}: an AFD deployment is expected")

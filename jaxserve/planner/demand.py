@@ -50,14 +50,9 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests at a rate.
-
-    Attributes:
-      rate: requests a second, at random (Poisson).
-      prompt, output: mean tokens.
-      spread: standard deviation over mean of both, which are lognormal.
-      hits: part of every prompt that is in a prefix cache.
-    """
+    """Requests at a rate a second, at random (Poisson), with mean tokens of prompts and outputs.
+    Both are lognormal, with a standard deviation over the mean (`spread`); a part of every prompt
+    is in a prefix cache (`hits`)."""
 
     rate: float
     prompt: int
@@ -70,12 +65,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return Lengths(prompt=self.prompt, output=self.output, spread=self.spread, longest=longest)
 
     def requests(self, longest: int, page: int) -> "Requests":
-        """Returns the requests that stand for all.
-
-        Args:
-          longest: prompt and output together are cut to this.
-          page: tokens of a page; whole pages are found in a prefix cache.
-        """
+        """Returns the requests that stand for all. Prompt and output together are cut to `longest`;
+        whole pages of `page` tokens are found in a prefix cache."""
         prompt, output = self.lengths(longest).sample(np.random.default_rng(0), SAMPLE)
         found = np.minimum((self.hits * prompt).astype(int), prompt - 1) // page * page
         return Requests(prompt, output, found)
@@ -124,11 +115,8 @@ class Requests(msgspec.Struct, frozen=True):
         return (self.prompt[which] + done)[mixed], (self.output[which] - done)[mixed]
 
     def quantile(self, share: float, *, of_tokens: bool = False) -> tuple[int, int]:
-        """Tokens of a prompt that this share of prompts stays below, and those of it found.
-
-        Args:
-          of_tokens: the share is of all computed tokens, in the order of their prompts' lengths.
-        """
+        """Tokens of a prompt that this share of prompts stays below, and those of it found; or,
+        `of_tokens`, this share of all computed tokens, in the order of their prompts' lengths."""
         order = np.argsort(self.prompt, kind="stable")
         each = (self.prompt - self.found)[order] if of_tokens else np.ones(len(order))
         before = np.cumsum(each)
@@ -149,14 +137,9 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
-    """The servers that stand by. A unit or worker that loses a server waits until it has another.
-
-    Attributes:
-      count: servers of every role; with `between` the least number.
-      between: mean hours from one failure of a server to its next; 0: servers do not fail.
-      repair: hours that a failed server is away.
-      share: part of the time in which enough servers stand by.
-    """
+    """The servers that stand by: a `count` of every role, or with `between` at least that. A unit
+    or worker that loses a server waits until it has another. Servers fail every `between` hours (0:
+    never) and are away for `repair` hours; enough of them stand by in a `share` of the time."""
 
     count: int = 0
     between: float = 0.0

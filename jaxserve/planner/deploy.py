@@ -60,13 +60,8 @@ them that it gets: 3 %, or one."""
 
 
 class Sizer:
-    """One model on some hardware.
-
-    Args:
-      searcher: finds decode units, at the demand's mean context.
-      prefill: hardware by name that prefill workers may use.
-      simulate: runs a fleet in simulated time.
-    """
+    """One model on some hardware. The searcher finds decode units, at the demand's mean context;
+    prefill workers may use the hardware in `prefill`; `simulate` runs a fleet in simulated time."""
 
     def __init__(
         self,
@@ -85,11 +80,8 @@ class Sizer:
         self._reasons: dict[str, str] = {}
 
     def plan(self) -> Planned:
-        """The cheapest deployment.
-
-        Raises:
-          ConfigError: nothing meets the targets; says which part cannot.
-        """
+        """Returns the cheapest deployment. Raises ConfigError if nothing meets the targets; says
+        which part cannot."""
         asked = self.asked
         found = self.searcher.search(asked.target)
         candidates = [
@@ -122,7 +114,7 @@ class Sizer:
         for unit in units:
             number, told = self._least_units(unit), "" if unit is units[0] else "at least "
             reason = f"{told}{number}, {number * unit.dollars:,.2f} USD an hour"
-            self._reasons[f"decode: {unit.text}"] = reason
+            self._reasons[f"decode: {unit.layout.text}"] = reason
         fewest = (self._fewest_units(units[0], w, self._least_workers(w)) for w in fast)
         fleet = self._cheapest(map(self._linked, fewest))
         best = None if fleet is None else self._whole(fleet)
@@ -197,11 +189,8 @@ class Sizer:
     # -------------------------------------------------------------------------- decode units
 
     def unit(self, plan: Plan, most: int = 0) -> DecodeUnit | str:
-        """Returns a decode unit of the plan's layout, or the reason why it cannot work.
-
-        Args:
-          most: most slots; 0: any number.
-        """
+        """Returns a decode unit of the plan's layout, with `most` slots at most (0: any number), or
+        the reason why it cannot work."""
         layout, target, requests = plan.layout, self.asked.tpot.seconds, self.requests
         hardware = self.searcher.memory.on(layout)
         pace = Pace(self.searcher, layout, requests)
@@ -346,11 +335,8 @@ class Sizer:
 
     def again(self, made: FleetPlan, most: int = 0) -> FleetPlan | None:
         """Returns a deployment of the same kinds of workers and units as one that was sized for
-        another demand or other targets; None: no number of them meets the targets.
-
-        Args:
-          most: slots of a unit at most; 0: any number.
-        """
+        another demand or other targets, with `most` slots of a unit at most (0: any number); None:
+        no number of them meets the targets."""
         old = made.fleet.worker
         unit = self.unit(made.fleet.unit.plan, most)
         if isinstance(unit, str):

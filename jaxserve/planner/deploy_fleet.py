@@ -30,14 +30,10 @@ DeployedPart = Literal["prefill", "whole"]
 
 
 class PrefillWorker(NamedTuple):
-    """A kind of prefill worker.
-
-    Attributes:
-      chunk: tokens of a DP group and step.
-      tokens: cached tokens of a DP group, in the memory that the weights leave.
-      capacity: requests a second, if every DP group were always busy.
-      alone: seconds of the prompt at the percentile of the TTFT, with nothing else in the worker.
-    """
+    """A kind of prefill worker, with chunks of a DP group and step. Its `capacity` is requests a
+    second, if every DP group were always busy; `tokens` are a DP group's cached ones, in the memory
+    that the weights leave; `alone` are the seconds of the prompt at the percentile of the TTFT,
+    with nothing else in the worker."""
 
     layout: Layout
     chunk: int
@@ -48,7 +44,6 @@ class PrefillWorker(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Devices, sharding and chunks in a few words."""
         return f"{self.layout.text}, chunks of {self.chunk}"
 
     @property
@@ -58,14 +53,10 @@ class PrefillWorker(NamedTuple):
 
 
 class DecodeUnit(NamedTuple):
-    """A kind of decode unit: an attention and an ffn role together, or a colocated worker.
-
-    Attributes:
-      plan: the search's plan for the layout.
-      slots: most sequences of a DP group and lane.
-      pace: seconds between a sequence's tokens, by sequences of a DP group and lane.
-      capacity: requests a second within the TPOT, with `MOST_BUSY` of the slots taken.
-    """
+    """A kind of decode unit: an attention and an ffn role together, or a colocated worker, as the
+    search planned it. `slots` are the most sequences of a DP group and lane, `pace` the seconds
+    between a sequence's tokens, by their number, `capacity` requests a second within the TPOT, with
+    `MOST_BUSY` of the slots taken."""
 
     plan: Plan
     slots: int
@@ -76,11 +67,6 @@ class DecodeUnit(NamedTuple):
     @property
     def layout(self) -> Layout:
         return self.plan.layout
-
-    @property
-    def text(self) -> str:
-        """Devices and sharding in a few words."""
-        return self.layout.text
 
     @property
     def lanes(self) -> int:
@@ -103,12 +89,8 @@ class DecodeUnit(NamedTuple):
 
 
 class Chunks:
-    """Seconds of prompts in chunks in a colocated worker.
-
-    Args:
-      times: stage times of the worker's layout.
-      chunk: tokens of a DP group and step.
-    """
+    """Seconds of prompts in chunks of `chunk` tokens a DP group in a colocated worker, by its stage
+    times."""
 
     def __init__(self, layout: Layout, times: Rooflines, chunk: int):
         self._layout, self._times, self._chunk = layout, times, chunk
@@ -140,13 +122,9 @@ class Chunks:
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of a KV hand-off over the pages link.
-
-    Attributes:
-      token_bytes: bytes of a token's entries in all layers.
-      bytes_per_second: rate of the slower end, for one worker. Hand-offs share it.
-      latency: seconds of a hand-off in addition to the time of its bytes. It keeps no other one
-        waiting, as each has a stream of its own (`link/pages/client.py`).
+    """Costs of a KV hand-off over the pages link: a token's bytes in all layers, the rate of the
+    slower end, for one worker, which hand-offs share, and a latency beside the time of its bytes.
+    The latter keeps no other one waiting, as each has a stream of its own (`link/pages/client.py`).
     """
 
     token_bytes: float = 0.0
@@ -159,12 +137,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(NamedTuple):
-    """The workers and units that are rented, without spares.
-
-    Attributes:
-      workers: prefill workers; 0: the units compute prompts themselves.
-      taken: sequences of a DP group and lane that decode at a time.
-    """
+    """The workers and units that are rented, without spares; without prefill workers the units
+    compute prompts themselves. `taken` sequences of a DP group and lane decode at a time."""
 
     worker: PrefillWorker
     workers: int
@@ -178,12 +152,10 @@ class Fleet(NamedTuple):
 
     @property
     def prefill_dollars(self) -> float:
-        """Price of the prefill workers in USD per hour."""
         return self.workers * self.worker.dollars
 
     @property
     def sequences(self) -> float:
-        """Sequences that decode concurrently."""
         return self.taken * self.unit.lanes * self.units
 
     @property
@@ -199,12 +171,8 @@ class Fleet(NamedTuple):
         return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
 
     def keys(self, longest: int, page: int, requests: Requests) -> Tree:
-        """Configuration keys, dotted, that the fleet's schedulers and its router read.
-
-        Args:
-          longest: most tokens of a sequence.
-          page: tokens of a page.
-        """
+        """Configuration keys, dotted, that the fleet's schedulers and its router read, for
+        sequences of up to `longest` tokens in pages of `page`."""
         worker, layout, pages = self.worker, self.unit.layout, -(-longest // page)
         running = layout.lanes * self.slots
         tokens = running * (requests.context + page)
@@ -234,13 +202,9 @@ class Fleet(NamedTuple):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """Demand and targets of the deployment, and what may be rented.
-
-    Attributes:
-      positions: longest sequence of the model.
-      pages_latency: seconds of a KV hand-off beside its bytes.
-      prefill_devices, decode_devices: of a worker and of a unit: these alone are tried; 0: all.
-    """
+    """Demand and targets of the deployment, and what may be rented. `positions` is the longest
+    sequence of the model, `pages_latency` the seconds of a KV hand-off beside its bytes. Workers
+    and units of `prefill_devices` and `decode_devices` alone are tried; 0: all."""
 
     demand: Demand
     ttft: Level
@@ -303,7 +267,6 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def month(self) -> float:
-        """Price in USD per month."""
         return self.dollars * MONTH
 
     def millions(self, requests: Requests) -> dict[str, float]:
@@ -318,12 +281,8 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best deployment.
-
-    Attributes:
-      found: results of the search for decode units.
-      reasons: layouts that were looked at, and what they cost or why they were not taken.
-    """
+    """The best deployment, the results of the search for decode units, and for layouts that were
+    looked at what they cost, or why they were not taken."""
 
     best: FleetPlan
     found: Found
@@ -331,14 +290,9 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scaled:
-    """Stage times of a simulation whose tokens stand for several each, so that it has as many times
-    fewer of them to look at.
-
-    Args:
-      tokens: tokens that a simulated one stands for.
-      steps: steps that a simulated one stands for: `tokens` where it decodes, or 1.
-      factor: of all times, as with drafts.
-    """
+    """Stage times of a simulation whose tokens stand for `tokens` each, so that it has as many
+    times fewer of them to look at. A step stands for `steps`: as many where it decodes, or 1. All
+    times are longer by a factor, as with drafts."""
 
     def __init__(self, times: StageTimes, tokens: int, steps: int = 1, factor: float = 1.0):
         self.layers = times.layers

@@ -39,13 +39,8 @@ PRECISION = 0.02
 
 
 class PlanFile(NamedTuple):
-    """The file of a plan, and what the plan is for.
-
-    Attributes:
-      model: its folder.
-      hardware: all that the plan may use, by name.
-      calculator: predicted the plan.
-    """
+    """The file of a plan, the model's folder, all hardware that the plan may use, by name, and the
+    calculator that predicted it."""
 
     path: Path
     model: Path
@@ -54,11 +49,8 @@ class PlanFile(NamedTuple):
     calculator: Calculator
 
     def write(self, text: str) -> None:
-        """Writes a deployment, unless `serve` would refuse it.
-
-        Raises:
-          ConfigError: the deployment does not fit on its devices, or takes more of the link between
-            runtimes than it carries; gives the numbers.
+        """Writes a deployment. Raises ConfigError, with the numbers, if `serve` would refuse it: it
+        does not fit on its devices, or takes more of the link between runtimes than that carries.
         """
         from jaxserve.roles.capacity import check_capacity, memory_of  # imports JAX
         from jaxserve.roles.pipelines import role_bytes
@@ -87,11 +79,7 @@ class PlanFile(NamedTuple):
 def plan_file(
     options: argparse.Namespace, hardware: Mapping[str, Hardware], calculator: Calculator
 ) -> PlanFile:
-    """Returns the file that `--write` names.
-
-    Raises:
-      ConfigError: the engine cannot run the model.
-    """
+    """Returns the file of `--write`; raises ConfigError if the engine cannot run the model."""
     folder = model_folder(options.model, options.configs)
     config = model_config(folder, served=True)
     return PlanFile(options.write, folder.resolve(), config, hardware, calculator)
@@ -142,11 +130,8 @@ def _comments(report: str, file: PlanFile, **told: object) -> list[str]:
 def write_fleet(file: PlanFile, asked: Asked, made: FleetPlan, requests: Requests) -> int:
     """Writes the file of a fleet with as many slots as `serve` takes, within `PRECISION`. Returns
     their number, and prints a note if it is below the fleet's: it was sized for sequences of mean
-    length, and the file holds the longest one, too.
-
-    Raises:
-      ConfigError: `serve` would refuse it whatever the slots.
-    """
+    length, and the file holds the longest one, too. Raises ConfigError if `serve` would refuse it
+    whatever the slots."""
     fleet, most = made.fleet, made.fleet.slots
     on = dict.fromkeys(one.name for one in fleet.unit.hardware)
     told = {"asked": asked, "fleet": fleet, "found": made.prediction, "roles": made.roles, "on": on}

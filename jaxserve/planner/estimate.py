@@ -19,17 +19,13 @@ from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.counts import Counts, count, role_of
 from jaxserve.planner.hardware import (
     Hardware,
-    alltoall_bandwidth,
-    gather_bandwidth,
-    hops,
-    middle_bandwidth,
     read_json,
 )
 from jaxserve.planner.lanes import Disaggregated, OneDispatch, step_seconds
 from jaxserve.planner.measurements import SIZES, Measurement, read_measurements
 from jaxserve.planner.options import read_deployment
 from jaxserve.planner.stage_times import WAITS, StepTimes
-from jaxserve.planner.view import PagePart, Report, declared, json_text, show
+from jaxserve.planner.view import json_text, reported, show
 from pallas_kernels.estimate.assumptions import assumed
 
 ASSUMED = Assumptions()
@@ -57,25 +53,21 @@ def _members(name: str, outer: int, inner: int, host: int) -> tuple[int, int]:
 
 
 def collective_seconds(name: str, size: int, outer: int, inner: int, on: Hardware) -> float:
-    """Returns the seconds of a collective.
+    """Returns the seconds of a collective, named as in `ProgramCounts.exchanged`, in a role whose
+    mesh has `outer` × `inner` devices, the latter along tp.
 
     On GPUs it goes over the fast links, and one NIC a GPU between hosts. Bytes that leave the host
     are gathered, or summed up, among the members on it, each of which carries its share. In an
     all-to-all every device has other bytes, and carries all of its own. On TPUs it goes over the
     links of a slice of the collective's size.
-
-    Args:
-      name: as in `ProgramCounts.exchanged`.
-      outer: size of the role's outer mesh axis.
-      inner: size of its tp axis.
     """
     devices, local = _members(name, outer, inner, on.devices_per_host)
     if devices == 1:
         return 0.0
     inside, exchanged = size * (devices - 1) / devices, "all-to-all" in name
     if on.torus:
-        bandwidth = alltoall_bandwidth if exchanged else gather_bandwidth
-        return _latency(on, devices) + inside / bandwidth(on, devices) / ASSUMED.network
+        bandwidth = on.alltoall_bandwidth if exchanged else on.gather_bandwidth
+        return _latency(on, devices) + inside / bandwidth(devices) / ASSUMED.network
     outside = inside / local if devices > local else 0.0
     if exchanged:
         inside, outside = size * (local - 1) / devices, size * (devices - local) / devices
@@ -84,23 +76,19 @@ def collective_seconds(name: str, size: int, outer: int, inner: int, on: Hardwar
 
 
 def crossing_seconds(counts: Counts, size: int, *, whole: bool) -> float:
-    """Returns the seconds of a device's message or answer between the roles. On TPUs the roles are
-    halves of a slice, and all messages cross its middle at once.
-
-    Args:
-      whole: as in `figure`.
-    """
+    """Returns the seconds of a device's message or answer between the roles, `whole` as in
+    `figure`. On TPUs the roles are halves of a slice, and all messages cross its middle at once."""
     on, copies = counts.hardware, counts.instances
     if not on.torus:
         latency = assumed("h200.collective") if whole else 0.0
         return latency + copies * size / assumed("h200.network")
     latency = _latency(on, counts.devices) if whole else ASSUMED.crossing_seconds
-    middle = middle_bandwidth(on, counts.devices) / (counts.dp * counts.tp)
+    middle = on.middle_bandwidth(counts.devices) / (counts.dp * counts.tp)
     return latency + copies * size / min(on.link, middle) / ASSUMED.network
 
 
 def _latency(on: Hardware, devices: int) -> float:
-    return ASSUMED.collective_seconds + ASSUMED.hop_seconds * hops(on, devices)
+    return ASSUMED.collective_seconds + ASSUMED.hop_seconds * on.hops(devices)
 
 
 class ProgramSeconds(NamedTuple):
@@ -111,7 +99,6 @@ class ProgramSeconds(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole program."""
         return self.work + self.collectives
 
 
@@ -149,12 +136,10 @@ class Figure(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens/s a device of all roles."""
         return self.counts.lanes * self.counts.tokens / self.step / self.counts.devices
 
     @property
     def text(self) -> str:
-        """The speed and what bounds it."""
         sequences = self.counts.lanes * self.counts.tokens
         return (
             f"{self.speed:.0f} tokens/s a device, {sequences} sequences with a token every "
@@ -165,11 +150,8 @@ class Figure(NamedTuple):
 def figure(
     counts: Counts, instead: Mapping[str, float] | None = None, *, whole: bool = False
 ) -> Figure:
-    """Returns the speed that follows from the counts.
-
-    Args:
-      instead: seconds of programs by name, in place of the counted ones.
-      whole: True with `pipeline: step`, where messages are collectives of the programs.
+    """Returns the speed that follows from the counts, with seconds of programs by name `instead` of
+    the counted ones. In `whole` steps (`pipeline: step`) messages are collectives of the programs.
     """
     seconds = {name: one.seconds for name, one in stages(counts).items()} | dict(instead or {})
     attend, ffn = counts.by_layer("attention", seconds), counts.by_layer("ffn", seconds)
@@ -217,15 +199,6 @@ def paced(counts: Counts) -> list[Paced]:
             Paced(pipeline, each, (max(least, turns * each[0]), max(most, turns * each[1])))
         )
     return found
-
-
-def lines(counts: Counts) -> list[str]:
-    """Returns the report of a deployment."""
-    told = {"stages": stages(counts), "own": figure(counts), "measured": measured_speed().systems}
-    (part,) = declared(
-        "estimate", counts=counts, title=heading(counts), paced=paced(counts), **told
-    )
-    return list(part.lines)
 
 
 def heading(counts: Counts) -> str:
@@ -296,21 +269,32 @@ def run(options: argparse.Namespace) -> None:
     elif not path.is_file():
         known = sorted(each.stem for each in ESTIMATES.glob("*.json"))
         raise ConfigError(f"--config {file}: not counted, as --count does it: {', '.join(known)}")
-    counts = read_json(path, Counts)
+    counts, more = read_json(path, Counts), list[list[str]]()
     own = measurements(counts)
-    parts = [PagePart(lines=lines(counts))]
     if options.calibration is not None:
         told = measured_lines(counts, read_measurements(options.calibration))
-        parts.append(PagePart(lines=told or ["no stage was measured at this load"]))
+        more.append(told or ["no stage was measured at this load"])
     if options.config is None:
-        paths = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
-        others = (read_json(each, Counts) for each in paths)
-        brief = [
-            f"{heading(one)}: {figure(one).text}; more with --config {one.config}" for one in others
-        ]
-        parts.append(PagePart(lines=brief))
+        others = [each for each in sorted(ESTIMATES.glob("*.json")) if each != COMMITTED]
+        more.append(
+            [
+                f"{heading(each)}: {figure(each).text}; more with --config {each.config}"
+                for each in (read_json(path, Counts) for path in others)
+            ]
+        )
     if options.write is not None:
         options.write.write_text(json_text(own) + "\n", encoding="utf-8")
-        parts.append(PagePart(lines=[f"{options.write}: stages, labelled as estimates"]))
-    title, tree = f"{counts.config}, estimated", {"counts": counts, "stages": own}
-    show(options, Report(title, parts, tree))
+        more.append([f"{options.write}: stages, labelled as estimates"])
+    report = reported(
+        "estimate",
+        f"{counts.config}, estimated",
+        counts=counts,
+        heading=heading(counts),
+        programs=stages(counts),
+        own=figure(counts),
+        measured=measured_speed().systems,
+        paced=paced(counts),
+        more=more,
+        stages=own,
+    )
+    show(options, report)

@@ -145,7 +145,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def memory(self) -> float:
-        """Bytes of memory."""
         return self.memory_gb * 1e9
 
     @property
@@ -158,6 +157,69 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes/s of a device, one way: its share of the host's network."""
         return self.network_gb_s * 1e9 / self.devices_per_host
 
+    @property
+    def _one_link(self) -> float:
+        """Bytes/s of a JAX device, one way, over one of its chip's links."""
+        return self.link / (2 * self.torus)
+
+    def shape(self, devices: int) -> tuple[int, ...]:
+        """Returns the chips along each dimension of the smallest slice with these devices,
+        ascending: 16 chips are 4 × 4, or 2 × 2 × 4. Two chips are neighbours, which is a part of a
+        slice."""
+        sizes, factor = [1] * self.torus, 2
+        left = -(-devices // self.jax_devices)
+        if left > 2:
+            left = least_slice(devices, self.jax_devices, self.torus) // self.jax_devices
+        while left > 1:
+            while left % factor:
+                factor += 1
+            sizes.sort()
+            sizes[0] *= factor
+            left //= factor
+        return tuple(sorted(sizes))
+
+    def rings(self, sizes: tuple[int, ...]) -> tuple[bool, ...]:
+        """Returns for each dimension of a slice whether its two ends are joined; of three all are,
+        or none."""
+        fit = [size % self.ring == 0 for size in sizes]
+        return (all(fit),) * len(sizes) if self.torus == 3 else tuple(fit)
+
+    def _sides(self, devices: int) -> list[tuple[int, bool]]:
+        """Chips along each dimension of the smallest slice, and whether it is a ring."""
+        sizes = self.shape(devices)
+        return [*zip(sizes, self.rings(sizes), strict=True)]
+
+    def hops(self, devices: int) -> int:
+        """Links between the farthest devices of a slice; 0 with a switch."""
+        sides = self._sides(devices) if self.torus else []
+        return sum(size // 2 if ring else size - 1 for size, ring in sides)
+
+    def gather_bandwidth(self, devices: int) -> float:
+        """Bytes/s that every device receives while all get the same: the links of a chip in the
+        corner, which without a ring has one a dimension."""
+        if not self.torus or devices <= self.jax_devices:
+            return self.link
+        return self._one_link * sum(1 + ring for size, ring in self._sides(devices) if size > 1)
+
+    def alltoall_bandwidth(self, devices: int) -> float:
+        """Bytes/s that every device receives in an all-to-all; half of the bytes cross the middle
+        of the slice."""
+        if not self.torus or devices <= self.jax_devices:
+            return self.link
+        across = 4 * self.middle_bandwidth(devices) / devices
+        return min(across, self.gather_bandwidth(devices))
+
+    def middle_bandwidth(self, devices: int) -> float:
+        """Bytes/s, one way, between the two halves of a slice; unlimited with a switch. 8 × 8 TPU
+        v6e: eight links of 100 GB/s, which is 25 GB/s a chip of either half."""
+        if not self.torus:
+            return math.inf
+        if devices <= self.jax_devices:
+            return self.link
+        *others, (_, ring) = self._sides(devices)
+        links = math.prod(size for size, _ in others) * (1 + ring)
+        return links * self.jax_devices * self._one_link
+
 
 def known_hardware(folder: Path = CONFIGS) -> list[str]:
     """Names of the hardware files."""
@@ -168,14 +230,8 @@ def load_hardware(
     name: str, prices: Mapping[str, float] | None = None, folder: Path = CONFIGS
 ) -> Hardware:
     """Loads one JAX device of known hardware, by its name or by what JAX calls it ("NVIDIA H200"),
-    or of a YAML file by its path.
-
-    Args:
-      prices: USD an accelerator and hour by name, in place of the files'.
-
-    Raises:
-      ConfigError: it is unknown (the message lists the known ones), or its file is wrong.
-    """
+    or of a YAML file by its path. `prices` are USD an accelerator and hour by name, in place of the
+    files'. Raises ConfigError if it is unknown (lists the known ones), or its file is wrong."""
     path = Path(name) if name.endswith(".yaml") else folder / "hardware" / f"{name.lower()}.yaml"
     if not path.is_file():
         files = sorted((folder / "hardware").glob("*.yaml"))
@@ -209,11 +265,8 @@ def _jax_device(hardware: Hardware) -> Hardware:
 
 
 def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
-    """Reads a YAML file as a strict struct.
-
-    Raises:
-      ConfigError: it is not YAML, a key is unknown, missing or there twice, or a value is wrong.
-    """
+    """Reads a YAML file as a strict struct. Raises ConfigError if it is not YAML, a key is unknown,
+    missing or there twice, or a value is wrong."""
     return _read(path, lambda data: msgspec.convert(read_yaml(data.decode(), str(path)), kind))
 
 
@@ -238,88 +291,14 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"{what} {name!r} is not known{hint or '.'} Known: {', '.join(known)}"
 
 
-def shape(hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """Returns the chips along each dimension of the smallest slice with these devices, ascending:
-    16 chips are 4 × 4, or 2 × 2 × 4. Two chips are neighbours, which is a part of a slice."""
-    sizes, factor = [1] * hardware.torus, 2
-    cores = hardware.jax_devices
-    left = -(-devices // cores)
-    if left > 2:
-        left = least_slice(devices, cores, hardware.torus) // cores
-    while left > 1:
-        while left % factor:
-            factor += 1
-        sizes.sort()
-        sizes[0] *= factor
-        left //= factor
-    return tuple(sorted(sizes))
-
-
-def hops(hardware: Hardware, devices: int) -> int:
-    """Links between the farthest devices of a slice; 0 with a switch."""
-    if not hardware.torus:
-        return 0
-    sizes = shape(hardware, devices)
-    closed = zip(sizes, rings(hardware, sizes), strict=True)
-    return sum(size // 2 if ring else size - 1 for size, ring in closed)
-
-
-def gather_bandwidth(hardware: Hardware, devices: int) -> float:
-    """Bytes/s that every device receives while all get the same: the links of a chip in the
-    corner, which without a ring has one a dimension."""
-    if not hardware.torus or devices <= hardware.jax_devices:
-        return hardware.link
-    sizes = shape(hardware, devices)
-    closed = zip(sizes, rings(hardware, sizes), strict=True)
-    return _link(hardware) * sum(1 + ring for size, ring in closed if size > 1)
-
-
-def alltoall_bandwidth(hardware: Hardware, devices: int) -> float:
-    """Bytes/s that every device receives in an all-to-all; half of the bytes cross the middle of
-    the slice."""
-    if not hardware.torus or devices <= hardware.jax_devices:
-        return hardware.link
-    across = 4 * middle_bandwidth(hardware, devices) / devices
-    return min(across, gather_bandwidth(hardware, devices))
-
-
-def middle_bandwidth(hardware: Hardware, devices: int) -> float:
-    """Bytes/s, one way, between the two halves of a slice; unlimited with a switch.
-
-    8 × 8 TPU v6e: eight links of 100 GB/s, which is 25 GB/s a chip of either half.
-    """
-    if not hardware.torus:
-        return math.inf
-    if devices <= hardware.jax_devices:
-        return hardware.link
-    sizes = shape(hardware, devices)
-    links = math.prod(sizes[:-1]) * (1 + rings(hardware, sizes)[-1])
-    return links * hardware.jax_devices * _link(hardware)
-
-
-def rings(hardware: Hardware, sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Returns for each dimension of a slice whether its two ends are joined. In three dimensions
-    either all are, or none."""
-    fit = [size % hardware.ring == 0 for size in sizes]
-    return (all(fit),) * len(sizes) if hardware.torus == 3 else tuple(fit)
-
-
-def _link(hardware: Hardware) -> float:
-    """Bytes/s of a JAX device, one way, over one of its chip's links."""
-    return hardware.link / (2 * hardware.torus)
-
-
 def gather_seconds(
     hardware: Hardware, mesh: ExchangeMesh, row: RowBytes, *, brought: bool
 ) -> tuple[float, float]:
     """Seconds there and back of a device's row in a gather, at the peak of link and network.
-    Between islands of the fast link a row moves once, and the fast link spreads it then.
-
-    Args:
-      brought: whether the link between the roles has brought the rows to every island, and takes
-        the islands' results in the model's format from there (`Assumptions.broadcast`).
-    """
-    link = gather_bandwidth(hardware, mesh.ranks * mesh.tensor)
+    Between islands of the fast link a row moves once, and the fast link spreads it then; or the
+    link between the roles has `brought` the rows to every island, and takes the islands' results in
+    the model's format from there (`Assumptions.broadcast`)."""
+    link = hardware.gather_bandwidth(mesh.ranks * mesh.tensor)
     far, moved = mesh.peers / _near(hardware, mesh) - 1, gather_moves(mesh, row)
     network = math.inf if brought else hardware.network
 
@@ -333,13 +312,9 @@ def alltoall_seconds(
     hardware: Hardware, mesh: ExchangeMesh, row: RowBytes, reached: float, *, shared: bool
 ) -> tuple[float, float]:
     """Seconds there and back of a device's row in an all-to-all, at the peak of link and network,
-    which are busy at once. A row moves as often as ranks need it.
-
-    Args:
-      reached: part of the ranks that a row goes to.
-      shared: whether the model has a shared expert.
-    """
-    link = alltoall_bandwidth(hardware, mesh.ranks * mesh.tensor)
+    which are busy at once. A row moves as often as ranks need it: to the part `reached` of them;
+    `shared`: the model has a shared expert."""
+    link = hardware.alltoall_bandwidth(mesh.ranks * mesh.tensor)
     far = reached * (mesh.peers - _near(hardware, mesh))
     moved = alltoall_moves(mesh, row, reached, shared=shared)
 

@@ -53,14 +53,9 @@ class _Step:
 
 
 class _Pipeline:
-    """Common parts of all pipelines.
-
-    Args:
-      lanes, groups: lanes and DP groups of a domain.
-      domains: attention meshes, served by one ffn mesh.
-      disturb: adds noise to a stage.
-      note: called with every stage as a span, from the first device's start to the last one's end.
-    """
+    """Common parts of all pipelines, of domains with as many lanes and DP groups each and one ffn
+    mesh. `disturb` adds noise to a stage; `note` gets every stage as a span, from the first
+    device's start to the last one's end."""
 
     def __init__(
         self,
@@ -86,7 +81,6 @@ class _Pipeline:
 
     @property
     def idle_lanes(self) -> list[int]:
-        """Lanes that could begin a step."""
         return [lane for lane in self._all_lanes if lane not in self._inside]
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
@@ -125,11 +119,8 @@ class Disaggregated(_Pipeline):
         super().begin(lane, number, now, times)
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs stages until a lane leaves: (lane, time when its last device had sampled).
-
-        Args:
-          now: the host's time, at which all these stages are enqueued.
-        """
+        """Runs stages, all enqueued at the host's time `now`, until a lane leaves: (lane, time when
+        its last device had sampled)."""
         runs: dict[str, Callable[[_Step, int, int, float], float]] = {
             "attend": self._attend,
             "dispatch": self._dispatch,
@@ -254,10 +245,8 @@ class OneDispatch(_Pipeline):
 
 class Colocated(_Pipeline):
     """Attention and FFN on one mesh, one step after the other; a layer's rows cross in collectives
-    that wait for the last device.
-
-    Experts are divided over the DP groups, and each disturbs its ffn stage by itself.
-    """
+    that wait for the last device. Experts are divided over the DP groups, and each disturbs its ffn
+    stage by itself."""
 
     def __init__(self, **setting: Any):
         super().__init__(**(setting | {"domains": 1}))

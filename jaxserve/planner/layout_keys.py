@@ -49,14 +49,8 @@ def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
 
 
 def sequence_keys(layout: Layout, slots: int, longest: int, page: int, pages: int) -> Tree:
-    """Dotted keys of a decode unit's cache and scheduler.
-
-    Args:
-      slots: sequences of a DP group and lane.
-      longest: most tokens of a sequence.
-      page: tokens of a page.
-      pages: pages of a DP group.
-    """
+    """Dotted keys of a decode unit's cache and scheduler: of `slots` sequences a DP group and lane,
+    `longest` tokens at most, and of the tokens of a page and the pages of a DP group."""
     budget = token_budget(slots, layout.drafts)
     return {
         "cache.page_size": page,
@@ -69,12 +63,7 @@ def sequence_keys(layout: Layout, slots: int, longest: int, page: int, pages: in
 
 
 def sized_keys(calculator: Calculator, layout: Layout, on: Hardware, batch: int) -> Tree:
-    """The part of `layout_keys` that depends on the batch.
-
-    Args:
-      on: hardware of attention.
-      batch: sequences of a DP group and lane.
-    """
+    """The part of `layout_keys` that depends on the batch, on this hardware of attention."""
     config = calculator.model.config
     page = page_tokens(on.platform, calculator.formats.cache, config.page_unit)
     longest = min(config.max_positions, 2 * calculator.context)
@@ -85,12 +74,8 @@ def sized_keys(calculator: Calculator, layout: Layout, on: Hardware, batch: int)
 def layout_keys(
     calculator: Calculator, layout: Layout, on: tuple[Hardware, Hardware], batch: int
 ) -> Tree:
-    """Dotted keys of a layout with the calculator's formats, that decodes sequences of its context.
-
-    Args:
-      on: hardware of attention and of the FFN.
-      batch: sequences of a DP group and lane.
-    """
+    """Dotted keys of a layout with the calculator's formats, on hardware of attention and of the
+    FFN. It decodes `batch` sequences of the calculator's context a DP group and lane."""
     formats, assumed, (a, f) = calculator.formats, calculator.assumed, on
     config = calculator.model.config
     colocated, apart = layout.topology.has("colocated"), layout.topology.crosses_runtimes

@@ -20,6 +20,8 @@ from jaxserve.planner.models import CostModel
 MODES: dict[PlannedMode, str] = {"afd": "AFD", "ep": "colocated EP", "tp": "colocated TP"}
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 20, 24, 32, 36, 40, 48, 64)
 """Numbers of hosts to try for a role."""
+LANES = (1, 2, 3, 4)
+"""Numbers of lanes to try."""
 REDUNDANT_SLOTS = (0, 1, 2)
 """Redundant slots of a rank to try where experts are unevenly popular."""
 SPARE = 0.25
@@ -89,7 +91,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def text(self) -> str:
-        """Devices and sharding in a few words."""
         attention = f"{self.attention_devices} {self.attention} (dp {self.dp} tp {self.tp})"
         more = f", {self.drafts} draft{'s' * (self.drafts > 1)}" if self.drafts else ""
         if self.redundant_slots:
@@ -123,14 +124,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layouts:
-    """All layouts of a model on some hardware.
-
-    Args:
-      model: the model to divide over devices.
-      attention, ffn: hardware by name that each role may use; colocated modes use those in both.
-      skewed: whether experts are unevenly popular, so that replicas are tried.
-      overlapped: whether two batches of a colocated deployment are tried.
-    """
+    """All layouts of a model on the hardware, by name, that each role may use; colocated modes use
+    what is in both. Replicas are tried of experts that are unevenly popular (`skewed`), and two
+    batches of a colocated deployment that is `overlapped`."""
 
     def __init__(
         self,
@@ -170,66 +166,49 @@ class Layouts:
 
     def _shapes(self, target: Target) -> Iterator[Layout]:
         if any(topology_of(mode).has("ffn") for mode in target.modes):
-            for (a_name, a), (f_name, f) in itertools.product(
-                self._attention.items(), self._ffn.items()
-            ):
-                if a.platform != f.platform:
-                    continue  # a GPU and a TPU have not served a model together
-                for a_devices in _device_counts(a, target.max_devices - 1):
-                    for f_devices in _device_counts(f, target.max_devices - a_devices):
-                        apart = a_name != f_name
-                        if a.platform == "tpu" and not apart:  # else one slice has both roles
-                            both = a_devices + f_devices
-                            halves = divide_slice(both, (a_devices, f_devices))
-                            apart = not (a.slice_of(both) and halves)
-                        if not apart or (a.slice_of(a_devices) and f.slice_of(f_devices)):
-                            roles = a_name, f_name, a_devices, f_devices
-                            yield from self._afd(*roles, target, apart=apart)
+            for names in itertools.product(self._attention, self._ffn):
+                yield from self._afd(*names, target)
         for name in (name for name in self._attention if name in self._ffn):
-            hardware = self._attention[name]
-            for devices in _device_counts(hardware, target.max_devices):
-                if hardware.slice_of(devices):
-                    yield from self._colocated(name, hardware, devices, target)
+            yield from self._colocated(name, self._attention[name], target)
 
-    def _afd(
-        self,
-        a_name: str,
-        f_name: str,
-        a_devices: int,
-        f_devices: int,
-        target: Target,
-        *,
-        apart: bool,
-    ) -> Iterator[Layout]:
-        """Layouts of two roles on these devices, in runtimes of their own or in one."""
-        for tp, ffn_tp, lanes in itertools.product(
-            self._attention_tp(self._attention[a_name], a_devices),
-            self._ffn_tp(self._ffn[f_name], f_devices, target),
-            (1, 2, 3, 4),
-        ):
-            yield Layout(
-                mode="afd",
-                attention=a_name,
-                ffn=f_name,
-                dp=a_devices // tp,
-                tp=tp,
-                ep=f_devices // ffn_tp,
-                ffn_tp=ffn_tp,
-                lanes=lanes,
-                transport="pull" if apart else "auto",
-            )
+    def _afd(self, a_name: str, f_name: str, target: Target) -> Iterator[Layout]:
+        """Layouts of two roles on this hardware, in runtimes of their own or in one."""
+        a, f = self._attention[a_name], self._ffn[f_name]
+        if a.platform != f.platform:
+            return  # a GPU and a TPU have not served a model together
+        for a_devices in _device_counts(a, target.max_devices - 1):
+            for f_devices in _device_counts(f, target.max_devices - a_devices):
+                apart = a_name != f_name
+                if a.platform == "tpu" and not apart:  # else one slice has both roles
+                    both = a_devices + f_devices
+                    halves = divide_slice(both, (a_devices, f_devices))
+                    apart = not (a.slice_of(both) and halves)
+                if apart and not (a.slice_of(a_devices) and f.slice_of(f_devices)):
+                    continue
+                for tp, ffn_tp, lanes in itertools.product(
+                    self._attention_tp(a, a_devices), self._ffn_tp(f, f_devices, target), LANES
+                ):
+                    yield Layout(
+                        mode="afd",
+                        attention=a_name,
+                        ffn=f_name,
+                        dp=a_devices // tp,
+                        tp=tp,
+                        ep=f_devices // ffn_tp,
+                        ffn_tp=ffn_tp,
+                        lanes=lanes,
+                        transport="pull" if apart else "auto",
+                    )
 
-    def _colocated(
-        self, name: str, hardware: Hardware, devices: int, target: Target
-    ) -> Iterator[Layout]:
-        for tp in self._attention_tp(hardware, devices):
-            mode: PlannedMode = "tp" if tp == devices else "ep"
-            if mode in target.modes and self._shared(devices // tp, target):
-                made = functools.partial(
-                    Layout, mode=mode, attention=name, ffn=name, dp=devices // tp
-                )
-                for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
-                    yield made(tp=tp, ep=devices // tp, ffn_tp=tp, lanes=lanes)
+    def _colocated(self, name: str, hardware: Hardware, target: Target) -> Iterator[Layout]:
+        for devices in filter(hardware.slice_of, _device_counts(hardware, target.max_devices)):
+            for tp in self._attention_tp(hardware, devices):
+                mode: PlannedMode = "tp" if tp == devices else "ep"
+                dp = devices // tp
+                if mode in target.modes and self._shared(dp, target):
+                    made = functools.partial(Layout, mode=mode, attention=name, ffn=name)
+                    for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
+                        yield made(dp=dp, tp=tp, ep=dp, ffn_tp=tp, lanes=lanes)
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """Lists the numbers of devices that query heads divide over within the fast link."""

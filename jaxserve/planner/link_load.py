@@ -43,11 +43,8 @@ class LinkLoad(NamedTuple):
 def link_load(
     config: ModelConfig, deployment: Deployment, gb_per_second: float | None = None
 ) -> LinkLoad | None:
-    """Returns the load of the link between runtimes; None inside one runtime.
-
-    Args:
-      gb_per_second: what a process carries each way, 0: anything; None: as its transport says.
-    """
+    """Returns the load of the link between runtimes; None inside one runtime. A process carries
+    this many GB/s each way, 0: anything; None: as its transport says."""
     transport = deployment.topology.transport
     if transport is None or not transport.gb_per_second or gb_per_second == 0:
         return None

@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,11 +117,8 @@ class _Preflight(msgspec.Struct):
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """Reads a file of measurements.
-
-    Raises:
-      ConfigError: the file is missing or malformed, or a number is out of range.
-    """
+    """Reads a file of measurements. Raises ConfigError if it is missing or malformed, or a number
+    is out of range."""
     told: list[Measurement] | _Preflight = read_json(path, list[Measurement] | _Preflight)  # type: ignore[arg-type]
     return told if isinstance(told, list) else told.measurements
 
@@ -142,11 +140,8 @@ class Expected(NamedTuple):
 
 
 def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
-    """Returns what to compare a measurement with.
-
-    Raises:
-      ConfigError: its hardware or model is unknown, or the model has no such layers.
-    """
+    """Returns what to compare a measurement with. Raises ConfigError if its hardware or model is
+    unknown, or the model has no such layers."""
     kind, hardware = one.device_kind, load_hardware(one.device_kind, folder=configs)
     named = {
         name: getattr(one, name) for name in ("dispatch", "combine", "compute", "rows", "held")
@@ -196,11 +191,7 @@ def estimated(found: Sequence[Measurement]) -> str:
 
 def read_calibration(path: Path | None, configs: Path = CONFIGS) -> Calibration:
     """Returns the calibration from a file of measurements; without a file, no correction. Says on
-    stderr if they are estimates.
-
-    Raises:
-      ConfigError: see `read_measurements` and `expected`.
-    """
+    stderr if they are estimates. Raises ConfigError as `read_measurements` and `expected`."""
     if path is None:
         return NOTHING
     found = read_measurements(path)
@@ -216,6 +207,8 @@ WAITING = 0.1
 
 WATCHED_SECONDS = 60.0
 """Seconds to wait for steps of a running server."""
+ANSWER_SECONDS = 10.0
+"""Time for an answer of a server."""
 
 _LaneStep = tuple[int, int]
 """A step's lane and number."""
@@ -263,11 +256,8 @@ class _Trace(msgspec.Struct):
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Reads the spans of a `--timeline` folder, or of its timeline.json.
-
-    Raises:
-      ConfigError: it has none.
-    """
+    """Reads the spans of a `--timeline` folder, or of its timeline.json; raises ConfigError without
+    any."""
     file = path / "timeline.json" if path.is_dir() else path
     spans = read_json(file, _Trace).spans
     if not spans:
@@ -275,24 +265,32 @@ def read_spans(path: Path) -> list[Span]:
     return spans
 
 
+def ask(option: str, url: str, path: str, body: bytes | None = None) -> bytes:
+    """Asks a server over HTTP. Raises ConfigError, with the option that names it, if it refuses, or
+    does not answer in time."""
+    headers = {"content-type": "application/json"}
+    try:
+        asked = urllib.request.Request(f"{url.rstrip('/')}{path}", body, headers)
+        with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        told = error.read().decode(errors="replace")
+        raise ConfigError(f"{option} {url}: {told or error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {url}: {error}") from None
+
+
 def watched_spans(url: str) -> list[Span]:
-    """Spans of the steps that a running server measures because it is asked: those of its own
-    domains, or of a router's first domain. It may take a while until it has any. Steps that it had
-    measured before, perhaps long ago and under another load, do not count.
-
-    Args:
-      url: of the server, as http://host:8000.
-
-    Raises:
-      ConfigError: it does not answer, or measured no whole step within `WATCHED_SECONDS`.
-    """
+    """Returns spans of the steps that a running server (`url`) measures because it is asked: those
+    of its own domains, or of a router's first domain. Steps that it had measured before, perhaps
+    long ago and under another load, do not count. Raises ConfigError if it does not answer, or
+    measures no whole step within `WATCHED_SECONDS`."""
     until = time.monotonic() + WATCHED_SECONDS
     answered: list[float | None] = []
     while time.monotonic() < until:
         try:
-            with urllib.request.urlopen(f"{url.rstrip('/')}/pipeline", timeout=10) as answer:
-                found = msgspec.json.decode(answer.read(), type=_Watched).measured
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+            found = msgspec.json.decode(ask("--url", url, "/pipeline"), type=_Watched).measured
+        except msgspec.DecodeError as error:
             raise ConfigError(f"--url {url}: {error}") from None
         answered.append(found.at if found else None)
         if found and found.loads and found.at != answered[0]:
@@ -310,14 +308,9 @@ def watched_spans(url: str) -> list[Span]:
 
 
 def observe(spans: Sequence[Span], kinds: Sequence[tuple[int, int]]) -> list[Observed]:
-    """The stages and steps of every load, those with most sequences last.
-
-    Args:
-      kinds: of every layer, the groups of its attention and its FFN.
-
-    Raises:
-      ConfigError: the trace has other layers than the model, or no stage to measure.
-    """
+    """Returns the stages and steps of every load, those with most sequences last. `kinds` are, of
+    every layer, the groups of its attention and its FFN. Raises ConfigError if the trace has other
+    layers than the model, or no stage to measure."""
     last = max(span.layer for span in spans)
     if last != len(kinds):
         raise ConfigError(f"the trace has {last} layers, the model {len(kinds)}")

@@ -39,12 +39,7 @@ STRAIGHT = 2
 
 
 class Memory:
-    """Memory of layouts on hardware.
-
-    Args:
-      calculator: the model, its context and formats.
-      attention, ffn: hardware by name.
-    """
+    """Memory of layouts on hardware, by name, with the calculator's model, context and formats."""
 
     def __init__(
         self,
@@ -73,17 +68,11 @@ class Memory:
     def held(
         self, layout: Layout, batch: int, budget: int = 0, length: int = 0
     ) -> list["RoleBytes"]:
-        """Bytes on a device of the attention and of the ffn role, or of the one mesh of a colocated
-        layout.
-
-        Args:
-          batch: sequences of a DP group and lane.
-          budget: tokens of a DP group's largest step; 0: `token_budget`.
-          length: tokens of the longest sequence; 0: as the layout is written.
-
-        Raises:
-          ConfigError: the engine cannot divide the model like that.
-        """
+        """Returns the bytes on a device of the attention and of the ffn role, or of the one mesh of
+        a colocated layout, for `batch` sequences of a DP group and lane, a `budget` of tokens of a
+        DP group's largest step (0: `token_budget`), and a longest sequence of `length` tokens (0:
+        as the layout is written). Raises ConfigError if the engine cannot divide the model like
+        that."""
         from jaxserve.roles.pipelines import on_one_mesh  # imports JAX
 
         attention = self._of_attention(_attention_alone(layout), batch, budget, length)
@@ -103,11 +92,11 @@ class Memory:
         """Whether `batch` sequences of each DP group and lane fit."""
         return self._filled(layout, batch) <= 1
 
-    def _filled(self, layout: Layout, batch: int) -> float:
-        """The part of its memory that the fuller role needs; infinite where the engine cannot
-        divide the model like that."""
+    def _filled(self, layout: Layout, batch: int, *, alone: bool = False) -> float:
+        """The part of its memory that the fuller role needs, or attention `alone`, as
+        `_attention_alone` makes it; infinite where the engine cannot divide the model like that."""
         try:
-            parts = self.held(layout, batch)
+            parts = [self._of_attention(layout, batch, 0, 0)] if alone else self.held(layout, batch)
         except ConfigError as error:
             self.refused = str(error)
             return math.inf
@@ -129,13 +118,9 @@ class Memory:
         return largest(filled, 1, most, 1.0) if filled(1) <= 1 else 0
 
     def tokens(self, layout: Layout, slots: int, budget: int, length: int) -> int:
-        """Cached tokens of a DP group of a colocated layout that computes prompts; 0: it cannot, or
-        has too little memory beside its weights.
-
-        Args:
-          slots: concurrent prompts of a DP group.
-          budget, length: as in `held`.
-        """
+        """Cached tokens of a DP group of a colocated layout that computes `slots` prompts at a
+        time; 0: it cannot, or has too little memory beside its weights. `budget` and `length` as in
+        `held`."""
         hardware, reserve = self.on(layout)[0], self._reserve
         try:
             held, more = (self.held(layout, slots, budget, n * length)[0] for n in (1, 2))
@@ -164,19 +149,12 @@ class Memory:
     def _room_of_attention(self, layout: Layout) -> int:
         """Sequences of a DP group and lane that fit on the attention role alone; `layout` as
         `_attention_alone` makes it."""
-        hardware, _ = self.on(layout)
-
-        def full(batch: int) -> bool:
-            try:
-                return self._filled_by(self._of_attention(layout, batch, 0, 0), hardware) > 1
-            except ConfigError as error:
-                self.refused = str(error)
-                return True
-
         least = 1
-        while least < MOST and not full(least):
+        while least < MOST and self._filled(layout, least, alone=True) <= 1:
             least *= 2
-        return least // 2 + bisect_left(range(least // 2 + 1, least), True, key=full)
+        between = range(least // 2 + 1, least)
+        full = functools.partial(self._filled, layout, alone=True)
+        return least // 2 + bisect_left(between, True, key=lambda batch: full(batch) > 1)
 
     def _attention_bytes(self, layout: Layout, batch: int, budget: int, length: int) -> "RoleBytes":
         """Bytes on an attention device; `layout` as `_attention_alone` makes it."""
@@ -240,11 +218,8 @@ def _attention_alone(layout: Layout) -> Layout:
 
 
 def largest(value: Callable[[int], float], low: int, high: int, bound: float) -> int:
-    """Returns the largest number from `low` to `high` whose value is within `bound`.
-
-    Args:
-      value: never falls. Its value at `low` is within the bound.
-    """
+    """Returns the largest number from `low` to `high` whose value is within `bound`. Values never
+    fall, and that at `low` is within the bound."""
     at_low, at_high, guesses = value(low), value(high), 0
     if at_high <= bound:
         return high

@@ -4,7 +4,10 @@
 family's reader from the model's own `config.json`; or, where the engine knows no such family and
 the model can only be planned, as it is written in `model.yaml`. `AttentionLayers` knows which rows
 a kind of attention reads and how many FLOPs it takes for each; weights, rows and their bytes are
-what the engine declares of its modules and caches (`Declared`). Nothing here knows hardware.
+what the engine declares of its modules and caches (`Declared`). Behind it is the work of kernels
+beyond its plain count: padding of attention's rows, prompts of latent attention, rows of the
+busiest experts, and the blocks in which plain XLA computes without kernels. Nothing here knows
+rates.
 """
 
 import functools
@@ -13,9 +16,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
 from jaxserve.config.deployment import Deployment
@@ -40,6 +45,13 @@ PAGE = 1024
 """Tokens of a page, of which any number of tokens that share a cached row is a divisor."""
 BESIDE_MAPS = ("scales", "zeros", "bias", "taps")
 """Ends of names of arrays of several dimensions that are no linear maps."""
+
+BLOCK_TOKENS, FIRST_TOKENS = 128, 32
+"""Positions of a context that hardware without kernels attends to at a time, and of the first
+`BLOCK_TOKENS` (`pallas_kernels/attention/reference.py`)."""
+BLOCK_ROWS = 8
+"""Rows of one expert that CPUs multiply at a time by weights in 8 or 4 bits; float weights are read
+once a group, for one row after the other (`pallas_kernels/grouped_matmul/reference.py`)."""
 
 
 class AttentionLayers(NamedTuple):
@@ -256,6 +268,104 @@ def _layer(kind: LayerKind) -> tuple[AttentionLayers, FFNLayers]:
     return AttentionLayers(1, kind.attention, kind.int8_products), FFNLayers(1, *routed, ffn.d_ff)
 
 
+class Expanded(NamedTuple):
+    """The part of latent attention that runs on expanded keys and values instead of the latents
+    (DeepSeek-V2 §2.1); numbers or arrays, an entry a sequence."""
+
+    pairs: Any
+    """Pairs of a query's token with a token that it attends to."""
+    tokens: Any
+    """Tokens whose keys and values are expanded, written, and read again."""
+    again: Any
+    """Tokens for which the maps are charged in addition to their pass as linear maps."""
+
+
+class Attending(NamedTuple):
+    """A layer's attention in a step: numbers, or arrays with an entry for each DP group."""
+
+    tokens: Any
+    """Rows of the batch."""
+    read: Any
+    """Cached tokens that are read; of lightning attention, states read and written."""
+    pairs: Any
+    """Pairs of a query's token with a token that it attends to, times `tile_padding`."""
+    expanded: Expanded | None = None
+    """The part on expanded keys and values; its pairs times `row_padding`."""
+    scored: tuple[Any, ...] = (0, 0)
+    """Keys that an indexer reads, and pairs that it scores."""
+
+    def of(self, count: int) -> "Attending":
+        """Returns the work of `count` such groups, of one DP group, as numbers."""
+
+        def number(each: np.ndarray) -> float:
+            return count * float(each[0])
+
+        expanded = self.expanded and Expanded(*map(number, self.expanded))
+        tokens, read, pairs = map(number, self[:3])
+        return Attending(tokens, read, pairs, expanded, tuple(map(number, self.scored)))
+
+
+def prompt_chunks(
+    tokens: np.ndarray, length: np.ndarray, pairs: np.ndarray, *, least: float
+) -> tuple[Any, Any, Expanded]:
+    """Latent attention of prompts' chunks: (tokens read from the cache, pairs in absorbed form, the
+    expanded part), of each sequence's tokens in the step, cached tokens after it, and attended
+    pairs. A sequence with one token decodes, in absorbed form.
+
+    Chunks of `least` tokens and more run on expanded keys and values alone, those cached before
+    them included; others run absorbed. 0: every chunk expands within itself and absorbs before it,
+    which passes the maps twice.
+    """
+    chunk = tokens >= (least or 2)
+    read = np.where(chunk, length - tokens, length)
+    if least:
+        own, before = np.where(chunk, length, 0.0), np.where(chunk, read, 0.0)
+        return read, np.where(chunk, 0.0, pairs), Expanded(pairs * chunk, own, before)
+    inside = np.where(chunk, np.minimum(pairs, tokens * (tokens + 1) / 2), 0.0)
+    own = np.where(chunk, tokens, 0.0)
+    return read, pairs - inside, Expanded(inside, own, own)
+
+
+def tile_padding(group: AttentionLayers, tile: int, tp: int, rows: Any) -> Any:
+    """Ratio of the rows that an attention kernel multiplies to its actual rows: a KV head's query
+    heads times a sequence's tokens in the step, padded to the products' smallest tile
+    (`Hardware.tile_rows`). Rows are a number or an array."""
+    spec = group.spec
+    heads = spec.q_heads / tp / max(1.0, spec.kv_heads / tp)
+    return row_padding(tile, (tile if group.has_state else heads) * rows)
+
+
+def row_padding(tile: int, rows: Any) -> Any:
+    """Ratio of padded rows to `rows`, a number or an array. On expanded keys, of which every query
+    head has its own, rows are tokens."""
+    return np.ceil(rows / tile) * tile / rows
+
+
+def busiest_by_chance(ranks: int, rows: float) -> float:
+    """Rows of the busiest of equally popular ranks over the mean of `rows`, whose spread is a
+    Poisson's."""
+    return min(float(ranks), 1 + largest_normal(ranks) / max(rows, 1e-9) ** 0.5)
+
+
+@functools.cache
+def largest_normal(draws: int) -> float:
+    """Expected largest of standard normal draws (Blom 1958)."""
+    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
+
+
+@functools.lru_cache(4096)
+def blocks_met(tokens: int, share: float) -> float:
+    """Mean number of blocks of `BLOCK_ROWS` rows that an expert gets from `tokens` tokens, each of
+    which chooses it with probability `share`: Σ P(rows > 8 j)."""
+    if share >= 1:
+        return float(-(-tokens // BLOCK_ROWS))
+    rows = np.arange(tokens + 1)
+    steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1)) + math.log(share / (1 - share))
+    logs = tokens * math.log1p(-share) + np.concatenate([[0.0], np.cumsum(steps)])
+    above = 1 - np.cumsum(np.exp(logs))
+    return float(np.sum(above[:tokens:BLOCK_ROWS]))
+
+
 FILES = ("config.json", "model.yaml")
 """Descriptions of a model that the engine serves, and of one that can only be planned."""
 
@@ -267,11 +377,8 @@ def known_models(folder: Path = CONFIGS) -> list[str]:
 
 
 def model_folder(name: str, folder: Path = CONFIGS) -> Path:
-    """Returns the path of a known model's description, or of the model folder at this path.
-
-    Raises:
-      ConfigError: the model is unknown; lists the known models.
-    """
+    """Returns the path of a known model's description, or of the model folder at this path. Raises
+    ConfigError if there is neither; lists the known models."""
     for path in (folder / "models" / name, Path(name)):
         if any((path / file).is_file() for file in FILES):
             return path
@@ -279,14 +386,8 @@ def model_folder(name: str, folder: Path = CONFIGS) -> Path:
 
 
 def model_config(path: Path, *, served: bool = False) -> ModelConfig:
-    """Reads the architecture in a model folder.
-
-    Args:
-      served: refuses a model that can only be planned.
-
-    Raises:
-      ConfigError: the description is wrong, or the engine cannot run the model.
-    """
+    """Reads the architecture in a model folder. Raises ConfigError if the description is wrong, or
+    the engine cannot run the model, or can only plan one that is to be `served`."""
     file, planned = (path / name for name in FILES)
     if not file.is_file():
         if served:
@@ -304,10 +405,7 @@ def model_config(path: Path, *, served: bool = False) -> ModelConfig:
 
 
 def load_model(name: str, folder: Path = CONFIGS) -> CostModel:
-    """Returns a known model by name, or the model at this path.
-
-    Raises:
-      ConfigError: the model is unknown (lists the known models), or its description is wrong.
-    """
+    """Returns a known model by name, or the model at this path. Raises ConfigError as
+    `model_folder` and `model_config`."""
     path = model_folder(name, folder)
     return cost_model(model_config(path), path.name)

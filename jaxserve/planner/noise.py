@@ -38,7 +38,6 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silent(self) -> bool:
-        """Whether no noise is drawn."""
         return not any(self.spread.values())
 
     def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
@@ -50,15 +49,10 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertLoads:
-    """The load imbalance of the ffn devices: every step's choices are drawn from a popularity that
-    stays.
-
-    Args:
-      popularity: [layers, experts] of the experts of every layer, rows with sum 1.
-      sizes: slots of the devices over which the experts are divided (ep).
-      placed: whether experts, and replicas in spare slots, are where a rebalance puts them, or all
-        at home.
-    """
+    """The load imbalance of the ffn devices: every step's choices are drawn from a popularity
+    [layers, experts] that stays, rows with sum 1. Experts, and replicas in spare slots, are where a
+    rebalance puts them (`placed`), or all at home. `sizes` are the slots of the devices over which
+    experts are divided (ep)."""
 
     def __init__(
         self,
@@ -97,11 +91,8 @@ class Skew(msgspec.Struct, frozen=True):
     """(layer, tokens of each expert), ascending."""
 
     def popularity(self, random: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-        """[layers, experts], rows with sum 1. Layers without counts have those of others.
-
-        Raises:
-          ConfigError: counts of another number of experts.
-        """
+        """Returns [layers, experts], rows with sum 1. Layers without counts have those of others.
+        Raises ConfigError for counts of another number of experts."""
         if self.kind == "counts":
             known = dict(self.counts)
             for layer, counts in self.counts:
@@ -123,11 +114,7 @@ class Skew(msgspec.Struct, frozen=True):
 
 def read_skew(text: str) -> Skew:
     """Reads `0.5` (a spread), `zipf:1.2`, or a JSON file with counts, as `GET /pipeline` of a
-    server answers or {layer: [tokens, ...]}.
-
-    Raises:
-      ConfigError: the text is none of these.
-    """
+    server answers or {layer: [tokens, ...]}. Raises ConfigError for any other text."""
     name, _, value = text.rpartition(":")
     try:
         if name in ("", "zipf") and 0 <= float(value) <= 100:
@@ -156,11 +143,8 @@ def _counts(tree: Any) -> tuple[tuple[int, tuple[float, ...]], ...]:
 
 
 def placement_of(popularity: np.ndarray, sizes: SlotSizes, *, placed: bool) -> Placement:
-    """Returns the placement of one layer: by a rebalance, or with every expert at home.
-
-    Args:
-      popularity: popularity of each expert.
-    """
+    """Returns the placement of one layer's experts of this popularity: by a rebalance, or with
+    every expert at home."""
     if not placed:
         return home_slots(sizes)
     return rebalance(popularity.tolist(), sizes.total, sizes.ranks, most=sizes.width, apart=True)

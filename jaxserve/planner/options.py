@@ -51,17 +51,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def reader[T](pattern: str, expected: str, made: Callable[..., T]) -> Callable[[str], T]:
-    """Returns a reader of texts of one form.
+def reader(form: str, expected: str, made: Callable[..., Any]) -> Callable[[str], Any]:
+    """Returns a reader of texts that have a form, but for spaces around it. It makes a value of the
+    groups' texts, which it may refuse by a ValueError; the error asks for what is `expected`."""
 
-    Args:
-      pattern: regular expression of the whole text, but for spaces around it.
-      expected: what the error asks for.
-      made: takes the texts of the pattern's groups; it refuses them by a ValueError.
-    """
-
-    def read(text: str) -> T:
-        match = re.fullmatch(rf"\s*{pattern}\s*", text, re.ASCII)
+    def read(text: str) -> Any:
+        match = re.fullmatch(rf"\s*{form}\s*", text, re.ASCII)
         with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
             if match:
                 return made(*match.groups())
@@ -82,70 +77,34 @@ def number(low: float, high: float, kind: Callable[[str], float] = int) -> Calla
     return reader("(.*)", f"{low:g} to {high:g}", lambda text: within(low, kind(text), high))
 
 
-seconds = reader(
-    r"(\d+\.?\d*|\.\d+)\s*(ms|us|s|)",
-    "a time above 0, as in 50ms",
-    lambda time, unit: within(LEAST, float(time) * {"s": 1.0, "us": 1e-6}.get(unit, 1e-3), 1e9),
-)
-"""A bare number is in milliseconds."""
-tokens = reader(
-    r"(\d+)\s*([kK]?)",
-    "a number of tokens, as in 8192 or 8K",
-    lambda count, kilo: within(1, int(count) * (1024 if kilo else 1), 2**24),
-)
-price = reader(
-    r"([^=]*[^=\s]\s*)=(.*)",
-    "name=USD an hour, as in h100=1.9",
-    lambda name, usd: (name.strip().lower(), within(LEAST, float(usd), 1e6)),
-)
-spread = reader(
-    rf"(?:({'|'.join(STAGES)})=)?(.*)",
-    f"a spread from 0 to 10, of all stages or of one of {', '.join(STAGES)}, as in 0.05 or "
-    "combine=0.3",
-    lambda name, size: dict.fromkeys((name,) if name else STAGES, within(0, float(size), 10)),
-)
-READERS: dict[str, Callable[[str], Any]] = {
-    "path": Path,
-    "price": price,
-    "seconds": seconds,
-    "spread": spread,
-    "tokens": tokens,
-    "address": reader(
-        r"(?:([^:\s]+):)?(\d+)",
-        "[HOST:]PORT, as in 0.0.0.0:9101",
-        lambda host, port: (host or "127.0.0.1", within(1, int(port), 65535)),
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1e-3}
+"""Seconds of a unit; a bare number is in milliseconds."""
+READERS: dict[str, Callable[[str], Any]] = {}
+"""Readers of options' texts."""
+MADE: dict[str, Callable[..., Any]] = {
+    "address": lambda host, port: (host or "127.0.0.1", within(1, int(port), 65535)),
+    "bucket": lambda rows, pages: Bucket(int(rows), int(pages)),
+    "failures": lambda every, away: (float(every), within(LEAST, float(away), float(every))),
+    "level": lambda percent, time: Level(
+        within(50, float(percent or 95), 99.9), READERS["seconds"](time)
     ),
-    "bucket": reader(
-        r"(\d+)x(\d+)",
-        "tokens x pages, as in 128x64",
-        lambda rows, pages: Bucket(int(rows), int(pages)),
+    "loss": lambda worker, at, away: (worker, READERS["seconds"](at), READERS["seconds"](away)),
+    "mix": lambda *names: "+".join(filter(None, names)).lower(),
+    "price": lambda name, usd: (name.strip().lower(), within(LEAST, float(usd), 1e6)),
+    "seconds": lambda time, unit: within(LEAST, float(time) * SECONDS[unit], 1e9),
+    "setting": lambda name, text: {name: json.loads(text)},
+    "spread": lambda name, size: dict.fromkeys(
+        (name,) if name else STAGES, within(0, float(size), 10)
     ),
-    "level": reader(
-        r"(?:p(\d\d(?:\.\d+)?)\s*=)?(.*)",
-        "a percentile from p50 to p99.9 and a time, as in p95=2s",
-        lambda percent, time: Level(within(50, float(percent or 95), 99.9), seconds(time)),
-    ),
-    "failures": reader(
-        r"([\d.]+)h:([\d.]+)h",
-        "hours between a server's failures, and those that it is away, as in 1000h:12h",
-        lambda between, away: (float(between), within(LEAST, float(away), float(between))),
-    ),
-    "loss": reader(
-        r"(.+)@(.*)\+(.*)",
-        "WORKER@AT+FOR, as in domain 0@20s+5s",
-        lambda worker, at, away: (worker, seconds(at), seconds(away)),
-    ),
-    "mix": reader(
-        r"([^+\s]+)(?:\+([^+\s]+))?",
-        "the name of hardware, or two, of attention and of the FFN, as in h20+h800",
-        lambda *names: "+".join(filter(None, names)).lower(),
-    ),
-    "setting": reader(
-        r"(\w+)=(.+)", "NAME=VALUE in JSON", lambda name, text: {name: json.loads(text)}
-    ),
-    "shared": lambda text: 0 if text == "0" else tokens(text),
+    "tokens": lambda count, kilo: within(1, int(count) * (1024 if kilo else 1), 2**24),
 }
-"""Readers that `commands.yaml` names."""
+"""Values of texts in the forms that `commands.yaml` has under `readers`."""
+for _name, _made in MADE.items():
+    _form, _expected = TABLE["readers"][_name]
+    _form = _form.replace("STAGES", "|".join(STAGES))
+    READERS[_name] = reader(_form, _expected.replace("STAGES", ", ".join(STAGES)), _made)
+price, seconds, spread, tokens = map(READERS.__getitem__, ("price", "seconds", "spread", "tokens"))
+READERS |= {"path": Path, "shared": lambda text: 0 if text == "0" else tokens(text)}
 NAMES: dict[str, Sequence[str]] = {
     "formats": PLANNED,
     "modes": tuple(MODES),
@@ -176,11 +135,8 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
     module, _, function = command["run"].partition(":")
 
     def run(options: argparse.Namespace) -> Any:
-        """Imports the command's module when the command runs.
-
-        Raises:
-          ConfigError: an option is given without the one that it needs.
-        """
+        """Imports the command's module when the command runs. Raises ConfigError if an option is
+        given without the one that it needs."""
         given = vars(options)
         for option, other in needs.items():
             name = option.replace("-", "_")
@@ -202,11 +158,8 @@ def jitter(options: argparse.Namespace) -> Jitter:
 def assumptions(items: Sequence[str]) -> Assumptions:
     """Reads `compute=0.8`, `broadcast=true`. `paper` and `published` stand for what `commands.yaml`
     says of them; `slow` makes whatever the others say as slow as the tenth of published systems
-    that was slowest beside its prediction.
-
-    Raises:
-      ConfigError: an unknown name (lists the known ones) or a value out of range.
-    """
+    that was slowest beside its prediction. Raises ConfigError for an unknown name (lists the known
+    ones) or a value out of range."""
     named: dict[str, dict[str, Any]] = TABLE["assumed"]
     chosen = [named[item] for item in items if item in named]
     tree = msgspec.to_builtins(Assumptions()) | (chosen[-1] if chosen else {})
@@ -225,11 +178,8 @@ def assumptions(items: Sequence[str]) -> Assumptions:
 
 
 def acceptance(text: str, most: int) -> tuple[float, ...]:
-    """Reads `0.9`, the same for every draft, or `0.9,0.7`, one each, of up to `most` drafts.
-
-    Raises:
-      ConfigError: it is no list of shares, or too short.
-    """
+    """Reads `0.9`, the same for every draft, or `0.9,0.7`, one each, of up to `most` drafts. Raises
+    ConfigError if it is no list of shares, or too short."""
     try:
         shares = tuple(within(0, float(part), 1) for part in text.split(","))
     except ValueError:
@@ -244,14 +194,9 @@ def acceptance(text: str, most: int) -> tuple[float, ...]:
 def read_hardware(
     options: argparse.Namespace, *roles: Sequence[str] | None
 ) -> list[dict[str, Hardware]]:
-    """Returns the hardware that each role may use, by name.
-
-    Args:
-      roles: what the option of each says; None: what `--hardware` says.
-
-    Raises:
-      ConfigError: a role has none, a name is unknown, or a price is of none of them.
-    """
+    """Returns the hardware that each role may use, by name: what the option of each says; None:
+    what `--hardware` says. Raises ConfigError if a role has none, a name is unknown, or a price is
+    of none of them."""
     found = []
     for given in roles:
         names = given or options.hardware
@@ -272,11 +217,7 @@ def check_prices(options: argparse.Namespace, used: Collection[str]) -> None:
 def price_lines(
     hardware: Mapping[str, Hardware], own: Iterable[tuple[str, float]] = ()
 ) -> list[str]:
-    """Returns a line for the price of each, with its source.
-
-    Args:
-      own: names whose prices `--price` gives, with these.
-    """
+    """Returns a line for the price of each, with its source; `--price` gives `own` prices."""
     given, lines = dict(own), []
     for name, one in sorted(hardware.items()):
         source = "given by --price" if name in given else one.sources["price"]
@@ -290,11 +231,8 @@ def price_lines(
 
 def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) -> Formats:
     """Returns the number formats; the default is FP8, or INT8 if some of the hardware has no FP8;
-    of a cache with states or compressed rows, which the engine keeps in no 8 bits, BF16.
-
-    Raises:
-      ConfigError: FP8 is asked of hardware that has none.
-    """
+    of a cache with states or compressed rows, which the engine keeps in no 8 bits, BF16. Raises
+    ConfigError if FP8 is asked of hardware that has none."""
     config = model_config(model_folder(options.model, options.configs))
     plain = any(isinstance(spec, Compressed | DeltaNet) for spec in config.attentions())
     without = [name for name, each in hardware.items() if not each.stores("fp8")]
@@ -316,11 +254,8 @@ def read_searcher(
     context: int,
     formats: Formats,
 ) -> Searcher:
-    """Returns a search for layouts of `--model` at a mean context.
-
-    Raises:
-      ConfigError: an option is wrong, or drafts are asked of a model without a module for them.
-    """
+    """Returns a search for layouts of `--model` at a mean context. Raises ConfigError if an option
+    is wrong, or drafts are asked of a model without a module for them."""
     measured = read_calibration(options.calibration, options.configs)
     model = load_model(options.model, options.configs)
     if options.drafts and not model.modules:
@@ -345,14 +280,8 @@ def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[Planne
 
 
 def check_positions(model: str, configs: Path, **tokens: int) -> ModelConfig:
-    """Returns a model that has positions for some tokens.
-
-    Args:
-      tokens: of a sequence, by the options that give them.
-
-    Raises:
-      ConfigError: they are more tokens together than the model has positions.
-    """
+    """Returns a model; raises ConfigError if it has too few positions for some tokens of a sequence
+    together, which are given by their options."""
     config = model_config(model_folder(model, configs))
     if sum(tokens.values()) > (most := config.max_positions):
         told = " and ".join(f"--{option} {count}" for option, count in tokens.items())
@@ -361,11 +290,8 @@ def check_positions(model: str, configs: Path, **tokens: int) -> ModelConfig:
 
 
 def read_deployment(options: argparse.Namespace) -> Deployment:
-    """Returns the deployment that the options name.
-
-    Raises:
-      ConfigError: they name none, or it is wrong.
-    """
+    """Returns the deployment that the options name; raises ConfigError if they name none, or a
+    wrong one."""
     if options.config is None:
         raise ConfigError("--config is missing: a deployment file, as search --write makes one")
     return load_deployment(options.config, options.set)
@@ -373,11 +299,7 @@ def read_deployment(options: argparse.Namespace) -> Deployment:
 
 def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
     """Reads the options that name a deployment and its hardware, which the deployment itself may
-    name.
-
-    Raises:
-      ConfigError: one of them is wrong.
-    """
+    name. Raises ConfigError if one of them is wrong."""
     deployment = read_deployment(options)
     model = model_of(deployment, options.configs)
     measured = read_calibration(options.calibration, options.configs)

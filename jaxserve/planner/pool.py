@@ -22,22 +22,7 @@ PERIOD = 0.2
 
 
 class ExpertPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A deployment. Times are in seconds.
-
-    Attributes:
-      workers, lanes, layers: attention workers; lanes of each; layers of the model.
-      rows: sequences of a lane.
-      fixed, row: time of a pass, in which the weights are read, and of a row in it.
-      link: from one role to the other.
-      attend: time of a layer's attention, of a sequence in it, and of 1,000 tokens of context.
-      head: sampling and embedding, before layer 0.
-      context, spread: median and sigma of the lognormal contexts, in tokens.
-      jitter: sigma of the lognormal noise of attention.
-      slow, slow_part, slow_seconds: a straggler's factor, the part of the time in which a worker is
-        one, and for how long.
-      dead: begin and end of a time in which worker 0 does nothing.
-      duty: part of every 0.2 s in which worker 0 works, as one that is stopped and continued.
-    """
+    """A deployment; `commands.yaml` says what its settings are."""
 
     workers: int
     fixed: float
@@ -136,7 +121,6 @@ class _Workers:
 
 
 def _noise(random: np.random.Generator, sigma: float) -> Iterator[float]:
-    """Yields lognormal factors without end."""
     while True:
         yield from np.exp(sigma * random.standard_normal(4096)).tolist()
 
@@ -145,12 +129,8 @@ def expert_pool(
     made: Scenario, workers: int, context: float, spread: float, jitter: float
 ) -> ExpertPool:
     """Returns the pool of a deployment, with stage times of its hardware, for attention workers as
-    its own.
-
-    Args:
-      context: median tokens of a sequence.
-      spread, jitter: as in `ExpertPool`.
-    """
+    its own, with `context` tokens of a sequence in the median; `spread` and `jitter` as in
+    `ExpertPool`."""
     deployment, times = made.deployment, made.rooflines()
     groups, slots = deployment.attention.dp, deployment.scheduler.slots
 
@@ -189,10 +169,7 @@ def simulate_pool(
     domains: int = 1,
 ) -> Served:
     """Simulates until the lanes have gone through all layers `iterations` times on the mean.
-
-    Args:
-      domains: groups of workers whose lanes are in cohorts of their own.
-    """
+    `domains` are groups of workers whose lanes are in cohorts of their own."""
     random = np.random.default_rng(seed)
     noise = _noise(random, 0.01)
     workers = _Workers(pool, random)

@@ -61,14 +61,11 @@ def scenario(
     assumed: Assumptions,
     measured: Calibration = NOTHING,
 ) -> Scenario:
-    """Everything about a deployment.
+    """Returns everything about a deployment. Raises ConfigError as `held_floats`.
 
     Args:
       model: `weights: auto` takes over the formats of its checkpoint's matrices.
       context: mean tokens of a sequence, for predictions that are not given lengths.
-
-    Raises:
-      ConfigError: as `held_floats`.
     """
     afd, config = deployment.topology.has("ffn"), model.config
     gather = afd and deployment.link.route == "broadcast"
@@ -126,12 +123,8 @@ def layout_of(deployment: Deployment, names: tuple[str, str]) -> Layout:
 
 
 def model_of(deployment: Deployment, configs: Path) -> CostModel:
-    """The deployment's model.
-
-    Raises:
-      ConfigError: its folder has no description, or a wrong one, or lacks layers that
-        `attention.int8_products` names.
-    """
+    """Returns the deployment's model. Raises ConfigError if its folder has no description, or a
+    wrong one, or lacks layers that `attention.int8_products` names."""
     folder = Path(deployment.model)
     if not (folder / "config.json").is_file():
         return load_model(deployment.model, configs)

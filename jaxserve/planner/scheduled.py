@@ -79,12 +79,9 @@ def waited_for(text: str, *, colocated: bool) -> int:
 def exchanged_bytes(text: str, devices: int, ragged: float = 0) -> dict[str, int]:
     """Bytes of collectives in an executable's HLO text, by name and mesh axes ("all-to-all over tp"
     and "2. all-to-all over tp"), or by the number of neighbouring devices ("all-to-all over 8
-    neighbours"). Bytes are per device: after a gather, or before a reduce-scatter.
-
-    Args:
-      devices: devices of a collective whose text names neither axes nor groups.
-      ragged: rows that a device receives, or sends, in a ragged all-to-all.
-    """
+    neighbours"). Bytes are per device: after a gather, or before a reduce-scatter. A collective
+    whose text names neither axes nor groups is among all `devices`; in a ragged all-to-all a device
+    receives, or sends, `ragged` rows."""
     found: dict[str, int] = {}
     seen = Counter[str]()
     for name, size in (_exchanged(line, devices, ragged) for line in text.splitlines()):
@@ -133,23 +130,18 @@ def _neighbours(line: str) -> int:
 
 
 class Copy(NamedTuple):
-    """An array that is written as another one was, or in other bits."""
+    """An instruction that writes an array as another one was, or in other bits."""
 
     name: str
-    """Name of the instruction."""
     bytes: int
 
 
 def copies(
     text: str, least: int, apart: Callable[[tuple[int, ...]], bool] = lambda shape: False
 ) -> list[Copy]:
-    """Returns copies of `least` bytes and more, in the order of the text. A copy inside a fusion
-    does not count, unless the fusion does nothing else; one in a loop counts once.
-
-    Args:
-      text: HLO of a compiled program.
-      least: bytes.
-      apart: whether arrays of a shape do not count: activations may be as large as weights.
+    """Returns copies of `least` bytes and more in the HLO of a compiled program, in the order of
+    the text, but for arrays whose shape is `apart`: activations may be as large as weights. A copy
+    inside a fusion does not count, unless the fusion does nothing else; one in a loop counts once.
     """
     computation, ops, found = "", defaultdict[str, set[str]](set), []
     for line in text.splitlines():

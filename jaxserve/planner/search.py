@@ -23,21 +23,17 @@ from jaxserve.planner.balance import Balance
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.demand import Requests
 from jaxserve.planner.hardware import MONTH, Hardware
-from jaxserve.planner.kernels import largest_normal
 from jaxserve.planner.layouts import Layout, Layouts, Target
 from jaxserve.planner.memory import Memory, largest
-from jaxserve.planner.models import AttentionLayers, FFNLayers
+from jaxserve.planner.models import AttentionLayers, FFNLayers, largest_normal
 from jaxserve.planner.noise import Skew, mean_busiest
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
 
 
 def tokens_a_step(acceptance: Sequence[float], drafts: int) -> float:
-    """Returns the mean tokens that a sequence gains in a step.
-
-    Args:
-      acceptance: rate of the first draft, of the second if the first was accepted, and so on.
-    """
+    """Returns the mean tokens that a sequence gains in a step. `acceptance` has the rate of the
+    first draft, of the second if the first was accepted, and so on."""
     return 1 + sum(itertools.accumulate(acceptance[:drafts], operator.mul))
 
 
@@ -63,7 +59,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """Running at the same time."""
         return self.layout.dp * self.layout.lanes * self.batch
 
     @property
@@ -72,7 +67,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def month(self) -> float:
-        """USD a month for the devices."""
         return self.dollars * self.tokens_per_second * 3600 * MONTH / 1e6
 
     @property
@@ -100,15 +94,10 @@ class Found(NamedTuple):
 
 
 class Searcher:
-    """One model on some hardware.
-
-    Args:
-      calculator: the model, its context and formats.
-      attention, ffn: hardware by name that each role may use; colocated modes use those in both.
-      acceptance: rates of drafts, as many as a target's `most_drafts`.
-      skew: of the experts' popularity, which are placed as the engine places them; None:
-        `Assumptions.imbalance`.
-    """
+    """One model on the hardware, by name, that each role may use; colocated modes use what is in
+    both. `acceptance` has the rates of drafts, as many as a target's `most_drafts`. With a `skew`
+    of the experts' popularity they are placed as the engine places them; None:
+    `Assumptions.imbalance`."""
 
     def __init__(
         self,
@@ -138,21 +127,19 @@ class Searcher:
 
     def search(self, target: Target) -> Found:
         """All layouts of up to `target.max_devices`."""
-        plans, points = [], []
-        fastest: Plan | None = None
-        short: tuple[Layout, str, float, float] | None = None
+        plans, points, lacking = [], list[Plan](), list[tuple[Layout, str, float, float]]()
         for layout in self.layouts(target):
             room = self.memory.room(layout)
             if room < 1:
                 lack = self.memory.shortage(layout)
-                if lack and (short is None or lack[1] - lack[2] < short[2] - short[3]):
-                    short = (layout, *lack)
+                lacking += [(layout, *lack)] if lack else []
                 continue
             tried, best = self._batches(layout, room, target.tpot)
             points += tried
-            fastest = min(filter(None, (fastest, *tried)), key=lambda plan: plan.tpot)
             plans += [best] if best else []
         plans.sort(key=lambda plan: (plan.dollars, plan.layout.devices))
+        fastest = min(points, key=lambda plan: plan.tpot, default=None)
+        short = min(lacking, key=lambda one: one[2] - one[3], default=None)
         return Found(plans, points, fastest, short)
 
     def _batches(self, layout: Layout, room: int, tpot: float) -> tuple[list[Plan], Plan | None]:

@@ -2,10 +2,13 @@
 
 `plan map`: the cheapest AFD, EP and TP over models, hardware, contexts and TPOTs, and who should
 use AFD. A case is two searches: of AFD on the mix, and of colocation on either kind.
+
+`plan deploy` (`fleet/deploy_command.py`): what a plan of a whole deployment shows.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -19,6 +22,8 @@ import msgspec
 
 from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import measured_speed
+from jaxserve.planner.deploy import Sizer
+from jaxserve.planner.deploy_fleet import Asked, FleetPlan, Planned
 from jaxserve.planner.deployment_file import deployment_text, plan_file
 from jaxserve.planner.layouts import MODES, Layout, Target
 from jaxserve.planner.options import (
@@ -31,8 +36,9 @@ from jaxserve.planner.options import (
     read_searcher,
     read_target,
 )
+from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
-from jaxserve.planner.view import PagePart, Report, Series, chart, declared, show
+from jaxserve.planner.view import PagePart, Report, Series, chart, declared, reported, show
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
@@ -51,27 +57,6 @@ def _best(plans: Sequence[Plan], mode: str, count: int) -> list[Plan]:
 
 def _front(found: Found, mode: str) -> list[Plan]:
     return front([plan for plan in found.points if plan.layout.mode == mode])
-
-
-def plan_tree(plan: Plan) -> dict[str, Any]:
-    """A plan for `--json`: seconds, bytes, USD."""
-    slowest, bound = plan.slowest
-    return {
-        **msgspec.to_builtins(plan.layout),
-        "devices": plan.layout.devices,
-        "batch": plan.batch,
-        "sequences": plan.sequences,
-        "tokens_a_step": plan.tokens_a_step,
-        "tpot_seconds": plan.tpot,
-        "stages": {name: stage._asdict() for name, stage in plan.stages.items()},
-        "slowest": {"stage": slowest, "bound": bound},
-        "tokens_per_second": plan.tokens_per_second,
-        "tokens_per_second_and_device": plan.tokens_per_device,
-        "dollars_per_million_tokens": plan.dollars,
-        "dollars_a_month": plan.month,
-        "attention_bytes": plan.attention_bytes,
-        "ffn_bytes": plan.ffn_bytes,
-    }
 
 
 def front_svg(title: str, found: Found, target: Target, chosen: Plan) -> str:
@@ -97,11 +82,7 @@ def balance_text(searcher: Searcher, layout: Layout, batch: int) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Searches, writes and shows; returns 1 if nothing meets the target.
-
-    Raises:
-      ConfigError: an option is wrong.
-    """
+    """Searches, writes and shows; returns 1 if nothing meets the target."""
     attention, ffn = read_hardware(options, options.attention_hardware, options.ffn_hardware)
     hardware = {**attention, **ffn}
     check_positions(options.model, options.configs, context=options.context)
@@ -120,29 +101,24 @@ def run(options: argparse.Namespace) -> int:
     picture = front_svg(title, found, target, cheapest)
     if options.svg:
         options.svg.write_text(picture, encoding="utf-8")
-    prices, assumed = price_lines(hardware, options.price), msgspec.to_builtins(calculator.assumed)
-    parts = declared("search", scope=DECODE_ONLY, prices=prices)
-    tree: dict[str, Any] = {"scope": DECODE_ONLY, "prices": prices, "best": [], "front": []}
-    measured = measured_speed().systems
-    tree |= {"assumptions": assumed, "measured_over_predicted": measured._asdict()}
-    for mode in target.modes:
-        plans = [*map(searcher.with_memory, _best(found.plans, mode, options.best))]
-        tree["front"] += map(plan_tree, _front(found, mode))
-        if not plans:
-            parts.append(PagePart(MODES[mode], lines=["nothing meets the target"]))
-            continue
-        parts += declared("mode", name=MODES[mode], plans=plans)
-        tree["best"] += map(plan_tree, plans)
-    picks = {"balance": balance_text(searcher, cheapest.layout, cheapest.batch)}
-    told = picks | {
-        "cheapest": cheapest,
-        "measured": measured,
-        "picture": picture,
-        "assumed": assumed,
-    }
-    parts += declared("found", **told)
-    title = f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms"
-    show(options, Report(title, parts, tree))
+    best = [_best(found.plans, mode, options.best) for mode in target.modes]
+    best = [[*map(searcher.with_memory, plans)] for plans in best]
+    report = reported(
+        "search",
+        f"{options.model} at {options.context:,} tokens within {target.tpot * 1e3:g} ms",
+        scope=DECODE_ONLY,
+        prices=price_lines(hardware, options.price),
+        modes=[*zip(map(MODES.__getitem__, target.modes), best, strict=True)],
+        best=[*itertools.chain(*best)],
+        front=[plan for mode in target.modes for plan in _front(found, mode)],
+        cheapest=cheapest,
+        balance=balance_text(searcher, cheapest.layout, cheapest.batch),
+        measured=measured_speed().systems,
+        assumed=calculator.assumed,
+        meanings=TABLE["assumptions"],
+        picture=picture,
+    )
+    show(options, report)
     return 0
 
 
@@ -187,43 +163,29 @@ class Case(NamedTuple):
         return min(self.best, key=lambda mode: self.best[mode].dollars, default=None)
 
 
-class MapPart(NamedTuple):
-    """A model on a mix, which one process works out.
-
-    Attributes:
-      mix: `h800`, or `h20+h800`: attention on the one, FFN on the other.
-    """
-
-    options: argparse.Namespace
-    model: str
-    mix: str
-
-    def cases(self) -> list[Case]:
-        """Returns the cheapest plan of each mode for each context and TPOT.
-
-        Raises:
-          ConfigError: an option is wrong.
-        """
-        options = argparse.Namespace(**{**vars(self.options), "model": self.model})
-        names = self.mix.partition("+")
-        options.price = [(name, usd) for name, usd in options.price if name in names]
-        attention, ffn = read_hardware(options, [names[0]], [names[2] or names[0]])
-        both = {**attention, **ffn}
-        if not all(one.stores("fp8") for one in both.values()) and options.compute == "fp8":
-            options.compute = "auto"
-        formats, found = read_formats(options, both), []
-        for context in options.contexts:
-            apart = read_searcher(options, attention, ffn, context, formats)
-            together = Searcher(apart.calculator, both, both, apart.acceptance, apart.skew)
-            for tpot in options.tpots:
-                best: dict[PlannedMode, Plan] = {}
-                plans = apart.search(read_target(options, tpot, ["afd"])).plans
-                plans += together.search(read_target(options, tpot, ["ep", "tp"])).plans
-                for plan in plans:
-                    best.setdefault(plan.layout.mode, plan)
-                best = {mode: together.with_memory(plan) for mode, plan in best.items()}
-                found.append(Case(self.model, self.mix, context, tpot, best))
-        return found
+def map_cases(options: argparse.Namespace, model: str, mix: str) -> list[Case]:
+    """Returns the cheapest plan of each mode for each context and TPOT, on `h800`, or on
+    `h20+h800`: attention on the one, FFN on the other. Raises ConfigError if an option is wrong."""
+    options = argparse.Namespace(**{**vars(options), "model": model})
+    names = mix.partition("+")
+    options.price = [(name, usd) for name, usd in options.price if name in names]
+    attention, ffn = read_hardware(options, [names[0]], [names[2] or names[0]])
+    both = {**attention, **ffn}
+    if not all(one.stores("fp8") for one in both.values()) and options.compute == "fp8":
+        options.compute = "auto"
+    formats, found = read_formats(options, both), []
+    for context in options.contexts:
+        apart = read_searcher(options, attention, ffn, context, formats)
+        together = Searcher(apart.calculator, both, both, apart.acceptance, apart.skew)
+        for tpot in options.tpots:
+            best: dict[PlannedMode, Plan] = {}
+            plans = apart.search(read_target(options, tpot, ["afd"])).plans
+            plans += together.search(read_target(options, tpot, ["ep", "tp"])).plans
+            for plan in plans:
+                best.setdefault(plan.layout.mode, plan)
+            best = {mode: together.with_memory(plan) for mode, plan in best.items()}
+            found.append(Case(model, mix, context, tpot, best))
+    return found
 
 
 def advised(found: Sequence[Case]) -> list[dict[str, Any]]:
@@ -238,58 +200,120 @@ def advised(found: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
-def map_parts(found: Sequence[Case]) -> list[PagePart]:
-    """Returns the report of the cases: advice, the cases, and how often which mode is cheapest."""
+def map_values(found: Sequence[Case]) -> dict[str, Any]:
+    """Returns what the report says: advice, the cases, and how often which mode is cheapest."""
     ratios = sorted(case.ratio for case in found if case.ratio)
-    told = {
+    winners = [case.winner for case in found]
+    return {
+        "scope": DECODE_ONLY,
+        "cases": found,
+        "advised": advised(found),
         "ratios": ratios,
         "median": statistics.median(ratios) if ratios else None,
-        "won": {name: [case.winner for case in found].count(mode) for mode, name in MODES.items()},
-        "lost": [case.winner for case in found].count(None),
+        "won": {name: winners.count(mode) for mode, name in MODES.items()},
+        "lost": winners.count(None),
     }
-    return declared("map", scope=DECODE_ONLY, cases=found, advised=advised(found), **told)
+
+
+def map_parts(found: Sequence[Case]) -> list[PagePart]:
+    """Returns the report of the cases."""
+    return declared("map", **map_values(found))
 
 
 def run_map(options: argparse.Namespace) -> None:
-    """Evaluates and shows.
-
-    Raises:
-      ConfigError: an option is wrong.
-    """
+    """Evaluates all cases, and shows them."""
     for name, values in TABLE["commands"]["map"]["full" if options.full else "some"].items():
         setattr(options, name, getattr(options, name) or values)
     for model in options.models:
         check_positions(model, options.configs, contexts=max(options.contexts))
-    sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
     check_prices(options, {name for mix in options.hardware for name in mix.split("+")})
-    names = itertools.product(options.models, options.hardware)
-    parts = [MapPart(sent, model, mix) for model, mix in names]
-    found = _evaluate(parts, options.jobs or os.cpu_count() or 1)
-    tree = {"scope": DECODE_ONLY, "cases": [_case_tree(case) for case in found]}
-    show(options, Report("Where AFD, EP and TP are the cheapest", map_parts(found), tree))
-
-
-def _evaluate(parts: Sequence[MapPart], jobs: int) -> list[Case]:
-    found: list[Case] = []
+    found, pairs = [], [*itertools.product(options.models, options.hardware)]
+    sent = argparse.Namespace(**{**vars(options), "run": None})  # functions cannot be sent
+    cases = functools.partial(map_cases, sent)
     with contextlib.ExitStack() as stack:
-        results: Iterator[list[Case]] = map(MapPart.cases, parts)
-        if (jobs := min(jobs, len(parts))) > 1:
+        results: Iterator[list[Case]] = itertools.starmap(cases, pairs)
+        if (jobs := min(options.jobs or os.cpu_count() or 1, len(pairs))) > 1:
             pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-            results = stack.enter_context(pool).map(MapPart.cases, parts)
-        for part, own in zip(parts, results, strict=True):
-            print(f"{part.model} on {part.mix}", file=sys.stderr)
+            results = stack.enter_context(pool).map(cases, *zip(*pairs, strict=True))
+        for (model, mix), own in zip(pairs, results, strict=True):
+            print(f"{model} on {mix}", file=sys.stderr)
             found += own
-    return found
+    show(options, reported("map", "Where AFD, EP and TP are the cheapest", **map_values(found)))
 
 
-def _case_tree(case: Case) -> dict[str, object]:
-    return {
-        "model": case.model,
-        "hardware": case.mix,
-        "context": case.context,
-        "tpot_seconds": case.tpot,
-        "winner": case.winner,
-        "afd_over_colocated": case.ratio,
-        "likely": case.likely,
-        "best": {mode: plan_tree(plan) for mode, plan in case.best.items()},
+# --------------------------------------------------------------------------- a whole deployment
+
+
+def deploy_report(title: str, sizer: Sizer, planned: Planned, **told: Any) -> Report:
+    """The plan with its latency, load, cost, sensitivity and alternatives. It is told `prices`, a
+    line for each kind of hardware; `of_file`, times from the simulation of the written file; and
+    `command`, that of `plan simulate` for it, empty where no file was written."""
+    made, asked = planned.best, sizer.asked
+    unit, taken = made.fleet.unit, max(1, round(made.fleet.taken))
+    axes = f"Decode alone: cost against TPOT, {sizer.context:,} tokens"
+    told |= {
+        "sizer": sizer,
+        "planned": planned,
+        "modes": MODES,
+        "latency": _latency(asked, made.prediction, told["of_file"]),
+        "balance": balance_text(unit.pace.longest(taken), unit.layout, taken),
+        "measured": measured_speed().systems,
+        "sensitivity": _sensitivity(sizer, made),
+        "picture": front_svg(axes, planned.found, asked.target, unit.plan),
     }
+    return reported("deploy", title, **told)
+
+
+def _latency(asked: Asked, found: FleetResult, of_file: FleetResult | None) -> list[dict[str, Any]]:
+    """TTFT and TPOT as sized, and as the written file's simulation gave them."""
+    rows = []
+    for name, level in {"ttft": asked.ttft, "tpot": asked.tpot}.items():
+        for label, result in (("", found), ("of the file", of_file)):
+            if result is not None:
+                shown_as = f"  {name.upper()} {label}" if label else name.upper()
+                times, there = getattr(result, name), getattr(result, f"{name}_asked")
+                rows.append({"name": shown_as, "times": times, "level": level, "there": there})
+            for part, times in found.waits.items() if (name, label) == ("ttft", "") else ():
+                rows += [{"name": f"  wait for {part}", "times": times}] if times else []
+    return rows
+
+
+def _variants(asked: Asked) -> Iterator[tuple[str, Asked, float]]:
+    """Yields demands, prices and targets a fifth less and more: (name, what is asked, factor of
+    prices)."""
+    replace, demand = msgspec.structs.replace, asked.demand
+    factors = {"-20 %": 0.8, "+20 %": 1.2}
+    fields = {"rate": "rate", "prompts": "prompt", "outputs": "output", "hits": "hits"}
+    for name, field in fields.items():
+        value = getattr(demand, field)
+        for sign, factor in factors.items() if value else ():
+            changed = {"hits": min(0.99, value * factor), "rate": value * factor}
+            more = {field: changed.get(field, round(value * factor))}
+            yield f"{name} {sign}", replace(asked, demand=replace(demand, **more)), 1.0
+    for sign, factor in factors.items():
+        yield f"prices {sign}", asked, factor
+    for name, level in {"ttft": asked.ttft, "tpot": asked.tpot}.items():
+        for sign, factor in factors.items():
+            moved = replace(level, seconds=level.seconds * factor)
+            yield f"{name.upper()} {sign}", replace(asked, **{name: moved}), 1.0
+
+
+def _sensitivity(sizer: Sizer, best: FleetPlan) -> list[dict[str, Any]]:
+    """The fleet of the same kinds of workers and units that another demand, or targets a fifth
+    tighter or looser, would take: seconds and USD by name; only the change, where none does."""
+    asked, found = sizer.asked, []
+    for name, one, factor in [("as planned", asked, 1.0), *_variants(asked)]:
+        other, row = sizer.asking(one), dict[str, Any](change=name)
+        made = best if one == asked else other.again(best)
+        if made is not None:
+            millions = made.millions(other.requests).items()
+            row |= {
+                "ttft": made.prediction.ttft_asked,
+                "tpot": made.prediction.tpot_asked,
+                "workers": made.fleet.workers,
+                "units": made.fleet.units,
+                "dollars_a_month": made.month * factor,
+                "dollars_per_million_tokens": {side: usd * factor for side, usd in millions},
+            }
+        found.append(row)
+    return found

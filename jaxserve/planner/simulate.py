@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,12 +63,10 @@ class SimulatedEngine:
     """An engine without a device: it has a clock of its own, and takes a turn when it is told to.
     Times of calls never decrease: `submit` is no earlier than the last `turn` of any engine.
 
-    Args:
-      elsewhere: whether prompts come with their KV entries, as from a prefill worker: a prompt is
-        one step's work, whatever its length.
-      prefixes: whether prompts begin alike, so that a prefix cache finds something.
-      domains: attention meshes on one ffn mesh.
-      host_seconds: of the host at every step's end.
+    Prompts may come with their KV entries, as from a prefill worker (`elsewhere`): a prompt is one
+    step's work, whatever its length. They may begin alike, so that a prefix cache finds something
+    (`prefixes`). `domains` are attention meshes on one ffn mesh, `host_seconds` those of the host
+    at every step's end.
     """
 
     def __init__(
@@ -185,7 +182,6 @@ class SimulatedEngine:
         return news
 
     def _arrive(self) -> None:
-        """Submits the requests that have come."""
         while self._arrivals and self._arrivals[0][0] <= self.now:
             _, _, request = heapq.heappop(self._arrivals)
             self._loop.submit(request, choose_domain(self.schedulers, request))
@@ -216,24 +212,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Request(msgspec.Struct):
-    """A request in the simulation."""
-
     length: int
     """Tokens in its cache."""
     first: float = -1.0
     """Time of its first counted token."""
     last: float = -1.0
     tokens: int = 0
-
-
-class _Step(NamedTuple):
-    """A counted step."""
-
-    lane: int
-    end: float
-    tokens: int
-    length: int
-    """Tokens in the caches of its sequences."""
 
 
 class Simulation(SimulatedEngine):
@@ -268,7 +252,10 @@ class Simulation(SimulatedEngine):
         self._requests: dict[str, _Request] = {}
         self._done: list[_Request] = []
         self._count, self._read_steps = 0, [0] * lanes
-        self._counted: list[_Step] = []
+        self._counted: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]
+        """Ends and tokens of every lane's counted steps."""
+        self._cached = 0
+        """Tokens in the caches of their sequences."""
         self._start: tuple[float, Busy] | None = None
 
     def run(self) -> tuple[Result, list[Span]]:
@@ -308,7 +295,8 @@ class Simulation(SimulatedEngine):
         length = sum(self._deliver(output, end) for output in news[1])
         self._read_steps[lane] += 1
         if self._start is not None:
-            self._counted.append(_Step(lane, end, len(news[1]), length))
+            self._counted[lane].append((end, len(news[1])))
+            self._cached += length
         elif min(self._read_steps) >= self._conditions.warm_up:
             self._start = self.now, self.busy
             for request in self._requests.values():
@@ -343,20 +331,19 @@ class Simulation(SimulatedEngine):
         role = self.deployment
         devices = self._conditions.domains * role.attention.devices
         devices += 0 if role.topology.has("colocated") else role.ffn.devices
-        tokens, rate = 0, 0.0
-        for lane in range(len(self._read_steps)):  # its clock runs from its first counted step
-            steps = [one for one in self._counted if one.lane == lane]
-            if own := sum(step.tokens for step in steps[1:]):
-                tokens, rate = tokens + own, rate + own / (steps[-1].end - steps[0].end)
-        rows = sum(step.tokens for step in self._counted)
+        tokens, rate, counted = 0, 0.0, [one for steps in self._counted for one in steps]
+        for steps in self._counted:  # a lane's clock runs from its first counted step
+            if own := sum(each for _, each in steps[1:]):
+                tokens, rate = tokens + own, rate + own / (steps[-1][0] - steps[0][0])
+        rows = sum(each for _, each in counted)
         return Result(
             seconds=seconds,
-            steps=len(self._counted),
+            steps=len(counted),
             tokens=factor * tokens,
             tokens_per_second=factor * rate,
             tokens_per_device=factor * rate / devices,
-            sequences=rows / max(1, len(self._counted)) * len(self._read_steps),
-            context=sum(step.length for step in self._counted) / max(1, rows),
+            sequences=rows / max(1, len(counted)) * len(self._read_steps),
+            context=self._cached / max(1, rows),
             finished=len(self._done),
             preemptions=sum(scheduler.num_preemptions for scheduler in self.schedulers),
             tpot=Times.of(tpot),

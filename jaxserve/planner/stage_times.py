@@ -16,17 +16,18 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.kernels import (
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.models import (
     BLOCK_TOKENS,
     FIRST_TOKENS,
     Attending,
+    AttentionLayers,
+    CostModel,
     Expanded,
     prompt_chunks,
     row_padding,
     tile_padding,
 )
-from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel
 from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stages import Calculator, StageTime
 
@@ -60,12 +61,9 @@ class Rows(NamedTuple):
 def even_rows(
     groups: int, count: int, tokens: float, context: float, pairs: float = 0, **bucket: int
 ) -> Rows:
-    """Rows of `count` equal sequences, spread evenly over the DP groups.
-
-    Args:
-      tokens, context, pairs: of all sequences together; no pairs: as the others imply.
-      bucket: `padded`, `reach` and `sampled` of `Rows`.
-    """
+    """Rows of `count` equal sequences, spread evenly over the DP groups, with these tokens,
+    contexts and pairs of all together (no pairs: as the others imply), in a `bucket` with `padded`,
+    `reach` and `sampled` of `Rows`."""
     tokens_each, length = (np.full(count, total / count) for total in (tokens, context))
     attended = np.full(count, pairs / count) if pairs else None
     made = Rows(groups, np.arange(count) % groups, tokens_each, length, 0, pairs=attended)
@@ -73,13 +71,9 @@ def even_rows(
 
 
 def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, least: float) -> Attending:
-    """Returns the work of a layer's attention.
-
-    Args:
-      tile: as in `tile_padding`.
-      rows: with a `reach`, hardware has no kernels, and attends to whole blocks.
-      least: as in `prompt_chunks`.
-    """
+    """Returns the work of a layer's attention, `tile` as in `tile_padding`, `least` as in
+    `prompt_chunks`. Where rows have a `reach`, hardware has no kernels, and attends to whole
+    blocks."""
     window = group.spec.window
     if rows.reach and not group.has_state:
         longest = float(rows.length.max(initial=1))
@@ -123,12 +117,9 @@ def attend(
     tokens: int = 1,
     stage: Literal["attend", "enter"] = "attend",
 ) -> StageTime:
-    """A layer's attention of `batch` sequences of a DP group, all of the calculator's context.
-
-    Args:
-      tokens: of a sequence in the step, drafts included; its cache is read once.
-      stage: `enter` is the step's first, which embeds, too; rooflines do not tell them apart.
-    """
+    """A layer's attention of `batch` sequences of a DP group, all of the calculator's context, with
+    `tokens` each in the step, drafts included; its cache is read once. `enter` is the step's first,
+    which embeds, too; rooflines do not tell them apart."""
     least = least_chunk(made, group, on)
     one = _of_one(group, on.tile_rows, tp, tokens, made.context, least)
     return StageTime(*made.attended(group, on, tp, one.of(batch), stage))
@@ -178,19 +169,13 @@ class StageTimes(Protocol):
 
     layers: int
 
-    def step(self, rows: Rows) -> StepTimes:
-        """The times of a step with these sequences."""
-        ...
+    def step(self, rows: Rows) -> StepTimes: ...
 
 
 class Rooflines:
-    """Times of a layout on hardware.
-
-    Args:
-      attention, ffn: calculators of the two roles, which may have formats of their own. Their
-        `context` is not looked at: every sequence has its length.
-      experts: how unevenly tokens fall on the ffn devices; None: `Assumptions.imbalance`.
-    """
+    """Times of a layout on hardware. The roles' calculators may have formats of their own; their
+    `context` is not looked at, as every sequence has its length. `experts` say how unevenly tokens
+    fall on the ffn devices; None: `Assumptions.imbalance`."""
 
     def __init__(
         self,
@@ -270,11 +255,8 @@ def _unhidden(
 def expert_loads(
     layout: Layout, model: CostModel, skew: Skew | None, *, seed: int = 0, placed: bool = False
 ) -> ExpertLoads | None:
-    """How tokens fall on the ffn devices of a layout; None: evenly, or on a single one.
-
-    Args:
-      placed: as in `ExpertLoads`.
-    """
+    """How tokens fall on the ffn devices of a layout; None: evenly, or on a single one. `placed` as
+    in `ExpertLoads`."""
     moe = model.moe
     if skew is None or moe is None or layout.ep == 1:
         return None

@@ -20,21 +20,20 @@ from jaxserve.planner.assumptions import Assumptions, Formats, number_bytes
 from jaxserve.planner.calibration import NOTHING, Calibration, FitKey, MeasuredStage, Terms
 from jaxserve.planner.hardware import (
     Hardware,
-    alltoall_bandwidth,
     alltoall_seconds,
-    gather_bandwidth,
     gather_seconds,
-    hops,
-    middle_bandwidth,
 )
-from jaxserve.planner.kernels import (
+from jaxserve.planner.layouts import Layout
+from jaxserve.planner.models import (
     BLOCK_ROWS,
     Attending,
+    AttentionLayers,
+    CostModel,
+    Declared,
+    FFNLayers,
     blocks_met,
     busiest_by_chance,
 )
-from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import AttentionLayers, CostModel, Declared, FFNLayers
 
 _row_bytes = functools.lru_cache(256)(row_bytes)
 
@@ -108,7 +107,7 @@ class Calculator(NamedTuple):
         moving: Any = 0.0
         if tp > 1:
             row = 2 * (tp - 1) / tp * self.model.d_model * number_bytes(self.formats.rows)
-            summed = load.tokens * row / gather_bandwidth(hardware, tp) / self.assumed.network
+            summed = load.tokens * row / hardware.gather_bandwidth(tp) / self.assumed.network
             moving = self.latency(hardware, tp) + summed
         if (groups := self.formats.output) > 1:  # heads go to the parts, FP32 sums come back
             columns = self._declared(group, tp, platform_of(hardware.platform)).sent_columns
@@ -116,7 +115,7 @@ class Calculator(NamedTuple):
             row += 4 * self.model.d_model * (1 - 1 / groups)
             devices, width = groups * tp, hardware.network
             if devices <= hardware.link_devices:
-                width = alltoall_bandwidth(hardware, devices)
+                width = hardware.alltoall_bandwidth(devices)
             passing = load.tokens * row / width / self.assumed.network
             moving = moving + 2 * self.latency(hardware, devices) + passing
         bound = "network" if bound and moving > seconds else bound
@@ -173,7 +172,7 @@ class Calculator(NamedTuple):
 
     def latency(self, hardware: Hardware, devices: int) -> float:
         """Seconds of a collective over `devices` devices that moves no bytes."""
-        return self.assumed.collective_seconds + self.assumed.hop_seconds * hops(hardware, devices)
+        return self.assumed.collective_seconds + self.assumed.hop_seconds * hardware.hops(devices)
 
     def step_host(self, hardware: Hardware) -> float:
         """Seconds of the attention role's host for a step and lane, as measured where lanes waited
@@ -210,7 +209,7 @@ class Calculator(NamedTuple):
             bandwidth = [pulling, ffn.network * layout.ffn_devices]
             rows = [float(layout.dp * batch)] * 2
         elif joined:  # on a torus the roles are two parts of a slice, with few links between them
-            bandwidth.append(middle_bandwidth(attention, layout.devices))
+            bandwidth.append(attention.middle_bandwidth(layout.devices))
             rows.append(copies * layout.instances * layout.dp * batch)
         slowest = max(passing / width for passing, width in zip(rows, bandwidth, strict=True))
         assumed = self.assumed
@@ -306,13 +305,9 @@ class Calculator(NamedTuple):
         busiest: float | None,
         **sizes: int,
     ) -> tuple[StageTime, StageTime, StageTime]:
-        """Dispatch, ffn and combine of a layer. In a colocated layout ffn is the work alone.
-
-        Args:
-          on: hardware of attention and of the FFN.
-          tokens, busiest: as in `ffn`, like the names in `sizes`.
-          rows: of a DP group's message.
-        """
+        """Dispatch, ffn and combine of a layer, on hardware of attention and of the FFN, with
+        `rows` of a DP group's message; other arguments as in `ffn`. In a colocated layout ffn is
+        the work alone."""
         mesh, redundant = layout.ffn_mesh, layout.redundant_slots
         parts = self.ffn(group, on[1], tokens, mesh, busiest, redundant, **sizes)
         if layout.topology.has("ffn"):

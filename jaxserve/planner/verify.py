@@ -13,11 +13,10 @@ change is over before the next begins. The cheapest number of domains gives way 
 
 import argparse
 import contextlib
+import functools
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -36,18 +35,17 @@ from jaxserve.planner.comparison import Compared, balance, compare, deployed, su
 from jaxserve.planner.measurements import (
     Measurement,
     Observed,
+    ask,
     observe,
     read_measurements,
     read_spans,
     watched_spans,
 )
 from jaxserve.planner.scenario import Scenario
-from jaxserve.planner.view import Report, declared, show
+from jaxserve.planner.view import Report, reported, show
 
 RECENT = 15
 """Checks whose median is the advice for a running fleet."""
-SECONDS = 10.0
-"""Time for a router's answer."""
 LATE = 0.05
 """Part of the requests whose first tokens may come later than `fleet.ttft_seconds`."""
 CALM = 0.8
@@ -77,13 +75,9 @@ class _Roles(msgspec.Struct):
 
 
 class RoleBalancer:
-    """The attention workers that a running fleet has, and should have.
-
-    Args:
-      routers: addresses of the admin ports of all routers, as http://host:8002; empty: the fleet is
-        taken to be as its deployment says, and nothing is changed.
-      deployment: of the fleet.
-    """
+    """The attention workers that a running fleet has, and should have. Routers are addresses of
+    admin ports, as http://host:8002; without any the fleet is taken to be as its deployment says,
+    and nothing is changed."""
 
     def __init__(self, routers: Sequence[str], deployment: Deployment):
         self._routers, self._planned = routers, deployment.domains
@@ -107,14 +101,9 @@ class RoleBalancer:
         return f"first tokens are later than {self._target:g} s (domains: {self._late_at[0]})"
 
     def settled(self, advised: Callable[[int, float], Advice]) -> Advice:
-        """Returns the median of the latest advices, and has the routers act on it.
-
-        Args:
-          advised: as `verify.Checked.advice`, for the present check.
-
-        Raises:
-          ConfigError: a router does not answer, or refuses (`fleet.rebalance_roles`).
-        """
+        """Returns the median of the latest advices, and has the routers act on it; `advised` as
+        `Checked.advice`, for the present check. Raises ConfigError if a router does not answer, or
+        refuses (`fleet.rebalance_roles`)."""
         workers = _call(self._routers[0]).workers if self._routers else []
         domains, prefills = (self._requests(workers, role) for role in ("domain", "prefill"))
         one = advised(domains.workers if workers else self._planned, 1.0)
@@ -163,20 +152,20 @@ class RoleBalancer:
 
 
 def _call(router: str, domains: int | None = None) -> _Roles:
-    """Asks a router for its workers, or for a number of domains, too; raises as `_answer`."""
+    """Asks a router for its workers, or for a number of domains, too; raises as `ask`."""
     path, body = "/roles", None
     if domains is not None:
         path, body = "/roles/domains", msgspec.json.encode({"domains": domains})
     try:
-        return msgspec.json.decode(_answer(router, path, body), type=_Roles)
+        return msgspec.json.decode(ask("--act", router, path, body), type=_Roles)
     except msgspec.DecodeError as error:
         raise ConfigError(f"--act {router}: {error}") from None
 
 
 def _first_tokens(router: str, target: float) -> _First:
     """Returns the first tokens of a router's requests, and how many took longer than a time, in
-    seconds, within whose bucket they are taken to be spread evenly; raises as `_answer`."""
-    text = _answer(router, "/metrics").decode()
+    seconds, within whose bucket they are taken to be spread evenly; raises as `ask`."""
+    text = ask("--act", router, "/metrics").decode()
     below: dict[float, float] = {0.0: 0.0}
     for family in text_string_to_metric_families(text):
         for sample in family.samples if family.name == FIRST_TOKENS else ():
@@ -188,30 +177,13 @@ def _first_tokens(router: str, target: float) -> _First:
     return _First(every, every - float(np.interp(target, bounds, [below[one] for one in bounds])))
 
 
-def _answer(router: str, path: str, body: bytes | None = None) -> bytes:
-    """Asks a router's admin port. Raises ConfigError if it refuses, or does not answer in time."""
-    headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{router.rstrip('/')}{path}", body, headers)
-    try:
-        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"--act {router}: {error.read().decode(errors='replace')}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--act {router}: {error}") from None
-
-
 LEAST_SECONDS = 1.0
 """Shortest time from one check to the next."""
 
 
 class Checked(NamedTuple):
-    """A deployment's trace beside its plan.
-
-    Attributes:
-      made: the deployment, for any number of attention workers.
-      most: the measured steps with most sequences, on which the advice rests.
-    """
+    """A deployment's trace beside its plan: the comparison, the deployment, and the measured steps
+    with most sequences, on which the advice rests."""
 
     found: list[Compared]
     made: Scenario
@@ -223,13 +195,8 @@ class Checked(NamedTuple):
         return balance(self.made, self.most)[0]
 
     def advice(self, workers: int, share: float = 1.0) -> Advice:
-        """Returns the advised number of attention workers. The trace must have the ffn role's
-        stages.
-
-        Args:
-          workers: present number of attention workers.
-          share: each worker's load, as a share of the measured one.
-        """
+        """Returns the advised number of attention workers, of which there are `workers`, each with
+        a share of the measured load. The trace must have the ffn role's stages."""
         times, moving = balance(self.made, self.most, share)
         layout, roles = self.made.layout, self.made.roles
         prices = (
@@ -252,25 +219,15 @@ class Checked(NamedTuple):
 
 
 def check(made: Scenario, spans: Sequence[Span], known: Sequence[Measurement]) -> Checked:
-    """Compares a trace with the plan.
-
-    Args:
-      known: what the deployment's calibration was made from.
-
-    Raises:
-      ConfigError: the trace is of another deployment.
-    """
+    """Compares a trace with the plan, whose calibration was made from `known`; raises ConfigError
+    if it is of another deployment."""
     seen = observe(spans, made.attention.model.order)
     return Checked(compare(made, seen, known), made, seen[-1])
 
 
 def run(options: argparse.Namespace) -> int:
     """Compares predictions with measurements, stage by stage and load by load; returns 1 if those
-    of a running fleet part by more than `PARTED`.
-
-    Raises:
-      ConfigError: an option is wrong.
-    """
+    of a running fleet part by more than `PARTED`."""
     if bool(options.timeline) == bool(options.url):
         raise ConfigError(
             "expected either --timeline, a folder that serve --timeline wrote, or --url of a server"
@@ -291,19 +248,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(checked: Checked) -> Report:
-    found, made, builtins = checked.found, checked.made, msgspec.to_builtins
-    tree = [{**one._asdict(), "load": builtins(one.load), "error": one.error} for one in found]
-    rows = [
-        one._asdict() | {"title": title(made, one), "error": one.error, "within": one.within}
-        for one in found
-    ]
+    found, made = checked.found, checked.made
     told = summary(found)
     if checked.roles.ffn:
         if made.deployment.domains == 1:
             prices = made.roles.attention.price, made.roles.ffn.price
             told.append(checked.roles.text(made.layout, prices))
         told.append(checked.advice(made.deployment.domains).text)
-    return Report("Predicted against measured", declared("verify", found=rows, summary=told), tree)
+    said = {"found": found, "named": functools.partial(title, made), "summary": told}
+    return reported("verify", "Predicted against measured", **said)
 
 
 # ------------------------------------------------------------------------- beside a running fleet

@@ -1,12 +1,13 @@
 """Reports: text for a terminal, JSON for programs, and a page with charts (`report.html`).
 
-Every `plan` command shows a `Report`, whose tables and lines `reports.yaml` declares, and
+Every `plan` command shows a report, whose tables, lines and JSON `reports.yaml` declares, and
 `bench/serving.py` writes one. Nothing here knows what they are about.
 """
 
 import argparse
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ _ENVIRONMENT = jinja2.Environment(
 )
 
 _TEXTS = jinja2.Environment(undefined=jinja2.ChainableUndefined, trim_blocks=True)
-_TEXTS.filters["f"] = format
 _REPORTS: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("reports.yaml").read_text(encoding="utf-8")
 )
+_TREES: dict[str, str] = _REPORTS.pop("trees")
+_VALUES: dict[str, dict[str, str]] = _REPORTS.pop("values")
 
 
 def _drawn(macro: str, *arguments: Any) -> str:
@@ -34,14 +36,9 @@ def _drawn(macro: str, *arguments: Any) -> str:
 
 
 class PagePart(NamedTuple):
-    """A part of a report.
-
-    Attributes:
-      rows: on the page, rows whose first cell is indented are grey, and cells that end in an
-        exclamation mark are red.
-      pictures: HTML or SVG, for the page alone.
-      aside: whether the page alone has this part.
-    """
+    """A part of a report. On the page, rows whose first cell is indented are grey, and cells that
+    end in an exclamation mark are red; the page alone has pictures (HTML or SVG), and parts that
+    are `aside`."""
 
     heading: str = ""
     rows: Rows = ()
@@ -54,18 +51,9 @@ class PagePart(NamedTuple):
         blocks = [self.heading, grid(self.rows) if self.rows else "", "\n".join(self.lines)]
         return "\n\n".join(filter(None, blocks))
 
-    @property
-    def html(self) -> str:
-        return _drawn("part", *self[:-1])
-
 
 class Report(NamedTuple):
-    """Everything that a command shows.
-
-    Attributes:
-      title: of the page.
-      tree: for `--json`.
-    """
+    """Everything that a command shows: parts, the page's title, and what `--json` prints."""
 
     title: str
     parts: Sequence[PagePart]
@@ -88,9 +76,28 @@ def show(options: argparse.Namespace, report: Report) -> None:
     print(json_text(report.tree) if options.json else report.text)
 
 
+def reported(name: str, title: str, /, **values: Any) -> Report:
+    """Returns the report that `reports.yaml` declares by this name, filled in with its values."""
+    values["title"] = title
+    for key, expression in _VALUES.get(name, {}).items():
+        values[key] = _value(expression, values)
+    return Report(title, declared(name, **values), _value(_TREES[name], values))
+
+
 def json_text(tree: object) -> str:
     """Formats values for programs."""
-    return msgspec.json.format(msgspec.json.encode(tree)).decode()
+    return msgspec.json.format(msgspec.json.encode(_plain(tree))).decode()
+
+
+def _plain(value: Any) -> Any:
+    """Makes objects of named tuples and structs, and of what these hold."""
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def grid(rows: Rows) -> str:
@@ -105,23 +112,39 @@ def grid(rows: Rows) -> str:
 
 def declared(report: str, /, **values: Any) -> list[PagePart]:
     """Returns the parts that `reports.yaml` declares for a report, filled in with its values."""
+    return [part for told in _REPORTS[report] for part in _parts(told, values)]
 
+
+def _parts(told: dict[str, Any], values: dict[str, Any]) -> Iterator[PagePart]:
     def filled(text: str, **more: Any) -> str:
-        return _TEXTS.from_string(text).render(values | more)
+        return _TEXTS.from_string(text).render(values | {"part": part} | more)
 
-    def part(told: dict[str, Any]) -> PagePart:
-        rows, columns = [], told.get("columns", {})
-        if "each" in told:
-            items: Any = _TEXTS.compile_expression(told["each"])(**values)
-            rows = [[filled(heading) for heading in columns]]
-            rows += [[filled(cell, one=item) for cell in columns.values()] for item in items]
+    for part in _value(told["of"], values) if "of" in told else (None,):
+        columns = told.get("columns", {})
+        items = _value(told.get("each", "()"), values | {"part": part})
+        rows = [[filled(cell, one=item) for cell in columns.values()] for item in items]
         lines = "\n".join(filled(text) for text in told.get("lines", ())).splitlines()
-        pictures = [values[picture] for picture in told.get("pictures", ())]
-        shown = [line for line in lines if line.strip()]
-        heading = filled(told.get("heading", ""))
-        return PagePart(heading, rows, shown, pictures, told.get("aside", False))
+        yield PagePart(
+            filled(told.get("heading", "")),
+            [[*map(filled, columns)], *rows] if rows else (),
+            [line for line in lines if line.strip()],
+            [values[picture] for picture in told.get("pictures", ())],
+            told.get("aside", False),
+        )
 
-    return [part(told) for told in _REPORTS[report]]
+
+def _value(expression: str, values: Mapping[str, Any]) -> Any:
+    return _TEXTS.compile_expression(expression)(**values)
+
+
+def _trees(items: Any, name: str) -> Any:
+    """Returns what `reports.yaml` declares under `trees` for each of some items, for JSON."""
+    if isinstance(items, Mapping):
+        return {key: _value(_TREES[name], {"one": item}) for key, item in items.items()}
+    return [_value(_TREES[name], {"one": item}) for item in items]
+
+
+_TEXTS.filters |= {"f": format, "plain": _plain, "trees": _trees}
 
 
 def times_row(name: str, found: msgspec.Struct | None, digits: int = 2) -> list[str]:
@@ -140,13 +163,8 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 700, 58, 386
 
 
 class Series(NamedTuple):
-    """A series of points that share a colour.
-
-    Attributes:
-      line: joins the points; without a line they are marks.
-      names: texts next to the first points.
-      chosen: marks the points with a ring.
-    """
+    """A series of points that share a colour: joined by a line, or marks; with names next to the
+    first points, and with a ring where they are chosen."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -161,15 +179,8 @@ def chart(title: str, x: str, y: str, series: Sequence[Series], logarithmic: boo
     ten below the least point."""
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     across, up = _Axis(x, xs, LEFT, RIGHT, logarithmic), _Axis(y, ys, BOTTOM, TOP, logarithmic)
-    drawn = [
-        (
-            one,
-            COLOURS[index % len(COLOURS)],
-            [(across.place(a), up.place(b)) for a, b in one.points],
-        )
-        for index, one in enumerate(series)
-    ]
-    return _drawn("chart", title, across, up, drawn)
+    places = ([(across.place(a), up.place(b)) for a, b in one.points] for one in series)
+    return _drawn("chart", title, across, up, [*zip(series, itertools.cycle(COLOURS), places)])
 
 
 class _Axis:
@@ -178,7 +189,7 @@ class _Axis:
     def __init__(
         self, label: str, values: Sequence[float], start: float, end: float, logarithmic: bool
     ):
-        self.label, self._start, self._end = label, start, end
+        self.label, self._start, self._length = label, start, end - start
         self._scale = math.log10 if logarithmic else float
         if logarithmic:
             low, high = (math.log10(end(values)) for end in (min, max))
@@ -189,13 +200,12 @@ class _Axis:
             step = 10 ** math.floor(math.log10(top))
             step = next(s for s in (step / 5, step / 2, step, 2 * step, 5 * step) if top / s <= 6)
             ticks = [index * step for index in range(math.ceil(top / step - 1e-9) + 1)]
-        self._ends = self._scale(ticks[0]), self._scale(ticks[-1])
+        self._low, self._high = self._scale(ticks[0]), self._scale(ticks[-1])
         self.ticks = [(_number(tick), self.place(tick)) for tick in ticks]
 
     def place(self, value: float) -> float:
-        low, high = self._ends
-        share = (self._scale(value) - low) / (high - low)
-        return self._start + share * (self._end - self._start)
+        share = (self._scale(value) - self._low) / (self._high - self._low)
+        return self._start + share * self._length
 
 
 def _number(value: float) -> str:

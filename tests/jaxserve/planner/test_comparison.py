@@ -182,8 +182,8 @@ def test_a_running_server_that_parts_from_its_plan(trace, capsys, tmp_path, monk
     alone, whose lanes do not overlap, and the attention devices that its times ask for."""
     times = [1.0, 1.0, 2.0] * 2  # what was measured before it asks is left out
 
-    def answer(url: str, timeout: float) -> BytesIO:
-        if url == "http://else/pipeline":
+    def answer(asked, timeout: float) -> BytesIO:
+        if asked.full_url == "http://else/pipeline":
             return BytesIO(b"[]")
         view = PipelineView(
             measured_at=times.pop(0), window_seconds=1.0, timeline=read_spans(trace)

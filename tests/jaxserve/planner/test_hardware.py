@@ -4,7 +4,7 @@ import yaml
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import ConfigError
 from jaxserve.planner import hardware
-from jaxserve.planner.hardware import MEASURES, hops, known_hardware, load_hardware, shape
+from jaxserve.planner.hardware import MEASURES, known_hardware, load_hardware
 from tests import golden
 
 
@@ -57,8 +57,8 @@ def test_hardware_by_what_jax_calls_it(kind, name):
 @golden.table("planner/slices.yaml")
 def test_slices(name, devices, chips, far):
     chip = load_hardware(name)
-    assert shape(chip, devices) == tuple(chips)
-    assert hops(chip, devices) == far
+    assert chip.shape(devices) == tuple(chips)
+    assert chip.hops(devices) == far
 
 
 def test_bandwidths():

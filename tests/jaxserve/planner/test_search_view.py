@@ -6,14 +6,14 @@ import pytest
 from jaxserve.plan import main, parser
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import assumptions
-from jaxserve.planner.search_view import Case, MapPart, map_parts
+from jaxserve.planner.search_view import Case, map_cases, map_parts
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
 
 def cases(*tpots: str) -> list[Case]:
     asked = ["map", "--contexts", "4K", "--max-devices", "2", "--tpots", *tpots]
-    return MapPart(parser().parse_args(asked), "qwen3-30b-a3b", "h800").cases()
+    return map_cases(parser().parse_args(asked), "qwen3-30b-a3b", "h800")
 
 
 @pytest.fixture(scope="module")

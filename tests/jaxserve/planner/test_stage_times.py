@@ -8,9 +8,8 @@ from jaxserve.planner import stage_times
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.calibration import Calibration, Fit, FitKey
 from jaxserve.planner.hardware import load_hardware
-from jaxserve.planner.kernels import Attending
 from jaxserve.planner.layouts import Layout
-from jaxserve.planner.models import load_model
+from jaxserve.planner.models import Attending, load_model
 from jaxserve.planner.noise import ExpertLoads, Skew
 from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
 from jaxserve.planner.stages import Calculator

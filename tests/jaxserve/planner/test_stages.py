@@ -6,9 +6,9 @@ import pytest
 
 from jaxserve.link.dispatch.message import MessageFormat
 from jaxserve.model.ffn.traffic import ExchangeMesh
+from jaxserve.planner import models
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import known_hardware, load_hardware
-from jaxserve.planner.kernels import blocks_met, busiest_by_chance, tile_padding
 from jaxserve.planner.models import FFNLayers, cost_model, load_model
 from jaxserve.planner.stage_times import attend
 from jaxserve.planner.stages import Calculator, StageTime
@@ -56,10 +56,10 @@ class TestAttend:
         """16 query heads a KV head over 4 GPUs, and 64 rows of wgmma: 4 times the FLOPs."""
         qwen, h20 = calculator("qwen3-235b-a22b", cache="bfloat16"), load_hardware("h20")
         group = qwen.model.attention[0]
-        assert tile_padding(group, h20.tile_rows, 4, 1) == 4
-        assert tile_padding(group, 64, 4, 4) == 1  # a sequence's drafts fill the tile
-        assert list(tile_padding(group, 64, 4, np.array([1, 3, 512]))) == [4, 4 / 3, 1]
-        assert tile_padding(group, load_hardware("v6e").tile_rows, 4, 1) == 1
+        assert models.tile_padding(group, h20.tile_rows, 4, 1) == 4
+        assert models.tile_padding(group, 64, 4, 4) == 1  # a sequence's drafts fill the tile
+        assert list(models.tile_padding(group, 64, 4, np.array([1, 3, 512]))) == [4, 4 / 3, 1]
+        assert models.tile_padding(group, load_hardware("v6e").tile_rows, 4, 1) == 1
         stage = attend(qwen, group, h20, 4, 256)
         core = 4 * 4 * 256 * 8192 * 16 * 128 / 148e12
         linear = 2 * 256 * 4096 * (2 * 8192 + 2 * 512) / 4 / 148e12
@@ -84,7 +84,7 @@ class TestAttend:
         hardware = load_hardware(name)
         slow, fast = (attend(made, each, hardware, 1, 512, 4).seconds for each in (plain, int8))
         # Ten pairs within the four tokens run on expanded keys.
-        pairs = 512 * (4 * 8190.5 - 10) * tile_padding(plain, hardware.tile_rows, 1, 4)
+        pairs = 512 * (4 * 8190.5 - 10) * models.tile_padding(plain, hardware.tile_rows, 1, 4)
         products = pairs * plain.core_flops / hardware.flops("bfloat16")
         assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
 
@@ -92,11 +92,11 @@ class TestAttend:
 class TestImbalance:
     def test_chance_alone(self):
         """The largest of 128 draws lies 2.6 spreads above the mean."""
-        assert busiest_by_chance(128, 1024) == pytest.approx(1 + 2.59 / 32, abs=0.001)
+        assert models.busiest_by_chance(128, 1024) == pytest.approx(1 + 2.59 / 32, abs=0.001)
         random = np.random.default_rng(0)
         draws = random.multinomial(128 * 1024, np.full(128, 1 / 128), 200).max(1) / 1024
-        assert busiest_by_chance(128, 1024) == pytest.approx(draws.mean(), rel=0.005)
-        assert busiest_by_chance(8, 1e-6) == 8
+        assert models.busiest_by_chance(128, 1024) == pytest.approx(draws.mean(), rel=0.005)
+        assert models.busiest_by_chance(8, 1e-6) == 8
 
     def test_an_all_to_all_waits_for_the_busiest_rank(self):
         calm = calculator("deepseek-v3")._replace(exchange="alltoall")
@@ -241,7 +241,7 @@ def test_blocks_of_rows_of_an_expert(tokens, share):
         math.comb(tokens, rows) * share**rows * (1 - share) ** (tokens - rows) * -(-rows // 8)
         for rows in range(tokens + 1)
     )
-    assert blocks_met(tokens, share) == pytest.approx(expected)
+    assert models.blocks_met(tokens, share) == pytest.approx(expected)
 
 
 @golden.table("planner/expert_products.yaml")
@@ -268,7 +268,7 @@ def test_experts_on_cpus_read_float_weights_once():
     met = 8 * (1 - (6 / 8) ** 16)
     floats = max(4 * met * expert / cpu.bandwidth, 2 * 32 * expert / cpu.flops("float32"))
     assert one.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(floats)
-    blocks = 8 * blocks_met(16, 2 / 8)
+    blocks = 8 * models.blocks_met(16, 2 / 8)
     in_8_bits = calculator("qwen3-30b-a3b", weights="int8")
     times = blocks * expert / cpu.bandwidth, 2 * 8 * blocks * expert / cpu.flops("int8")
     assert in_8_bits.ffn(group, cpu, 16, ONE).work.seconds == pytest.approx(max(times))

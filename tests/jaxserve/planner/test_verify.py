@@ -222,6 +222,6 @@ def test_late_first_tokens_are_counted(monkeypatch):
     metrics = Metrics("model")
     for seconds in (0.1, 0.4, 1.0, 2.0, 3000.0):
         metrics.first_token(seconds, 0.0)
-    monkeypatch.setattr(verify, "_answer", lambda router, path: metrics.text())
+    monkeypatch.setattr(verify, "ask", lambda option, router, path: metrics.text())
     for target, late in ((0.6, 3), (0.9, 2.5), (1.2, 2), (9999.0, 1)):
         assert verify._first_tokens("router", target) == pytest.approx((5, late))

@@ -20,7 +20,8 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
 
 
 def test_cells_that_do_not_agree_are_red_and_indented_rows_grey():
-    text = PagePart(rows=[["", "x"], ["ours", "1"], ["  paper", "+1.00% !"]]).html
+    part = PagePart(rows=[["", "x"], ["ours", "1"], ["  paper", "+1.00% !"]])
+    text = Report("", [part], None).page
     assert '<td class="wrong">+1.00% !</td>' in text
     assert text.count('class="muted"') == 1
 
