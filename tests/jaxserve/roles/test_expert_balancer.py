@@ -303,7 +303,7 @@ def test_a_failure_is_the_answer_to_its_own_question(make):
         thread.start()
         until(lambda wanted=wanted: balancer._wanted >= wanted)
     worker.failures[2] = EngineFailedError("process 3 was late")
-    worker.pass_seconds()
+    assert worker.boundary() == [CountExperts(2)]
     threads[0].join(10)
     assert answers == {"first": "experts: process 3 was late"}
     worker.pass_seconds()
