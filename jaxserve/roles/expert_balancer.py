@@ -134,15 +134,6 @@ def _copies(rounds: list[MoveRound]) -> int:
     return sum(len(each.copies) for each in rounds)
 
 
-def balances(counts: Mapping[int, np.ndarray]) -> dict[int, float]:
-    """Layer → mean ÷ max of the ranks' tokens.
-
-    Args:
-      counts: layer → tokens [ranks, experts].
-    """
-    return {layer: balance_of(ranks.sum(axis=1)) for layer, ranks in counts.items()}
-
-
 def imbalance(tokens: Mapping[int, Sequence[int]]) -> float | None:
     """The busiest expert's tokens over the mean, averaged over the layers with tokens.
 
@@ -438,7 +429,7 @@ class ExpertBalancer:
     def _show(self, counts: Mapping[int, np.ndarray]) -> None:
         """Shows tokens [ranks, experts] by layer."""
         loads = {layer: part.sum(axis=1).tolist() for layer, part in counts.items()}
-        each = [b for layer, b in balances(counts).items() if any(loads[layer])]
+        each = [balance_of(ranks) for ranks in loads.values() if any(ranks)]
         tokens = {layer: part.sum(axis=0).tolist() for layer, part in counts.items()}
         self._view = msgspec.structs.replace(
             self._view,

@@ -23,27 +23,11 @@ DEVICES = 8
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load(golden.text("engine/draw_models.yaml"))
 """Tiny models of all families with experts, and what each can have."""
 
-PLACES = "attention.weights", "ffn.weights", "cache.format", "link.dispatch"
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "cache fp8": {"cache.format": "fp8"},
-    "cache int8": {"cache.format": "int8"},
-    "wire int8": {"link.dispatch": "int8"},
-    "fp8": dict.fromkeys(PLACES, "fp8"),
-    "int8": dict.fromkeys(PLACES, "int8"),
-}
-"""Number formats that round the same values in every layout without tensor parallelism. Combine in
-INT8 does not: each rank of experts rounds its own part of a sum."""
-
-RULES: dict[str, dict[str, Any]] = {
-    "": {},
-    "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
-    "biases": {"logit_bias": {3: 4.0, 17: 2.5, 40: -6.0}},
-    "narrow": {"top_k": 5, "min_p": 0.05},
-    "stop": {"stop_token_ids": (*range(2, VOCAB, 5),), "min_tokens": 1},
-    "grammar": {},
-}
-"""Fields of `SamplingParams`, by the name of a request's rules."""
+FORMATS, RULES = yaml.safe_load(golden.text("engine/draw_options.yaml")).values()
+"""Overrides by the name of a number format, and fields of `SamplingParams` by the name of a
+request's rules. The formats round the same values in every layout without tensor parallelism, but
+for INT8 weights (`hidden_parts.py`). Combine in INT8 does not: each rank of experts rounds its own
+part of a sum."""
 
 LAYOUTS: list[dict[str, Any]]
 SPLIT: list[dict[str, Any]]

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import yaml
 
 from jaxserve.engine.request import SamplingParams
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.layouts import COLOCATED, PROMPTS, Collector
 
@@ -14,19 +16,7 @@ NGRAM = {"speculative.method": "ngram", "speculative.drafts": 3, "speculative.au
 SAMPLED = SamplingParams(
     max_tokens=24, temperature=0.7, top_k=20, top_p=0.95, min_p=0.02, seed=5, ignore_eos=True
 )
-
-OPTIONS = [
-    {},
-    {"presence_penalty": 1.0},
-    {"logprobs": 2},
-    {"min_tokens": 6, "stop_token_ids": tuple(range(40))},
-    {"logit_bias": {7: 3.0}, "frequency_penalty": 0.5},
-    {"stop_token_ids": (3, 5, 8)},
-    {"prompt_logprobs": 1},
-    {"max_tokens": 1},
-    {"max_tokens": 7, "temperature": 0.0},
-    {"speculative": False},
-]
+OPTIONS = yaml.safe_load(golden.text("engine/draft_options.yaml"))
 
 
 def mixed() -> list[SamplingParams]:

@@ -35,6 +35,7 @@ from pallas_kernels.attention import expanded
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
 from tests.jaxserve.hand_offs import attach, limits
+from tests.jaxserve.hidden_parts import parts_of, round_parts
 from tests.jaxserve.losing import Losing
 from tests.jaxserve.waiting import until
 from tests.reference.catalogue import CATALOGUE
@@ -65,12 +66,9 @@ WRITERS = {name: entry.write for name, entry in CATALOGUE.items()} | {
     WINDOW.name: replace(WINDOW, sizes=replace(WINDOW.sizes, sliding_window=21)).write,
 }
 
-TIE = {"float32": 1e-4}
-"""Greedy tokens whose logits lie closer may change places, by number format."""
-NEAR = {"float32": 2e-3}
-"""Log-probabilities of the same token may differ by this, by number format."""
-TIE_OF_8_BITS, NEAR_OF_8_BITS = 0.1, 0.5
-"""The last digit of an FP32 sum may decide how a value is rounded to 8 bits."""
+BOUNDS, BOUNDS_OF_8_BITS = {"float32": (1e-4, 2e-3)}, (0.1, 0.5)
+"""Greedy tokens whose logits lie closer may change places, and log-probabilities of a token may
+differ by this. The last digit of an FP32 sum may decide how a value is rounded to 8 bits."""
 
 
 class Answer(NamedTuple):
@@ -219,7 +217,8 @@ class Fuzz:
     def _runtime(self, draw: Draw, role: str, overrides) -> Runtime:
         options = {**draws.FORMATS[draw.format], **overrides}
         options["cache.pages"] = draws.ARRAY_TOKENS // options.get("cache.page_size", 16)
-        key = f"{role} {draw.model} {sorted(options.items())}"
+        parts = parts_of(draw)
+        key = f"{role} {draw.model} {parts} {sorted(options.items())}"
         if key not in self._runtimes:
             if len(self._runtimes) >= MOST_RUNTIMES:
                 self._runtimes.clear()
@@ -232,6 +231,8 @@ class Fuzz:
                 patch.setattr(mla, "least_expanded", lambda sizes: least)
                 patch.setattr(expanded, "EXPANDED_PAGE", 4)
                 patch.setattr(expanded, "EXPANDED_POSITIONS", 8)
+                if parts > 1:
+                    round_parts(patch, parts)
                 self._runtimes[key] = build_runtime(limits(folder, options))
             warm_up(self._runtimes[key])
         return self._runtimes[key]
@@ -358,7 +359,7 @@ def differences(format: str, one: Request, right: Answer, found: Answer) -> list
         return [f"error: {found.error}"]
     if found.end != right.end and (found.end != "cancelled" or one.cancel is None):
         return [f"ended by {found.end} instead of {right.end}"]
-    tie, near = TIE.get(format, TIE_OF_8_BITS), NEAR.get(format, NEAR_OF_8_BITS)
+    tie, near = BOUNDS.get(format, BOUNDS_OF_8_BITS)
     expected = right.tokens[one.emitted :]
     logprobs, margins = right.logprobs[one.emitted :], right.margins[one.emitted :]
     problems = []
@@ -419,7 +420,7 @@ def fuzz(tmp_path_factory):
 
 
 EVERY_FAMILY = range(draws.CHEAP, draws.CHEAP + 2 * len(draws.MODELS))
-EIGHT_BITS = 52, 79, 80, 111  # DeepSeek-V4 and Qwen: caches of either format, and all in 8 bits
+EIGHT_BITS = 52, 68, 79, 80, 111  # caches of either format, and all in 8 bits, over two ranks, too
 SEEDS = [
     pytest.param(seed, marks=() if seed == OFTEN else pytest.mark.nightly)
     for seed in (*range(6), *EVERY_FAMILY, *EIGHT_BITS)

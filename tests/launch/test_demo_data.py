@@ -5,23 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, strategies
 
 from launch import demo_data
 from launch.demo_data import SourceFile, WindowStream, cut, load_corpus, pack, train_tokenizer
+from tests import golden
 
-LIBRARY = {
-    "m85.py": "held out",
-    "m93.py": "held out too",
-    "heapq.py": "library",
-    "json/decoder.py": "library, in a folder",
-    "test/test_heapq.py": "test",
-    "test/test_m85.py": "a test of a held-out module",
-    "json/tests/test_x.py": "test, in a folder",
-    "encodings/cp1.py": "generated",
-    "site-packages/other.py": "third party",
-    "notes.txt": "no source",
-}
+LIBRARY = yaml.safe_load(golden.text("launch/library.yaml"))
 
 
 @pytest.fixture

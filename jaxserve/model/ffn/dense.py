@@ -1,6 +1,7 @@
 """SwiGLU feed-forward: dense layers and the shared expert. Runs inside `shard_map` on the ffn mesh,
 with d_ff split over all its devices, over the tensor axis alone, or not at all; the caller sums the
-shares."""
+shares. With INT8 weights each device rounds its own columns of the hidden rows by their largest
+value, so that the number of devices changes the output by a percent."""
 
 from collections.abc import Callable
 from typing import Any, Literal

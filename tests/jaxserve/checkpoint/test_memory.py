@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.pallas_kernels.nightly import nightly
+from tests.reference import tiny_sizes
 from tests.reference.tiny_step3 import TinyStep3, write_tiny_step3
 
 MIB = 2**20
@@ -16,19 +17,7 @@ RUNTIME = 80 * MIB
 """More than what a process gets in load that is no weight, whatever the model's size: the programs
 that fill weights in, their compiler, the allocator's reserves. 15 to 55 MiB were seen."""
 
-SIZES = TinyStep3(
-    hidden_size=512,
-    num_hidden_layers=10,
-    moe_layers=tuple(range(1, 9)),
-    num_attention_heads=8,
-    head_dim=64,
-    share_q_dim=256,
-    intermediate_size=1024,
-    moe_intermediate_size=256,
-    share_expert_dim=256,
-    moe_num_experts=12,
-    vocab_size=2000,
-)
+SIZES = TinyStep3(moe_layers=(*range(1, 9),), **tiny_sizes.SIZES["larger step3"])
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,14 @@ class Worker:
     def rebalance(self, **options):
         """While boundaries go on."""
         found = []
+        thread = self.asking(found, **options)
+        while thread.is_alive():
+            self.boundary()
+            thread.join(0.001)
+        return found[0]
+
+    def asking(self, found, **options):
+        """A thread that adds a rebalance's proposal or error."""
 
         def ask():
             try:
@@ -78,10 +86,7 @@ class Worker:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        while thread.is_alive():
-            self.boundary()
-            thread.join(0.001)
-        return found[0]
+        return thread
 
     def serve(self, counts=SKEWED):
         self.total[0, 0] += counts[0].astype(np.uint32)
@@ -288,27 +293,19 @@ def test_counts_that_do_not_come_are_an_error_and_nothing_moves(make, error):
 def test_a_failure_is_the_answer_to_its_own_question(make):
     """Two rebalances wait; the second one has counts of its own."""
     worker = make()
-    balancer, answers = worker.balancer, {}
     worker.pass_seconds()
     worker.serve()
-
-    def ask(name):
-        try:
-            answers[name] = balancer.rebalance(dry_run=True).moves > 0
-        except EngineFailedError as error:
-            answers[name] = str(error)
-
-    threads = [threading.Thread(target=ask, args=[name]) for name in ("first", "second")]
-    for wanted, thread in enumerate(threads, 2):
-        thread.start()
-        until(lambda wanted=wanted: balancer._wanted >= wanted)
+    threads, answers = [], []
+    for wanted in (2, 3):
+        threads.append(worker.asking(answers, dry_run=True))
+        until(lambda wanted=wanted: worker.balancer._wanted >= wanted)
     worker.failures[2] = EngineFailedError("process 3 was late")
     assert worker.boundary() == [CountExperts(2)]
     threads[0].join(10)
-    assert answers == {"first": "experts: process 3 was late"}
+    assert [*map(str, answers)] == ["experts: process 3 was late"]
     worker.pass_seconds()
     threads[1].join(10)
-    assert answers["second"] is True
+    assert answers[1].moves > 0
 
 
 def test_a_rebalance_that_finds_a_look_on_its_way_gets_what_it_counts(make):
@@ -321,8 +318,7 @@ def test_a_rebalance_that_finds_a_look_on_its_way_gets_what_it_counts(make):
     assert len(looks) == 1
     worker.counted[looks[0].number] = Counted(dict(enumerate(worker.total.copy())))
     found = []
-    thread = threading.Thread(target=lambda: found.append(worker.balancer.rebalance(dry_run=True)))
-    thread.start()
+    thread = worker.asking(found, dry_run=True)
     until(lambda: worker.balancer._wanted == looks[0].number)
     worker.balancer.carried_out(looks)
     thread.join(10.0)
