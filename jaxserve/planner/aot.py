@@ -336,6 +336,10 @@ def _compile(
     embeds = program.name.startswith(("enter", "embedded", "predict", "first_pass"))
     traffic = small_ops.traffic(text, pools if embeds else pools[:-1])
     has_layers = program.name.partition("_")[0] in _OF_LAYERS  # others have logits as large
+    digest = ""
+    if program.paired:
+        step = bucket, int(program.name.rpartition("_")[2]), 0  # its number of lanes
+        digest = exchanges_digest({step: compiled}, program.paired)
     return CompiledProgram(
         program.name,
         role,
@@ -357,13 +361,8 @@ def _compile(
         ),
         waited_for=waited_for(text, colocated=colocated) if "step_" in program.name else 0,
         copied=sum(copy.bytes for copy in find(text)) if has_layers else 0,
-        exchanges=_exchanges(program, bucket, compiled) if program.paired else "",
+        exchanges=digest,
     )
-
-
-def _exchanges(program: Program, bucket: Bucket, compiled: jax.stages.Compiled) -> str:
-    step = bucket, int(program.name.rpartition("_")[2]), 0  # its number of lanes
-    return exchanges_digest({step: compiled}, program.paired)
 
 
 def available(deployment: Deployment, hardware: Hardware) -> Mapping[Role, int | None]:

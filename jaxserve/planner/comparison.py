@@ -146,7 +146,8 @@ def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
     off as predicted."""
     found = []
     asked = Asked()
-    plain = made.measured_by(asked)
+    attention, ffn = (each._replace(measured=asked) for each in (made.attention, made.ffn))
+    plain = made._replace(attention=attention, ffn=ffn)
     for one in seen:
         asked.terms.clear()
         times = plain.rooflines().step(_rows(made, one.load))

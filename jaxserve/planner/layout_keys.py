@@ -23,11 +23,6 @@ REBALANCE_SECONDS = 600
 ten times the default window of counting, as `expert_balancer.SLICES` are looked back on."""
 
 
-def token_budget(batch: int, drafts: int) -> int:
-    """Tokens of a DP group's largest step: every sequence's, and some of prompts."""
-    return min(batch * (1 + drafts) + max(batch, 128), MOST_TOKENS)
-
-
 def usable(hardware: Hardware, reserve: float) -> float:
     """Bytes that a deployment may fill: written as `memory_gb`, in tenths of a GB."""
     return round(hardware.memory_gb * (1 - reserve / 2), 1) * 1e9
@@ -51,7 +46,7 @@ def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
 def sequence_keys(layout: Layout, slots: int, longest: int, page: int, pages: int) -> Tree:
     """Dotted keys of a decode unit's cache and scheduler: of `slots` sequences a DP group and lane,
     `longest` tokens at most, and of the tokens of a page and the pages of a DP group."""
-    budget = token_budget(slots, layout.drafts)
+    budget = min(slots * (1 + layout.drafts) + max(slots, 128), MOST_TOKENS)  # some of prompts, too
     return {
         "cache.page_size": page,
         "cache.pages": pages,

@@ -370,19 +370,14 @@ FILES = ("config.json", "model.yaml")
 """Descriptions of a model that the engine serves, and of one that can only be planned."""
 
 
-def known_models(folder: Path = CONFIGS) -> list[str]:
-    """Names of the models under `configs/models`."""
-    found = {path.parent.name for file in FILES for path in (folder / "models").glob(f"*/{file}")}
-    return sorted(found)
-
-
 def model_folder(name: str, folder: Path = CONFIGS) -> Path:
     """Returns the path of a known model's description, or of the model folder at this path. Raises
     ConfigError if there is neither; lists the known models."""
     for path in (folder / "models" / name, Path(name)):
         if any((path / file).is_file() for file in FILES):
             return path
-    raise ConfigError(unknown("model", name, known_models(folder)))
+    files = (path for file in FILES for path in (folder / "models").glob(f"*/{file}"))
+    raise ConfigError(unknown("model", name, sorted({path.parent.name for path in files})))
 
 
 def model_config(path: Path, *, served: bool = False) -> ModelConfig:

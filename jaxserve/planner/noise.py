@@ -36,10 +36,6 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     spread: dict[AFDStage, float] = {}
     """Standard deviation over the mean, by stage."""
 
-    @property
-    def silent(self) -> bool:
-        return not any(self.spread.values())
-
     def draw(self, random: np.random.Generator, stage: AFDStage, seconds: np.ndarray) -> np.ndarray:
         """`seconds` with noise, drawn independently for every entry (a device)."""
         if sigma := self.spread.get(stage, 0.0):

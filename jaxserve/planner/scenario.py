@@ -40,12 +40,6 @@ class Scenario(NamedTuple):
     ffn: Calculator
     roles: Roles
 
-    def measured_by(self, measured: Calibration) -> "Scenario":
-        return self._replace(
-            attention=self.attention._replace(measured=measured),
-            ffn=self.ffn._replace(measured=measured),
-        )
-
     def rooflines(self, loads: ExpertLoads | None = None) -> Rooflines:
         """Returns its stage times, with these loads of the ffn devices or with
         `Assumptions.imbalance`."""

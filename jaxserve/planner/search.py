@@ -116,7 +116,12 @@ class Searcher:
         self._attend = functools.lru_cache(4096)(
             lambda group, on, *sizes: attend(calculator, group, attention[on], *sizes)
         )
-        self._exchanged = functools.lru_cache(512)(self._exchanged_of)
+        self._exchanged = functools.lru_cache(512)(
+            lambda layout, ffn, rows: calculator.exchanged(
+                *(layout, self.memory.on(layout), ffn, layout.dp * rows, rows),
+                busiest=self._busiest(layout),
+            )
+        )
         self.host_seconds = functools.lru_cache(512)(
             lambda layout: calculator.host(layout, *self.memory.on(layout))
         )
@@ -258,13 +263,6 @@ class Searcher:
         first = self._attend(attention, layout.attention, layout.tp, batch, rows)
         moved = self._exchanged(one, ffn, batch * rows)
         return dict(zip(STAGES, (first, *moved), strict=True))
-
-    def _exchanged_of(
-        self, layout: Layout, ffn: FFNLayers, rows: int
-    ) -> tuple[StageTime, StageTime, StageTime]:
-        """Dispatch, ffn and combine of `rows` rows of each DP group."""
-        on, busiest = self.memory.on(layout), self._busiest(layout)
-        return self.calculator.exchanged(layout, on, ffn, layout.dp * rows, rows, busiest=busiest)
 
 
 class Pace:

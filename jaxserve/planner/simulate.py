@@ -262,20 +262,16 @@ class Simulation(SimulatedEngine):
         """Simulates to the end; returns the result and the spans of the last steps."""
         tell, last = Progress(), self._conditions.steps
         slots = self.deployment.attention.dp * self.deployment.scheduler.slots
-        self._fill(len(self._read_steps) * slots)
+        for _ in range(len(self._read_steps) * slots):  # at different points within their outputs
+            prompt, output = self._drawn.draw(self._random)
+            age = int(self._random.integers(output))
+            self._add(prompt + age, output - age)
         self._idle = False
         with no_garbage_collection():
             while max(self._read_steps) < last:
                 self.turn()
                 tell(lambda: f"{max(self._read_steps)} of {last} steps simulated")
         return self._result(), self._kept_spans()
-
-    def _fill(self, slots: int) -> None:
-        """Adds a request for every slot, at different points within their outputs."""
-        for _ in range(slots):
-            prompt, output = self._drawn.draw(self._random)
-            age = int(self._random.integers(output))
-            self._add(prompt + age, output - age)
 
     def _add(self, prompt: int, output: int) -> None:
         """A request, to the domain whose turn it is."""
@@ -374,7 +370,8 @@ class Progress:
 
 def disturbance(jitter: Jitter, random: np.random.Generator) -> Disturb:
     """Returns a function that adds a jitter's noise to stages."""
-    return undisturbed if jitter.silent else functools.partial(jitter.draw, random)
+    noisy = any(jitter.spread.values())
+    return functools.partial(jitter.draw, random) if noisy else undisturbed
 
 
 @contextmanager
