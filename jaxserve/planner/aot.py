@@ -59,17 +59,6 @@ _OF_LAYERS = ("step", "pass", "enter", "attend", "ffn", "predict")
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e"}
 
 
-class TargetTopology(NamedTuple):
-    """A topology: devices that exist only as a description."""
-
-    name: str
-    devices: tuple[jax.Device, ...]
-
-    @property
-    def device_kind(self) -> str:
-        return str(self.devices[0].device_kind)
-
-
 class Rows(NamedTuple):
     """Filled rows of buffers in programs of the ffn role."""
 
@@ -144,10 +133,10 @@ class RoleMemory(NamedTuple):
         return sum(kinds)
 
 
-def topology(name: str) -> TargetTopology:
-    """Returns the devices of `v6e:8x8`, `v7x:4x4x4`, …: generation and chips along each axis; or of
-    `h200:4x8`: hosts and GPUs of each. Raises ConfigError if libtpu, or JAX's CUDA plugin, is
-    missing or does not know it."""
+def topology(name: str) -> tuple[jax.Device, ...]:
+    """Returns the devices, which exist only as a description, of `v6e:8x8`, `v7x:4x4x4`, …:
+    generation and chips along each axis; or of `h200:4x8`: hosts and GPUs of each. Raises
+    ConfigError if libtpu, or JAX's CUDA plugin, is missing or does not know it."""
     # Do not look for TPUs, nor take them from a process that serves on them.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -161,14 +150,14 @@ def topology(name: str) -> TargetTopology:
     if not colon or not re.fullmatch(r"[0-9]+(x[0-9]+)*", chips):
         raise ConfigError(f"--topology {name!r}: {form}")
     if generation == "h200":
-        return TargetTopology(name, _gpus(name, chips))
+        return _gpus(name, chips)
     try:
         found = topologies.get_topology_desc(wanted, platform="tpu")
     except Exception as error:  # libtpu has several kinds of its own
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         hint = "; libtpu is missing: pip install 'jax[tpu]'" if "libtpu" in said else ""
         raise ConfigError(f"--topology {name!r}: {said}{hint}; {form}") from None
-    return TargetTopology(name, tuple(found.devices))
+    return tuple(found.devices)
 
 
 def _gpus(name: str, chips: str) -> tuple[jax.Device, ...]:
@@ -187,7 +176,7 @@ def _gpus(name: str, chips: str) -> tuple[jax.Device, ...]:
 def compile_deployment(
     config: ModelConfig,
     deployment: Deployment,
-    there: TargetTopology,
+    there: tuple[jax.Device, ...],
     buckets: Sequence[Bucket] = (),
     *,
     workers: int = 2,
@@ -202,7 +191,7 @@ def compile_deployment(
         if bucket not in known:
             asked, *names = (f"{each.tokens}x{each.pages}" for each in (bucket, *known))
             raise ConfigError(f"--bucket {asked}: the deployment has {', '.join(names)}")
-    meshes = Submeshes(deployment, there.devices)
+    meshes = Submeshes(deployment, there)
     templates = ModelTemplates(config, deployment, meshes)
     steps = [one for one in known if msgspec.structs.replace(one, spread=False) in buckets] or known
     if deployment.topology.has("colocated"):
@@ -255,9 +244,9 @@ def whole_steps(
     }
 
 
-def hosts(deployment: Deployment, there: TargetTopology) -> dict[int, tuple[Role, ...]]:
+def hosts(deployment: Deployment, there: tuple[jax.Device, ...]) -> dict[int, tuple[Role, ...]]:
     """The roles of each host of the topology that has devices of one: what it compiles and runs."""
-    meshes = Submeshes(deployment, there.devices)
+    meshes = Submeshes(deployment, there)
     found: dict[int, set[Role]] = {}
     for mesh in meshes.domains:
         for device in mesh.devices.flat:

@@ -15,7 +15,7 @@ from jaxserve.config.formats import FORMATS, FormatName, scaled
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import HOSTS_EACH, TRANSPORTS, PlannedMode
 from jaxserve.planner.calibration import MeasuredStage
-from jaxserve.planner.hardware import Hardware, read_json
+from jaxserve.planner.hardware import Hardware, read_struct
 
 PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
 """Formats that are planned for everything. Simulated devices compute in FP32. 4 bits are for
@@ -216,4 +216,4 @@ class MeasuredSpeed(NamedTuple):
 def measured_speed() -> MeasuredSpeed:
     """Returns the ranges of published systems, which `tests/jaxserve/planner/published.py` writes.
     A test fails once the planner predicts something else."""
-    return read_json(CONFIGS / "measured_speed.json", MeasuredSpeed)
+    return read_struct(CONFIGS / "measured_speed.json", MeasuredSpeed, json=True)

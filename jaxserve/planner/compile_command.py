@@ -29,8 +29,9 @@ def run(options: argparse.Namespace) -> int:
     config = model_config(model_folder(deployment.model, options.configs), served=True)
     config = aot.with_int8_products(config, deployment)
     there = aot.topology(options.topology)
-    config = msgspec.structs.replace(config, platform=platform_of(there.device_kind))
-    hardware = load_hardware(there.device_kind, folder=options.configs)
+    kind = str(there[0].device_kind)
+    config = msgspec.structs.replace(config, platform=platform_of(kind))
+    hardware = load_hardware(kind, folder=options.configs)
     start = time.perf_counter()
     programs = aot.compile_deployment(
         config,
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         hosts=host_lines(programs, aot.hosts(deployment, there)),
         seconds=seconds,
         workers=options.workers,
-        notes=[*remarks(deployment, hardware, there.device_kind), *copied(programs)],
+        notes=[*remarks(deployment, hardware, kind), *copied(programs)],
     )
     show(options, report)
     for problem in problems:

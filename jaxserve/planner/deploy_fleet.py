@@ -88,35 +88,36 @@ class DecodeUnit(NamedTuple):
         return taken
 
 
-class Chunks:
+class Chunks(NamedTuple):
     """Seconds of prompts in chunks of `chunk` tokens a DP group in a colocated worker, by its stage
     times."""
 
-    def __init__(self, layout: Layout, times: Rooflines, chunk: int):
-        self._layout, self._times, self._chunk = layout, times, chunk
+    layout: Layout
+    times: Rooflines
+    chunk: int
 
     def _step(self, groups: int, tokens: int, length: int) -> float:
         """Seconds of a step in which `groups` DP groups have a chunk that ends at `length`."""
         sizes = np.full(groups, tokens), np.full(groups, length)
-        step = self._times.step(Rows(self._layout.dp, np.arange(groups), *sizes, tokens))
+        step = self.times.step(Rows(self.layout.dp, np.arange(groups), *sizes, tokens))
         moving = step.dispatch + step.combine
         return float((step.attend.max(axis=1) + moving + step.ffn).sum() + step.leave)
 
     def _mean(self, groups: int, found: int, prompt: int) -> float:
         """Mean seconds of a full chunk of a prompt; attention grows with the tokens before it."""
-        ends = np.linspace(min(found + self._chunk, prompt), prompt, POINTS)
-        return float(np.mean([self._step(groups, self._chunk, round(end)) for end in ends]))
+        ends = np.linspace(min(found + self.chunk, prompt), prompt, POINTS)
+        return float(np.mean([self._step(groups, self.chunk, round(end)) for end in ends]))
 
     def busy(self, requests: Requests) -> float:
         """Mean seconds of a DP group for a request, with all groups busy."""
         shares = ((n + 0.5) / QUANTILES for n in range(QUANTILES))
         prompts = (requests.quantile(share, of_tokens=True) for share in shares)
-        means = [self._mean(self._layout.dp, found, prompt) for prompt, found in prompts]
-        return requests.computed / self._chunk * float(np.mean(means))
+        means = [self._mean(self.layout.dp, found, prompt) for prompt, found in prompts]
+        return requests.computed / self.chunk * float(np.mean(means))
 
     def alone(self, prompt: int, found: int) -> float:
         """Seconds of a prompt with nothing else in the worker."""
-        whole, rest = divmod(prompt - found, self._chunk)
+        whole, rest = divmod(prompt - found, self.chunk)
         seconds = whole * self._mean(1, found, prompt) if whole else 0.0
         return seconds + (self._step(1, rest, prompt) if rest else 0.0)
 

@@ -19,7 +19,7 @@ from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.counts import Counts, count, role_of
 from jaxserve.planner.hardware import (
     Hardware,
-    read_json,
+    read_struct,
 )
 from jaxserve.planner.lanes import Disaggregated, OneDispatch, step_seconds
 from jaxserve.planner.measurements import SIZES, Measurement, read_measurements
@@ -269,7 +269,7 @@ def run(options: argparse.Namespace) -> None:
     elif not path.is_file():
         known = sorted(each.stem for each in ESTIMATES.glob("*.json"))
         raise ConfigError(f"--config {file}: not counted, as --count does it: {', '.join(known)}")
-    counts, more = read_json(path, Counts), list[list[str]]()
+    counts, more = read_struct(path, Counts, json=True), list[list[str]]()
     own = measurements(counts)
     if options.calibration is not None:
         told = measured_lines(counts, read_measurements(options.calibration))
@@ -279,7 +279,7 @@ def run(options: argparse.Namespace) -> None:
         more.append(
             [
                 f"{heading(each)}: {figure(each).text}; more with --config {each.config}"
-                for each in (read_json(path, Counts) for path in others)
+                for each in (read_struct(path, Counts, json=True) for path in others)
             ]
         )
     if options.write is not None:

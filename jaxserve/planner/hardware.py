@@ -10,7 +10,7 @@ parts of a slice share the links between them. Knows nothing of models.
 import difflib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -264,20 +264,14 @@ def _jax_device(hardware: Hardware) -> Hardware:
     return msgspec.structs.replace(hardware, name=name, teraflops=teraflops, **changed)
 
 
-def read_struct[Kind](path: Path, kind: type[Kind]) -> Kind:
-    """Reads a YAML file as a strict struct. Raises ConfigError if it is not YAML, a key is unknown,
-    missing or there twice, or a value is wrong."""
-    return _read(path, lambda data: msgspec.convert(read_yaml(data.decode(), str(path)), kind))
-
-
-def read_json[Kind](path: Path, kind: type[Kind]) -> Kind:
-    """Reads a JSON file; raises as `read_struct`."""
-    return _read(path, functools.partial(msgspec.json.decode, type=kind))
-
-
-def _read[Kind](path: Path, decode: Callable[[bytes], Kind]) -> Kind:
+def read_struct[Kind](path: Path, kind: type[Kind], *, json: bool = False) -> Kind:
+    """Reads a YAML or a JSON file as a strict struct. Raises ConfigError if it is none, a key is
+    unknown, missing or, in YAML, there twice, or a value is wrong."""
     try:
-        return decode(path.read_bytes())
+        data = path.read_bytes()
+        if json:
+            return msgspec.json.decode(data, type=kind)
+        return msgspec.convert(read_yaml(data.decode(), str(path)), kind)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, msgspec.DecodeError) as error:

@@ -114,7 +114,6 @@ class Disaggregated(_Pipeline):
         self._ffn_free = 0.0
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
-        """Begins a step of a lane at `now`, the host's time."""
         self._rotation.begin(lane)
         super().begin(lane, number, now, times)
 

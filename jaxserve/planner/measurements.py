@@ -19,7 +19,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -39,7 +39,7 @@ from jaxserve.planner.calibration import (
     Terms,
     fit,
 )
-from jaxserve.planner.hardware import load_hardware, read_json
+from jaxserve.planner.hardware import load_hardware, read_struct
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.models import AttentionLayers, CostModel, FFNLayers, load_model
 from jaxserve.planner.stage_times import Rooflines, even_rows
@@ -119,7 +119,8 @@ class _Preflight(msgspec.Struct):
 def read_measurements(path: Path) -> list[Measurement]:
     """Reads a file of measurements. Raises ConfigError if it is missing or malformed, or a number
     is out of range."""
-    told: list[Measurement] | _Preflight = read_json(path, list[Measurement] | _Preflight)  # type: ignore[arg-type]
+    kinds: Any = list[Measurement] | _Preflight
+    told: list[Measurement] | _Preflight = read_struct(path, kinds, json=True)
     return told if isinstance(told, list) else told.measurements
 
 
@@ -259,7 +260,7 @@ def read_spans(path: Path) -> list[Span]:
     """Reads the spans of a `--timeline` folder, or of its timeline.json; raises ConfigError without
     any."""
     file = path / "timeline.json" if path.is_dir() else path
-    spans = read_json(file, _Trace).spans
+    spans = read_struct(file, _Trace, json=True).spans
     if not spans:
         raise ConfigError(f"{file}: no spans")
     return spans

@@ -139,8 +139,7 @@ class Memory:
             attention, *ffn = zip(self.held(layout, 1), self.on(layout), strict=False)
         except ConfigError:
             return None
-        lacking = [one for one in ffn if self._filled_by(*one) > 1]
-        part, hardware = lacking[0] if lacking else attention
+        part, hardware = next((one for one in ffn if self._filled_by(*one) > 1), attention)
         there = hardware.memory * (1 - self._reserve)
         if _kept(part) > there:
             return part.role, _kept(part), there

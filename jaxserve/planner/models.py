@@ -117,19 +117,6 @@ class AttentionLayers(NamedTuple):
         """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
         return 2.0 * self.scorer.heads * self.scorer.head_dim if self.scorer else 0.0
 
-    @property
-    def expanded_width(self) -> int:
-        """Numbers of a token's expanded keys and values, all heads, in latent attention
-        (DeepSeek-V2 §2.1). A pair takes two FLOPs for each."""
-        latent = self.latent
-        return latent.q_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) if latent else 0
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the maps that expand, or absorb, latent keys and values of all heads."""
-        latent = self.latent
-        return latent.kv_latent * latent.q_heads * (latent.nope_dim + latent.v_dim) if latent else 0
-
 
 class Declared(NamedTuple):
     """The sizes that the engine declares for a layer's attention, on one device."""

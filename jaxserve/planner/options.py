@@ -147,9 +147,6 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
     parser.set_defaults(run=run)
 
 
-# ------------------------------------------------------------------- one value of several options
-
-
 def jitter(options: argparse.Namespace) -> Jitter:
     """Reads `--jitter`."""
     return Jitter(spread={stage: size for one in options.jitter for stage, size in one.items()})

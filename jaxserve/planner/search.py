@@ -332,9 +332,6 @@ def front(points: Sequence[Plan]) -> list[Plan]:
     return best
 
 
-# ------------------------------------------------------------------ why nothing meets a target
-
-
 def why_not(searcher: Searcher, target: Target, found: Found) -> str:
     """Explains which bound prevents the target, and lists single changes that would meet it."""
     if plan := found.fastest:

@@ -162,11 +162,13 @@ class Calculator(NamedTuple):
         if group.scorer:
             keys, pairs = load.scored
             kernels.append((own.key_bytes * keys, group.index_flops * pairs, form))
-        if load.expanded is not None:
-            # Keys and values are expanded and written, then read and attended to.
-            width = group.expanded_width / tp
+        if load.expanded is not None and (latent := group.latent):
+            # Keys and values of all heads are expanded and written, then read and attended to
+            # (DeepSeek-V2 §2.1).
+            mapped = latent.q_heads * (latent.nope_dim + latent.v_dim) / tp
+            width = mapped + latent.q_heads * latent.rope_dim / tp
             size = width * number_bytes(self.formats.rows) * load.expanded.tokens
-            maps = 2 * group.head_parameters / tp * load.expanded.again
+            maps = 2 * latent.kv_latent * mapped * load.expanded.again
             kernels += [(size, maps, form), (size, 2 * width * load.expanded.pairs, form)]
         return kernels
 

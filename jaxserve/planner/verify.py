@@ -259,9 +259,6 @@ def _report(checked: Checked) -> Report:
     return reported("verify", "Predicted against measured", **said)
 
 
-# ------------------------------------------------------------------------- beside a running fleet
-
-
 GAUGES = {
     "measured_seconds": ("Measured mean of a stage.", "stage"),
     "predicted_seconds": ("Predicted mean of a stage for the same loads.", "stage"),

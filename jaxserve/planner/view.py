@@ -155,8 +155,6 @@ def times_row(name: str, found: msgspec.Struct | None, digits: int = 2) -> list[
     return [name, *(f"{value * 1e3:.{digits}f}" for value in msgspec.structs.astuple(found))]
 
 
-# ------------------------------------------------------------------------------------- charts
-
 COLOURS = ("#2f6db3", "#d97706", "#2f8f5b", "#8a4fa3", "#c2410c", "#0f766e", "#be185d", "#4b5563")
 LEFT, RIGHT, TOP, BOTTOM = 76, 700, 58, 386
 """Edges of the axes in a chart of 720 by 440 pixels, which the template draws."""

@@ -11,7 +11,7 @@ import msgspec
 from jaxserve.errors import ConfigError
 from jaxserve.planner.counts import Counts
 from jaxserve.planner.estimate import ESTIMATES, measured_lines
-from jaxserve.planner.hardware import read_json
+from jaxserve.planner.hardware import read_struct
 from jaxserve.planner.measurements import Measurement, expected
 from jaxserve.preflight.children import run_module
 from jaxserve.preflight.outcomes import Check, Failed, Skipped
@@ -98,7 +98,7 @@ def timed(found: list[dict[str, Any]]) -> Found:
         ratios = [one.seconds / expected(one).roofline for one in ones]
         text += f", {min(ratios):.2f} to {max(ratios):.2f} times their rooflines"
         for path in sorted(ESTIMATES.glob("*.json")):
-            beside = measured_lines(read_json(path, Counts), ones)
+            beside = measured_lines(read_struct(path, Counts, json=True), ones)
             text += "".join(f"\n{path.stem}: {line}" for line in beside)
     return text, {"measurements": found}
 

@@ -249,7 +249,7 @@ def test_real_slices_are_cut_along_their_links(name, layout):
     pytest.importorskip("libtpu")
     from jaxserve.planner.aot import topology
 
-    meshes = submeshes(topology(name).devices, **layout)
+    meshes = submeshes(topology(name), **layout)
     for mesh in (meshes.attention, meshes.ffn):
         for group in mesh.devices:
             assert max(hops(group)) <= 1

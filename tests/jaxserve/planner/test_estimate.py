@@ -10,12 +10,12 @@ from jaxserve.plan import main
 from jaxserve.planner import estimate, measurements
 from jaxserve.planner.assumptions import measured_speed
 from jaxserve.planner.counts import Counts, _shared_seconds
-from jaxserve.planner.hardware import load_hardware, read_json
+from jaxserve.planner.hardware import load_hardware, read_struct
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.roles.layout import Bucket
 from tests import golden
 
-COUNTS = read_json(golden.FOLDER / "planner" / "counts.json", Counts)
+COUNTS = read_struct(golden.FOLDER / "planner" / "counts.json", Counts, json=True)
 
 
 def test_stages():

@@ -85,7 +85,7 @@ def test_messages_travel_beside_the_kernels_of_a_whole_step(name, least):
 def compile_programs():
     """Names of the nodes in their compiled order."""
     config, deployment = load("step3")
-    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    meshes = Submeshes(deployment, aot.topology("h200:4x8"))
     attention = programs_of(LayerPrograms, deployment, config, meshes)
     ffn = programs_of(FFNPrograms, deployment, config, meshes)
     bucket = Bucket(128, 64)
@@ -103,7 +103,7 @@ def compile_programs():
 def whole_steps(bucket):
     sizes = {"ffn_ep": 16, "ffn_tp": 1, "ffn_instances": 1, "ffn_shared": "split"}
     config, deployment = load("step3", **sizes, link_route="trampoline")
-    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    meshes = Submeshes(deployment, aot.topology("h200:4x8"))
     templates = ModelTemplates(config, deployment, meshes)
     return aot.whole_steps(templates, deployment, meshes, [bucket]).values()
 

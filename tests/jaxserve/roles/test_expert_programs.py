@@ -35,7 +35,7 @@ def test_on_gpus_a_row_is_left_for_devices_that_send_nothing(tmp_path):
 def received() -> list[str]:
     """Shapes in which the leaves of an expert arrive, and their memory."""
     config, deployment = load("step3-alltoall")
-    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    meshes = Submeshes(deployment, aot.topology("h200:4x8"))
     programs = programs_of(FFNPrograms, deployment, config, meshes)
     text = programs.experts.fetch(programs.banks[0]).compile().as_text() or ""
     return re.findall(r"ragged-all-to-all-done\S* = (\S+)", text)

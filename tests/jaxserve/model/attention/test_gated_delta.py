@@ -37,7 +37,7 @@ def rule_of_a_layer(device):
     sizes = {f"{role}_hardware": hardware for role in ("attention", "ffn")}
     sizes["scheduler_slots"], sizes["scheduler_token_buckets"] = SEQUENCES, [SEQUENCES, 512]
     config, deployment = load("qwen3-30b-a3b", model=model, **sizes)
-    meshes = Submeshes(deployment, topology(device).devices)
+    meshes = Submeshes(deployment, topology(device))
     programs = programs_of(LayerPrograms, deployment, config, meshes)
     (kind,) = (kind for kind in config.kinds() if hasattr(kind.attention, "convolution"))
     text = programs.attend(Bucket(SEQUENCES, 64), kind).compile().as_text()

@@ -34,7 +34,7 @@ LAYOUTS = {
 def beside(layout: str) -> list[tuple[str, int]]:
     """Collectives and the number of kernels beside each."""
     config, deployment = load(layout)
-    meshes = Submeshes(deployment, aot.topology("h200:4x8").devices)
+    meshes = Submeshes(deployment, aot.topology("h200:4x8"))
     program = programs_of(FFNPrograms, deployment, config, meshes).ffn(Bucket(128, 1), config.moe)
     open_: dict[str, tuple[str, int]] = {}
     ended = []
