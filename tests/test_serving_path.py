@@ -37,7 +37,7 @@ OWN_ENDS = [end.partition(":")[0].removeprefix("jaxserve.") for end in ENDS.valu
 """Ends of the pages link, which are imported by name: a worker of a fleet has the one of its
 role."""
 WHOLE, SPLIT = ("colocated",), tuple(FILES.keys() - {"colocated"})
-MORE = "engine.spread", "model.attention.exchanged_pages", "engine.draft_policy"
+MORE = "engine.spread", "model.attention.exchanged_pages", "engine.step_policies"
 LEADS, ALONE = ("open_engine", "own_experts"), ("with_peers", "fleet.here")
 PARTS = {
     "leader, colocated": (14_800, *LEADS, "lead", "whole_runtime"),

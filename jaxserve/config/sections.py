@@ -235,6 +235,10 @@ class SchedulerLimits(Section, frozen=True):
     prefill_tokens: Annotated[int, Meta(ge=0, le=65536)] = 0
     """Most prefill tokens per DP group in a step that also decodes, which keeps the pace of tokens
     even. 0: what decoding leaves of the budget."""
+    token_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
+    """Milliseconds between two tokens of a sequence that chunks of prompts beside it may cause. A
+    step that decodes takes the largest of `token_buckets` whose measured time keeps it, or the
+    smallest. Lanes and domains of a runtime take turns, so a step has their share. 0: any."""
     spread: bool = False
     """Whether chunks of a prompt longer than `token_budget` are divided over DP groups (sequence
     parallelism): over one group for each budget that the prompt fills, as far as they have room for

@@ -334,11 +334,10 @@ class Loop:
             raise EngineFailedError(f"step {plan.number} of lane {lane} completed out of order")
         self._in_flight.popleft()
         scheduler = self.schedulers[lane % len(self.schedulers)]
-        if scheduler.draft_policy is not None:
-            # Measured since the last step of any lane: the time since the last step of its own
-            # lane would contain the steps of other lanes.
-            since, self._since = self._since, self._clock()
-            scheduler.took(plan, self._since - since)
+        # Measured since the last step of any lane: the time since the last step of its own lane
+        # would contain the steps of other lanes.
+        since, self._since = self._since, self._clock()
+        scheduler.took(plan, self._since - since)
         outputs = scheduler.complete(plan, result)
         if self._deadlines:
             for sequence in outputs.ended:

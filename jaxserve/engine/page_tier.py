@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 
 import jax
 import numpy as np
@@ -386,9 +386,11 @@ class TieredCache(PrefixCache):
         if self._rings:
             path: dict[PageNode, None] = {}  # every page behind the one that it continues
             for node in nodes:
-                if self._kept.get(node):
-                    new = [*takewhile(lambda each: each not in path, node.upwards())]
-                    path.update(dict.fromkeys(reversed(new)))
+                new, at = [], node if self._kept.get(node) else None
+                while at and at.parent and at not in path:
+                    new.append(at)
+                    at = at.parent
+                path.update(dict.fromkeys(reversed(new)))
             nodes = reversed(path)
         pages = [(self._names[node], node) for node in nodes if node in self._names]
         # The ring pages that sequences read are some of the same window, and worth as much.

@@ -224,13 +224,6 @@ class PageNode:
         self.users = self.readers = 0
         self.ring = -1
 
-    def upwards(self) -> Iterator["PageNode"]:
-        """Yields the page and those before it, up to the first."""
-        node: PageNode | None = self
-        while node and node.parent:
-            yield node
-            node = node.parent
-
 
 class PrefixCache:
     """Radix tree of one DP group.

@@ -14,7 +14,8 @@ The policy:
    shared. The cheapest group takes the sequence (`admission.py`), and there the emptiest lane; a
    sequence with a grammar goes to the lane with the fewest grammars.
 3. A step holds one token of every decoding sequence, then prefill chunks, the first due first, as
-   far as the token budget goes, and at most `prefill_tokens` prefill tokens beside decoding.
+   far as the token budget goes, and beside decoding at most `prefill_tokens` prefill tokens, or
+   as many as keep the time of a step (`step_policies.ChunkPolicy`).
    Prompt pages are allocated at admission, so only decoding can run out of pages.
 4. A decoding sequence that needs a page where none is left preempts the last due of its group,
    maybe itself. The preempted sequence goes back to the queue by its rank, and later recomputes
@@ -47,13 +48,13 @@ from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, SchedulerSizes, Sequence, token_array
-from jaxserve.engine.step_composer import StepComposer, grammar_wait, others_are_late
+from jaxserve.engine.step_composer import POLICIES, StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.observe.load import DraftCounts
 from jaxserve.roles.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from jaxserve.engine.draft_policy import DraftPolicy
+    from jaxserve.engine.step_policies import DraftPolicy
 
 MAX_STEPS_IN_FLIGHT = 2
 """Steps of a lane that are issued and not complete: one runs while the next is planned."""
@@ -76,11 +77,12 @@ class Scheduler:
         self.draft_policy: DraftPolicy | None = None
         """Policy for drafts; None without drafts."""
         if drafts:
-            make = pkgutil.resolve_name("jaxserve.engine.draft_policy:DraftPolicy")
+            make = pkgutil.resolve_name(f"{POLICIES}:DraftPolicy")
             self.draft_policy = make(drafts, automatic=sizes.automatic_drafts, lanes=lanes)
         self.drafts = DraftCounts()
         self.composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
         """Composes the steps."""
+        self._policies = [each for each in (self.draft_policy, self.composer.pace) if each]
         self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
         self._recurrent = sizes.recurrent
@@ -249,11 +251,9 @@ class Scheduler:
         return outputs
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Tells the draft policy, in deployments with drafts, how long a decode step took."""
-        policy = self.draft_policy
-        decodes = plan.token_counts == np.maximum(plan.sample_counts, 1)
-        if policy is not None and decodes.all():
-            policy.took(len(plan.rows), plan.bucket.drafts, seconds)
+        """Tells the policies that go by the times of steps how long one took."""
+        for policy in self._policies:
+            policy.step_took(plan, seconds)
 
     def lost(self, plan: StepPlan) -> None:
         """Takes back the newest step in flight of a lane, which had no results and changed nothing.

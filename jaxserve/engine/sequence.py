@@ -41,6 +41,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
       max_waiting: requests that may wait before new ones are refused.
       prefill_tokens: most prefill tokens a DP group and step beside decoding; 0: the rest of the
         token budget.
+      step_seconds: longest time of a step that decodes and prefills, 0 for any.
       prefix_cache: whether computed pages are kept for sequences that begin alike.
       side_by_side: whether lanes that wait for grammars are to start together.
       drafts: most drafts of a sequence and step.
@@ -66,6 +67,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
     page_buckets: Items[int]
     max_waiting: int
     prefill_tokens: int = 0
+    step_seconds: float = 0.0
     prefix_cache: bool = False
     side_by_side: bool = False
     drafts: int = 0
@@ -112,6 +114,7 @@ class SchedulerSizes(msgspec.Struct, frozen=True, kw_only=True):
             page_buckets=limits.page_buckets,
             max_waiting=limits.max_waiting,
             prefill_tokens=limits.prefill_tokens,
+            step_seconds=limits.token_ms / 1e3 / (deployment.lanes * deployment.domains),
             prefix_cache=cache.prefix,
             side_by_side=deployment.topology.has("ffn"),
             drafts=deployment.drafts,

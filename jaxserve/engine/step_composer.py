@@ -1,8 +1,9 @@
 """Composes a lane's next step: which rows decode or prefill, how many tokens, how many drafts.
 
 Called by `scheduler.py`, whose docstring has the policy (3 to 6). Pages for decoding and for drafts
-are handed out here; pages of prompts are allocated at admission. `draft_policy.py` decides whether
-drafts pay. `grammar_wait` tells which rows wait because a grammar has to see their last token.
+are handed out here; pages of prompts are allocated at admission. `step_policies.py` decides whether
+drafts pay and how large chunks may be. `grammar_wait` tells which rows wait because a grammar has
+to see their last token.
 """
 
 import pkgutil
@@ -19,11 +20,13 @@ from jaxserve.engine.lane_slots import LaneSlots, StepInFlight
 from jaxserve.engine.sequence import SchedulerSizes, Sequence
 
 if TYPE_CHECKING:
-    from jaxserve.engine.draft_policy import DraftPolicy
     from jaxserve.engine.spread import SpreadPrompt
+    from jaxserve.engine.step_policies import ChunkPolicy, DraftPolicy
 
 SPREAD = "jaxserve.engine.spread:SpreadPrompt"
 """Loaded for deployments with `scheduler.spread` alone."""
+POLICIES = "jaxserve.engine.step_policies"
+"""Loaded for deployments with drafts or `scheduler.token_ms`."""
 GRAMMARS_THAT_STOP_A_LANE = 4
 """The whole lane waits if one in this number of its sequences has a grammar. With fewer grammars,
 only those sequences skip every second step, which costs less than an eighth of the tokens."""
@@ -88,6 +91,10 @@ class StepComposer:
         self.token_budget: Callable[[], int] = lambda: sizes.token_budget
         """Tells how many tokens a DP group and step may have now, at least those that decode."""
         self._preempt = preempt
+        self.pace: ChunkPolicy | None = None
+        if sizes.step_seconds:
+            make = pkgutil.resolve_name(f"{POLICIES}:ChunkPolicy")
+            self.pace = make(sizes.step_seconds, sizes.token_buckets)
         self.spread: SpreadPrompt | None = None
         if sizes.spread:
             self.spread = pkgutil.resolve_name(SPREAD)(groups, sizes, preempt)
@@ -179,7 +186,11 @@ class StepComposer:
             return {}
         decoded = decoding if drafts is None else decoding + drafts
         used = decoded.reshape(-1, self._sizes.slots).sum(axis=1).tolist()
-        budget = [self.token_budget() - tokens for tokens in used]
+        most = self.token_budget()
+        if self.pace is not None and any(used):
+            context = int(slots.cached[sequences[0].place.row])
+            most = min(most, self.pace.choose(max(used), context))
+        budget = [most - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]
         chunks: dict[int, int] = {}

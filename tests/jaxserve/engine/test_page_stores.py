@@ -153,9 +153,9 @@ def test_a_bucket(scheme, objects, monkeypatch):
 
 
 def write_forever(folder: str) -> None:
-    """A writer that is killed. There is room for two thirds of its pages."""
-    disk = opened(folder, 20)
-    while True:
+    """A writer, until it is killed or the test is. There is room for two thirds of its pages."""
+    disk, test = opened(folder, 20), os.getppid()
+    while os.getppid() == test:
         keep(disk, random.randrange(30))
 
 

@@ -300,6 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_buckets=sorted({1, -(-token_budget // 2), token_budget}),
             page_buckets=sorted({-(-longest // 3), longest}),
             prefill_tokens=data.draw(st.sampled_from([0, 1, 3]), "prefill tokens"),
+            step_seconds=data.draw(st.sampled_from([0.0, 4.0]), "seconds of a step"),
             prefix_cache=data.draw(st.booleans(), "prefix cache"),
             side_by_side=data.draw(st.booleans(), "side by side"),
             drafts=drafts,
@@ -450,6 +451,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_on_device(lane)
         if self.ran[lane]:
             plan, sampled = self.ran[lane].popleft()
+            self.scheduler.took(plan.plan, plan.plan.number % 7)  # as a machine that shakes
             for output in self.scheduler.complete(plan, StepResult(np.asarray(sampled), {}, {})):
                 self.receive(output)
 

@@ -1,10 +1,16 @@
-"""Decides whether drafts pay. Loaded by `scheduler.py` for deployments with drafts.
+"""Policies by measured times of steps: whether drafts pay, and how large chunks of prompts may be.
 
 Drafts make a step longer and yield more tokens, so they pay while a step's time hardly depends on
-its tokens, that is, with few sequences.
+its tokens, that is, with few sequences. A chunk makes sequences that decode in the same step wait,
+the longer the more tokens it has and the more tokens it attends to. Loaded by `scheduler.py` where
+`speculative` or `scheduler.token_ms` asks for them.
 """
 
+from collections.abc import Sequence as Items
+
 import numpy as np
+
+from jaxserve.roles.step_plan import StepPlan
 
 ENOUGH = 8
 """Steps of a size, with or without drafts, measured before the two are compared."""
@@ -101,6 +107,11 @@ class DraftPolicy:
             weight = max(RECENT, 1 / self._held_of)
             self._held += weight * (float(accepted[full].mean()) - self._held)
 
+    def step_took(self, plan: StepPlan, seconds: float) -> None:
+        """Notes how long a step took; only steps that decode count."""
+        if (plan.token_counts == np.maximum(plan.sample_counts, 1)).all():
+            self.took(len(plan.rows), plan.bucket.drafts, seconds)
+
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         """Notes how long a step took that only decoded.
 
@@ -119,3 +130,74 @@ class DraftPolicy:
         weight = max(RECENT, 1 / (1 + count))
         seconds = min(seconds, MOST_TIMES * average)
         self._seconds[size, drafts] = count + 1, average + weight * (seconds - average)
+
+
+FIRST_WAIT, LAST_WAIT = 32, 1024
+"""Steps after which a size that took too long is tried again, doubled each time that it was."""
+LEAST = 16
+"""Inverse of the share of the largest size that a step may have however long it takes, so that
+prompts advance where the time cannot be kept."""
+NEW = 0.3
+"""Weight of a new time in the average of a size."""
+
+
+class ChunkPolicy:
+    """Chooses the size of steps in which some sequences decode and others prefill: the largest that
+    keeps a time, by the steps so far.
+
+    Times are kept by the size and by the power of two of the longest context that a chunk attends
+    to. Sizes are tried from the smallest on, so at most one step of each is too long before it is
+    known. A size that was too long behind fewer tokens is not tried behind more.
+
+    Args:
+      seconds: longest time that a step should take.
+      sizes: padded sizes of steps in tokens a DP group, ascending.
+    """
+
+    def __init__(self, seconds: float, sizes: Items[int]):
+        self._limit, self._sizes = seconds, sizes
+        self._seconds: dict[int, dict[int, float]] = {size: {} for size in sizes}
+        """Size → power of two of the context → average seconds."""
+        self._waits: dict[tuple[int, int], tuple[int, int]] = {}
+        """(size, power) → steps until it is tried again, and the interval between tries."""
+
+    def choose(self, used: int, context: int) -> int:
+        """Returns the tokens that each DP group of the next step may have.
+
+        Args:
+          used: most tokens of a group that are decoded; the result is larger if a size is.
+          context: tokens in the cache before the first chunk.
+        """
+        least, power = max(used, self._sizes[-1] // LEAST - 1), context.bit_length()
+        sizes = [size for size in self._sizes if size > least]
+        best = sizes[0] if sizes else used
+        for size in sizes:
+            if size > best and not self._fits(size, power):
+                break
+            best = size
+            if power < min(self._seconds[size], default=power + 1):
+                break  # larger sizes wait for a time of this one
+        return best
+
+    def _fits(self, size: int, power: int) -> bool:
+        times = self._seconds[size]
+        if power not in times:
+            return all(times[less] <= self._limit for less in times if less < power)
+        if times[power] <= self._limit:
+            return True
+        left, interval = self._waits.get((size, power), (FIRST_WAIT, FIRST_WAIT))
+        if left == 0:
+            interval = min(2 * interval, LAST_WAIT)
+            left = interval
+        self._waits[size, power] = left - 1, interval
+        return left == 1
+
+    def step_took(self, plan: StepPlan, seconds: float) -> None:
+        """Notes how long a step took; only steps with chunks count."""
+        chunks = plan.token_counts > plan.sample_counts
+        if not chunks.any():
+            return
+        contexts = (plan.kv_lengths - plan.token_counts)[chunks]
+        times, power = self._seconds[plan.bucket.tokens], int(contexts.max()).bit_length()
+        before = times.get(power, seconds)
+        times[power] = before + NEW * (min(seconds, MOST_TIMES * before) - before)

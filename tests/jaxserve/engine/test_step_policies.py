@@ -1,8 +1,11 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.draft_policy import FIRST_INTERVAL, PROBE_STEPS, DraftPolicy
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import SchedulerSizes
+from jaxserve.engine.step_policies import FIRST_INTERVAL, PROBE_STEPS, DraftPolicy
 from jaxserve.observe.load import DraftCounts
+from tests.jaxserve.engine.step_plans import make_request, sampled
 
 
 def run(policy: DraftPolicy, steps: int, seconds: dict[int, float], held: int, rows: int = 4):
@@ -100,3 +103,33 @@ def test_counts_by_place():
     other = DraftCounts(runs=1, drafted=1, accepted=[1])
     assert DraftCounts.sum([counts, other]) == DraftCounts(runs=5, drafted=11, accepted=[4, 2, 1])
     assert DraftCounts.sum([]) is None
+
+
+def long_prompts(limit):
+    """Chunks of two prompts beside decoding: prompt, tokens before it, size, milliseconds."""
+    sizes = {"groups": 1, "slots": 2, "token_budget": 256, "token_buckets": [2, 32, 128, 256]}
+    sizes |= {"pages": 700, "page_size": 16, "max_length": 5000, "page_buckets": [313]}
+    scheduler = Scheduler(SchedulerSizes(**sizes, lanes=1, max_waiting=9, step_seconds=limit))
+    scheduler.add(make_request("decodes", max_tokens=4999))
+    steps = []
+    for number in range(2):
+        scheduler.add(make_request(f"prompt {number}", [5] * 4096, max_tokens=1))
+        while scheduler.num_running + scheduler.num_waiting > 1:
+            plan = scheduler.plan(0)
+            size = plan.bucket.tokens
+            behind = int((plan.kv_lengths - plan.token_counts)[plan.token_counts.argmax()])
+            scheduler.took(plan, (milliseconds := 2 + size * (0.02 + behind * 1e-5)) / 1e3)
+            scheduler.complete(plan, sampled(dict.fromkeys(range(2), 7)))
+            steps += [(number, behind, size, milliseconds)] * (size > 2)
+    scheduler.check_integrity()
+    return steps
+
+
+def test_chunks_are_as_large_as_the_time_of_a_step_allows():
+    """Sizes of 256, 128 and 32 tokens take 5 ms from 0, 344 and 7,375 tokens on."""
+    steps = long_prompts(limit=0.005)
+    assert sum(milliseconds > 5 for *_, milliseconds in steps) <= 0.02 * len(steps)
+    assert [size for number, behind, size, _ in steps if number and 31 < behind < 344] == [128] * 2
+    assert {size for _, behind, size, _ in steps if behind > 700} == {32}
+    assert [size for _, _, size, _ in long_prompts(limit=0.0)] == ([256] * 16 + [32]) * 2
+    assert [size for _, _, size, _ in long_prompts(limit=1e-4)].count(32) >= 240
