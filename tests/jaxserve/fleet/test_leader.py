@@ -11,8 +11,9 @@ import pytest
 from jaxserve.config.sections import Cluster
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.fleet.follower import Follower
-from jaxserve.fleet.leader import Leader
+from jaxserve.fleet.leader import HOSTS_EACH, Leader, parent_of
 from jaxserve.link.session.channel import Channel, dial
+from tests import golden
 from tests.jaxserve.fleet.ends import SHORT, TOKEN, Ends, boundary, identity, pair
 from tests.jaxserve.waiting import until
 
@@ -356,3 +357,22 @@ def test_a_follower_that_is_asked_to_end_drains_the_deployment_once():
         time.sleep(0.6)
         assert drains.empty()
         assert ends.failures.empty()
+
+
+@golden.table("fleet/parents.yaml")
+def test_parents(host: str, followers: list[str], expected: int | None) -> None:
+    assert parent_of(host, "a", followers) == expected
+
+
+def test_nobody_hands_on_to_more_hosts_than_a_few_however_many_there_are() -> None:
+    hosts = [f"host{number}" for number in range(1, 400)]
+    parents = [parent_of(host, "host0", hosts[:at]) for at, host in enumerate(hosts)]
+    assert parents[:9] == [None] * 8 + [0]
+    assert all(parent is None or parent < at for at, parent in enumerate(parents))
+    most = max(map(parents.count, set(parents)))
+    assert most == HOSTS_EACH == 8
+
+    def depth(at: int | None) -> int:
+        return 0 if at is None else 1 + depth(parents[at])
+
+    assert max(map(depth, range(399))) == 3

@@ -11,6 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.launch import checked
 from jaxserve.launch.__main__ import TARGETS, main
 from jaxserve.launch.checked import sized
+from tests import golden
 from tests.jaxserve.launch.rendered import deployment_in, files_of, objects
 
 
@@ -64,3 +65,13 @@ def test_what_is_rendered_was_checked(name: str, hardware: str, tmp_path: Path, 
     if command and main([*command.split(), "--write", str(tmp_path / "made")]) == 0:
         (one,) = seen
         assert sizes == [[getattr(one, key) for key in SIZES]] * len(sizes)
+
+
+def test_each_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """`golden/launch/refused.txt` lists deployments and images that a target cannot start."""
+
+    def said(command: str) -> str:
+        assert main(["--config", *command.split()]) == 2
+        return capsys.readouterr().err
+
+    golden.check_each("launch/refused.txt", said)

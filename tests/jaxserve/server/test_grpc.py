@@ -7,18 +7,20 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from grpc_status import rpc_status
 
+from jaxserve import errors
 from jaxserve.config.sections import Server
 from jaxserve.errors import OverloadedError
-from jaxserve.server import inference
+from jaxserve.server import front_end, inference
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.grpc import GrpcServer
+from jaxserve.server.inference import status_error
 from jaxserve.server.rpc import InferenceStub
 from jaxserve.text.generator import TextGenerator
 from tests import golden
@@ -298,3 +300,20 @@ def test_a_body_that_is_no_message(faces, method, caplog):
     code, details = rpc_error(call, b"\xff" * 20, timeout=SECONDS)
     assert (code, details) == ("INVALID_ARGUMENT", "request: the body is no message of this RPC")
     assert not caplog.records
+
+
+def test_statuses() -> None:
+    def said(error: str) -> str:
+        made = status_error(eval(error, vars(errors) | vars(front_end) | vars(inference)), "r1")
+        return f"{made.code.name}: {made.rich_status().details}"
+
+    golden.check_each("server/statuses.txt", said)
+
+
+def test_the_delay_is_a_detail() -> None:
+    error = status_error(OverloadedError("full", retry_after_s=2.5), "r1")
+    ((key, value),) = error.rich_status().trailing_metadata
+    assert key == "grpc-status-details-bin"
+    retry = error_details_pb2.RetryInfo()
+    assert status_pb2.Status.FromString(value).details[0].Unpack(retry)
+    assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (2, 500_000_000)

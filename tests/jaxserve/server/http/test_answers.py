@@ -3,10 +3,14 @@
 import json
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 
 from jaxserve.engine.request import SamplingParams
+from jaxserve.server.front_end import Job, Source
+from jaxserve.server.http.service import UsageCount
+from jaxserve.text.output import GenerationOutput
 from tests import golden
 from tests.jaxserve.server.http.rig import RIGHT, HttpRig
 from tests.jaxserve.text.conversations import TOOLS
@@ -57,3 +61,37 @@ def test_answers(wide: HttpRig) -> None:
         return "\n".join([f"{response.status_code} {text}", *seen])
 
     golden.check_each("server/answers.txt", said)
+
+
+def test_a_bad_field_is_named(wide: HttpRig) -> None:
+    """`golden/server/refusals.txt` lists paths with fields; the engine sees no request."""
+
+    def said(mistake: str) -> str:
+        path, fields = mistake.split(" ", 1)
+        fields = re.sub(r"x\{(\d+)\}", lambda match: "x" * int(match[1]), fields)
+        error = wide.refused(path, **json.loads(fields))
+        assert error["code"] == "invalid_value"
+        assert error["message"].startswith(f"{error['param']}: ")
+        assert wide.engine.prompts == []
+        return error["message"]
+
+    golden.check_each("server/refusals.txt", said)
+
+
+def test_drafts_are_counted_over_the_choices():
+    jobs = [Job(index, [1, 2], SamplingParams()) for index in range(2)]
+    count = UsageCount(jobs, 2)
+    for job, drafted, accepted in ((jobs[0], 3, 1), (jobs[1], 3, 3), (jobs[0], 6, 4)):
+        output = GenerationOutput(
+            request_id="a",
+            token_ids=[5],
+            drafted_token_count=drafted,
+            accepted_token_count=accepted,
+        )
+        count.add(Mock(spec=Source, job=job), output)
+    details = msgspec.to_builtins(count.usage())["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 7,
+        "rejected_prediction_tokens": 2,
+    }
