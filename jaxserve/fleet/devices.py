@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 from importlib.metadata import distributions
 
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 _JAX_HEARTBEAT_SECONDS = 100
 """JAX's own default. Ours are shorter, so that ours is the error that is seen."""
 _UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
-_ELSEWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737), so that the default route leads to it."""
 _LARGEST_POOL = 0.95
 """Part of a card; CUDA's context and the compiler need the rest."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -48,8 +45,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
 
     Raises:
       ConfigError: the layout does not divide over the processes, this process has another number
-        of devices than its share of the layout, or JAX has already started with too few CPU
-        devices.
+        of devices than its share of the layout, JAX has already started with too few CPU devices,
+        or processes with CPU devices are on several hosts.
     """
     share = own_share(arguments, deployment)
     if jax.distributed.is_initialized():  # when it was a spare (`prepared.py`)
@@ -62,6 +59,8 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         _set_gpu_options(share, deployment, several=same > 1)
     if arguments.processes == 1:
         return share
+    host, _ = split_address(arguments.coordinator, "--coordinator")
+    here = _own_loopback(host) if platform == "cpu" else ""
     seconds = math.ceil(deployment.cluster.meeting_seconds)
     # A dead peer must not take this process along: we say who died, answer clients, then exit.
     jax.config.update("jax_enable_recoverability", True)
@@ -73,9 +72,7 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
         # in the same pool: with two cores, four devices and four lanes a collective was seen to
         # wait for a thread for ever. XLA takes the number of cores from NPROC where that is set.
         os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 4 * share.devices))
-    host, port = split_address(arguments.coordinator, "--coordinator")
-    if platform == "cpu":
-        here = local_address(host, port, "--coordinator")
+    if here:
         jax.config.update("jax_cross_host_transfer_socket_address", f"{here}:{free_port(here)}")
         # JAX binds every connection to this address: a fixed port would end the process.
         jax.config.update("jax_cross_host_transport_addresses", f"{here}:0")
@@ -259,28 +256,18 @@ def _delay_abort() -> None:
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-def local_address(host: str, port: int, flag: str) -> str:
-    """This host's own address on the network that leads to `host`, an IPv6 one in brackets; sends
-    nothing.
+def _own_loopback(host: str) -> str:
+    """Returns the address at which JAX of this process listens for arrays of others, which are on
+    this host, an IPv6 one in brackets. Four bytes of a stranger end a process at such a port, and
+    there is no other way between CPUs; accelerators exchange arrays over fabrics of their own.
 
     Raises:
-      ConfigError: `host` does not resolve, or to loopback although other hosts are to use it, and
-        this host has no other address.
+      ConfigError: `host` is not this one.
     """
-    try:
-        address = "127.0.0.1" if host == "localhost" else _address_towards(host, port)
-        if is_loopback(address) and not is_loopback(host):  # this host's own name
-            address = _address_towards(_ELSEWHERE, port)
-    except OSError as error:
+    if not is_loopback(host):
         raise ConfigError(
-            f"{flag} {host}: this host has no address on a network that leads there ({error}); "
-            "give the IP address of process 0 instead"
-        ) from None
-    return f"[{address}]" if ":" in address else address
-
-
-def _address_towards(host: str, port: int) -> str:
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+            f"--coordinator {host}: on CPUs the processes of a runtime exchange arrays over ports "
+            "that any stranger can break, so they must be on one host (127.0.0.1). Runtimes of one "
+            "process each, with link.transport = pull, may be on several"
+        )
+    return "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host

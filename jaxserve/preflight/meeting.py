@@ -7,6 +7,7 @@ with process 0 (`link/session/`). Knows nothing of checks and devices.
 import contextlib
 import math
 import queue
+import socket
 import threading
 import time
 from typing import Any, ClassVar, NamedTuple, Self
@@ -14,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import msgspec
 
 from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.fleet.devices import local_address
 from jaxserve.link.session.channel import (
     AuthenticationError,
     Channel,
@@ -162,7 +162,10 @@ class Meeting:
     def find_itself(self, channel: Channel) -> None:
         """Notes this host's address on the network that leads to another process."""
         host, port = split_address(channel.peer)
-        self.local_host = local_address(host, port, "--control").strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect((host, port))
+            self.local_host = probe.getsockname()[0]
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
         """Returns the values of all processes in their order.

@@ -1,10 +1,10 @@
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.config.load import load_deployment
 from jaxserve.config.sections import AttentionRole, FFNRole
 from jaxserve.config.shipped import deployment_names, deployment_path, device_kind, hardware_file
 from jaxserve.config.yaml_text import read_yaml
@@ -134,7 +134,6 @@ def test_no_process_waits_for_the_autotuning_of_another(environment, several, fl
     """Nor tunes where others play its role: XLA reads its flags at the first program."""
     code = """
 import os
-import socket
 from jax._src.lib import xla_client
 from jaxserve.fleet.membership import ProcessShare
 if os.environ["SET"] == "1":
@@ -158,31 +157,12 @@ def test_cards_of_shipped_files_have_room_for_their_pool(name: str) -> None:
             assert 0 < role["memory_gb"] / card < devices._LARGEST_POOL
 
 
-def resolving(monkeypatch: pytest.MonkeyPatch, **hosts: str) -> None:
-    """Names resolve to these addresses; all others do not."""
-
-    def getaddrinfo(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
-        found = hosts.get(host, host)
-        if not found or found[0].isalpha():
-            raise socket.gaierror(f"no such name: {host}")
-        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (found, port))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-
-
-def test_own_address_is_not_the_loopback_of_the_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolving(monkeypatch, debian="127.0.1.1")
-    towards = {"127.0.1.1": "127.0.0.1", devices._ELSEWHERE: "10.0.0.9"}
-    monkeypatch.setattr(
-        devices,
-        "_address_towards",
-        lambda host, port: towards[{"debian": "127.0.1.1"}.get(host, host)],
-    )
-    assert devices.local_address("debian", 7, "--coordinator") == "10.0.0.9"
-    assert devices.local_address("localhost", 7, "--coordinator") == "127.0.0.1"
-
-
-def test_a_name_that_leads_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolving(monkeypatch)
-    with pytest.raises(ConfigError, match="--coordinator nowhere: this host has no address"):
-        devices.local_address("nowhere", 7, "--coordinator")
+def test_processes_with_cpu_devices_are_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange arrays over ports of JAX's, at which four zero bytes end a process."""
+    monkeypatch.setattr(devices, "choose_platform", lambda: "cpu")
+    monkeypatch.setattr(devices, "_set_cpu_devices", lambda *_, **__: None)
+    elsewhere = ProcessArguments(process_id=1, processes=2, coordinator="192.0.2.7:9100")
+    with pytest.raises(ConfigError, match=r"--coordinator 192\.0\.2\.7: on CPUs the processes"):
+        devices.initialise(elsewhere, load_deployment("configs/demo.yaml"))
+    found = [devices._own_loopback(host) for host in ("localhost", "::1", "127.3.2.1")]
+    assert found == ["127.0.0.1", "[::1]", "127.3.2.1"]
