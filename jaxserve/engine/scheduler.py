@@ -48,14 +48,16 @@ from jaxserve.engine.outputs import StepOutputs, StepResult, append_tokens
 from jaxserve.engine.pages import PageKeys
 from jaxserve.engine.request import FinishReason, Request, RequestLimits, TokenOutput, due
 from jaxserve.engine.sequence import RequestRules, SchedulerSizes, Sequence, token_array
-from jaxserve.engine.step_composer import POLICIES, StepComposer, grammar_wait, others_are_late
+from jaxserve.engine.step_composer import StepComposer, grammar_wait, others_are_late
 from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.observe.load import DraftCounts
 from jaxserve.roles.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from jaxserve.engine.step_policies import DraftPolicy
+    from jaxserve.engine.step_policies import ChunkPolicy, DraftPolicy
 
+POLICIES = "jaxserve.engine.step_policies:policies_of"
+"""Loaded for deployments with drafts or `scheduler.token_ms` alone."""
 MAX_STEPS_IN_FLIGHT = 2
 """Steps of a lane that are issued and not complete: one runs while the next is planned."""
 
@@ -76,13 +78,13 @@ class Scheduler:
         self.groups = [DPGroup(index, self.lanes, sizes) for index in range(sizes.groups)]
         self.draft_policy: DraftPolicy | None = None
         """Policy for drafts; None without drafts."""
-        if drafts:
-            make = pkgutil.resolve_name(f"{POLICIES}:DraftPolicy")
-            self.draft_policy = make(drafts, automatic=sizes.automatic_drafts, lanes=lanes)
+        pace: ChunkPolicy | None = None
+        if drafts or sizes.step_seconds:
+            self.draft_policy, pace = pkgutil.resolve_name(POLICIES)(sizes)
         self.drafts = DraftCounts()
-        self.composer = StepComposer(self.groups, sizes, self.draft_policy, self._preempt)
+        self.composer = StepComposer(self.groups, sizes, self.draft_policy, pace, self._preempt)
         """Composes the steps."""
-        self._policies = [each for each in (self.draft_policy, self.composer.pace) if each]
+        self._policies = [each for each in (self.draft_policy, pace) if each]
         self.tables = 1 + (sizes.ring_pages > 0)
         """Number of page tables of a step: one for all tokens, and one for rings."""
         self._recurrent = sizes.recurrent

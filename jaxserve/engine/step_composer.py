@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 SPREAD = "jaxserve.engine.spread:SpreadPrompt"
 """Loaded for deployments with `scheduler.spread` alone."""
-POLICIES = "jaxserve.engine.step_policies"
-"""Loaded for deployments with drafts or `scheduler.token_ms`."""
 GRAMMARS_THAT_STOP_A_LANE = 4
 """The whole lane waits if one in this number of its sequences has a grammar. With fewer grammars,
 only those sequences skip every second step, which costs less than an eighth of the tokens."""
@@ -76,6 +74,7 @@ class StepComposer:
     Args:
       groups: the scheduler's; pages are taken from them.
       policy: whether the next steps have drafts; None: no step has.
+      pace: how large steps with decoding and prefilling rows may be; None: as the budget says.
       preempt: takes the pages of a running sequence, once none of its steps is in flight.
     """
 
@@ -84,17 +83,14 @@ class StepComposer:
         groups: Items[DPGroup],
         sizes: SchedulerSizes,
         policy: "DraftPolicy | None",
+        pace: "ChunkPolicy | None",
         preempt: Callable[[Sequence], None],
     ):
-        self._groups, self._sizes, self._policy = groups, sizes, policy
+        self._groups, self._sizes, self._policy, self._pace = groups, sizes, policy, pace
         self._prefill_tokens = sizes.prefill_tokens or sizes.token_budget
         self.token_budget: Callable[[], int] = lambda: sizes.token_budget
         """Tells how many tokens a DP group and step may have now, at least those that decode."""
         self._preempt = preempt
-        self.pace: ChunkPolicy | None = None
-        if sizes.step_seconds:
-            make = pkgutil.resolve_name(f"{POLICIES}:ChunkPolicy")
-            self.pace = make(sizes.step_seconds, sizes.token_buckets)
         self.spread: SpreadPrompt | None = None
         if sizes.spread:
             self.spread = pkgutil.resolve_name(SPREAD)(groups, sizes, preempt)
@@ -187,9 +183,9 @@ class StepComposer:
         decoded = decoding if drafts is None else decoding + drafts
         used = decoded.reshape(-1, self._sizes.slots).sum(axis=1).tolist()
         most = self.token_budget()
-        if self.pace is not None and any(used):
+        if self._pace is not None and any(used):
             context = int(slots.cached[sequences[0].place.row])
-            most = min(most, self.pace.choose(max(used), context))
+            most = min(most, self._pace.choose(max(used), context))
         budget = [most - tokens for tokens in used]
         if any(used):
             budget = [min(left, self._prefill_tokens) for left in budget]

@@ -6,10 +6,12 @@ the longer the more tokens it has and the more tokens it attends to. Loaded by `
 `speculative` or `scheduler.token_ms` asks for them.
 """
 
-from collections.abc import Sequence as Items
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.engine.sequence import SchedulerSizes
 from jaxserve.roles.step_plan import StepPlan
 
 ENOUGH = 8
@@ -26,6 +28,15 @@ RECENT = 0.1
 """Weight of a new measurement in a moving average."""
 MOST_TIMES = 3.0
 """Times are capped at this multiple of the average."""
+
+
+def policies_of(sizes: SchedulerSizes) -> "tuple[DraftPolicy | None, ChunkPolicy | None]":
+    """Returns the policies that a domain has, for drafts and for chunks."""
+    drafts, seconds = None, sizes.step_seconds
+    if sizes.drafts:
+        drafts = DraftPolicy(sizes.drafts, automatic=sizes.automatic_drafts, lanes=sizes.lanes)
+    pace = ChunkPolicy(seconds, sizes.token_buckets) if seconds else None
+    return drafts, pace
 
 
 class DraftPolicy:
@@ -132,8 +143,8 @@ class DraftPolicy:
         self._seconds[size, drafts] = count + 1, average + weight * (seconds - average)
 
 
-FIRST_WAIT, LAST_WAIT = 32, 1024
-"""Steps after which a size that took too long is tried again, doubled each time that it was."""
+AGAIN = 128
+"""Steps after which a size that took too long is tried again: other rows may decode by then."""
 LEAST = 16
 """Inverse of the share of the largest size that a step may have however long it takes, so that
 prompts advance where the time cannot be kept."""
@@ -154,12 +165,12 @@ class ChunkPolicy:
       sizes: padded sizes of steps in tokens a DP group, ascending.
     """
 
-    def __init__(self, seconds: float, sizes: Items[int]):
+    def __init__(self, seconds: float, sizes: Sequence[int]):
         self._limit, self._sizes = seconds, sizes
         self._seconds: dict[int, dict[int, float]] = {size: {} for size in sizes}
         """Size → power of two of the context → average seconds."""
-        self._waits: dict[tuple[int, int], tuple[int, int]] = {}
-        """(size, power) → steps until it is tried again, and the interval between tries."""
+        self._avoided = Counter[tuple[int, int]]()
+        """(size, power) → steps that were smaller because this size takes too long."""
 
     def choose(self, used: int, context: int) -> int:
         """Returns the tokens that each DP group of the next step may have.
@@ -171,12 +182,10 @@ class ChunkPolicy:
         least, power = max(used, self._sizes[-1] // LEAST - 1), context.bit_length()
         sizes = [size for size in self._sizes if size > least]
         best = sizes[0] if sizes else used
-        for size in sizes:
-            if size > best and not self._fits(size, power):
+        for size in sizes[1:]:  # each waits for a time of the one before
+            if power < min(self._seconds[best], default=power + 1) or not self._fits(size, power):
                 break
             best = size
-            if power < min(self._seconds[size], default=power + 1):
-                break  # larger sizes wait for a time of this one
         return best
 
     def _fits(self, size: int, power: int) -> bool:
@@ -185,12 +194,8 @@ class ChunkPolicy:
             return all(times[less] <= self._limit for less in times if less < power)
         if times[power] <= self._limit:
             return True
-        left, interval = self._waits.get((size, power), (FIRST_WAIT, FIRST_WAIT))
-        if left == 0:
-            interval = min(2 * interval, LAST_WAIT)
-            left = interval
-        self._waits[size, power] = left - 1, interval
-        return left == 1
+        self._avoided[size, power] += 1
+        return self._avoided[size, power] % AGAIN == 0
 
     def step_took(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took; only steps with chunks count."""
