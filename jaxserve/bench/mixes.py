@@ -34,10 +34,15 @@ from jaxserve.ports import free_port
 LAYOUTS = {
     "colocated": ["mode=colocated"],
     "1A1F": ["attention.dp=1", "ffn.ep=1"],
-    "1A1F, 1 lane": ["attention.dp=1", "ffn.ep=1", "lanes=1", "scheduler.slots=32"],
 }
-"""The first two use the demo's lanes; one lane holds the same sequences in one batch."""
-PIPELINES = ("layer", "step")
+ONE_LANE = ["lanes=1", "scheduler.slots=32"]
+STEPS = {
+    "colocated": [*LAYOUTS["colocated"], *ONE_LANE],
+    **{name: [*LAYOUTS["1A1F"], *ONE_LANE, f"pipeline={name}"] for name in ("layer", "step")},
+}
+"""One lane with as many sequences as the demo's two."""
+SHARES = {1: 0.7, 8: 0.8, 32: 0.9}
+"""Sequences, and the least share of the colocated demo's speed."""
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 960
 SHARED_TOKENS = 864
@@ -189,23 +194,28 @@ def _measured(
 
 
 def measure_steps(quick: bool) -> Iterator[Part]:
-    """Measures tokens a second of 1A1F with `pipeline: step` over `layer`, in one process and in
-    two with a role each. The pipelines are started in turns."""
-    mixes = {f"{count} sequences": Mix(sequences=count) for count in (1, 8, 32)}
+    """Measures tokens a second of 1A1F, in one process and in two with a role each: `pipeline:
+    step` over `layer`, and over the colocated demo. The layouts are started in turns."""
+    mixes = {f"{count} sequences": Mix(sequences=count) for count in SHARES}
     measures, details = [], {}
     for processes in (1, 2):
-        rates = {(name, pipeline): list[float]() for name in mixes for pipeline in PIPELINES}
-        for pipeline in (1 if quick else 5) * PIPELINES:
-            settings = [*LAYOUTS["1A1F, 1 lane"], f"pipeline={pipeline}"]
-            found, _ = _measured(settings, mixes, 1 if quick else 3, processes=processes)
+        rates = {(name, layout): list[float]() for name in mixes for layout in STEPS}
+        for layout in (1 if quick else 5) * [*STEPS]:
+            number = 1 if layout == "colocated" else processes
+            found, _ = _measured(STEPS[layout], mixes, 1 if quick else 3, processes=number)
             for name, runs in found.items():
-                rates[name, pipeline].append(statistics.median(run.rate for run in runs))
-        for name in mixes:
-            layer, step = details[f"{processes}, {name}"] = [rates[name, p] for p in PIPELINES]
+                rates[name, layout].append(statistics.median(run.rate for run in runs))
+        for name, share in zip(mixes, SHARES.values(), strict=True):
+            colocated, layer, step = details[f"{processes}, {name}"] = [
+                rates[name, layout] for layout in STEPS
+            ]
             limit, ratio = 1.3 if name == "1 sequences" else None, median_ratio(step, layer)
-            title = f"{processes} processes, {name}: step ÷ layer"
-            measures.append(Measure(title, ratio, "", limit, "more"))
-            measures.append(Measure("  layer", statistics.median(layer), "tokens/s"))
+            title = f"{processes} processes, {name}: step ÷ "
+            measures += [
+                Measure(f"{title}layer", ratio, "", limit, "more"),
+                Measure(f"{title}colocated", median_ratio(step, colocated), "", share, "more"),
+                Measure("  layer ÷ colocated", median_ratio(layer, colocated)),
+            ]
     notes = [f"One lane; greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included."]
     yield Part("steps", "demo as 1A1F, a step in one dispatch", measures, notes, details)
 

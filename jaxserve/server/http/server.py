@@ -90,14 +90,7 @@ class HttpServer(LoopThread):
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Accepts requests from now on.
-
-        Args:
-          generator: generates the text.
-          template: of chats; None: they are refused.
-          metrics: of /metrics.
-          tracing: of requests; None: they are not traced.
-        """
+        """Accepts requests from now on; chats only with a template."""
 
         async def opened() -> None:
             self._service.template = template
@@ -109,13 +102,8 @@ class HttpServer(LoopThread):
     def operate(
         self, requests: LiveRequests, metrics: Metrics, on_drain: Callable[[], None]
     ) -> None:
-        """Accepts operators' requests from now on; for the endpoints of the admin port.
-
-        Args:
-          requests: of /state and /abort.
-          metrics: of /metrics.
-          on_drain: starts draining the process; called on the server's thread.
-        """
+        """Accepts operators' requests from now on; for the endpoints of the admin port. `on_drain`
+        starts draining the process, and is called on the server's thread."""
 
         async def operated() -> None:
             self._service.requests = requests
@@ -125,12 +113,8 @@ class HttpServer(LoopThread):
         self._call(operated())
 
     def watch(self, step_loop: StepLoop, metrics: Metrics | None = None) -> None:
-        """Answers probes about a step loop from now on; for endpoints that need no generator.
-
-        Args:
-          step_loop: Of the engine, or of a process that has none.
-          metrics: Metrics of /metrics.
-        """
+        """Answers probes about a step loop from now on, that of the engine or of a process without
+        one; for endpoints that need no generator."""
 
         async def watched() -> None:
             self._service.watch(step_loop)
