@@ -56,6 +56,7 @@ class LogitRules(NamedTuple):
 MAX = jnp.iinfo(jnp.int32).max
 
 _BLOCK = 128
+_SHORT = 16
 _MANY = 16
 _CANDIDATES = 64
 
@@ -71,9 +72,8 @@ def over_rows[Carry](
 ) -> Carry:
     """Works on some rows of arrays, at a cost that depends on their number.
 
-    CPUs take them one by one: work of a row stays in its caches (32 rows of 152k logits with top_k
-    and top_p on a core of a Xeon: 29 ms, 43 in windows of 16; 8 rows 9 and 27; 2026-11-29).
-    Accelerators, which a row does not fill, take windows of `_MANY` rows and skip empty ones.
+    CPUs take them one by one, since work of a row stays in a core's caches. Accelerators, which a
+    row does not fill, take windows of `_MANY` rows and skip empty ones.
 
     Args:
       work: (first row of a window, its rows to work on, carry) → carry. Each chosen row is one to
@@ -148,7 +148,7 @@ def adjust(
     """
     logits, vocab = logits.astype(jnp.float32), logits.shape[1]
 
-    def penalise() -> Array:
+    def penalise(logits: Array) -> Array:
         times = (counts & (_PROMPT - 1)).astype(jnp.float32)
         repetition = rules.repetition[:, None]
         repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -156,19 +156,23 @@ def adjust(
         once = jnp.minimum(times, 1.0)
         return penalised - rules.presence[:, None] * once - rules.frequency[:, None] * times
 
-    def shift() -> Array:
+    def shift(logits: Array) -> Array:
         slot, ids = jnp.arange(logits.shape[0])[:, None], rules.token_ids
         ids = jnp.where(ids < vocab, ids, vocab + jnp.arange(ids.shape[1]))
         # Unless told that indices differ, TPUs sort them, which takes most of the compile time.
         return logits.at[slot, ids].add(rules.biases, mode="drop", unique_indices=True)
 
-    def mask() -> Array:
+    def mask(logits: Array) -> Array:
         forbidden = (rules.masked[:, None] > 0) & ~_bits(rules.allowed, vocab)
         return jnp.where(forbidden, -jnp.inf, logits)
 
-    logits = jax.lax.cond(jnp.any(rules.prompt_length < MAX), penalise, lambda: logits)
-    logits = jax.lax.cond(jnp.any(rules.token_ids < vocab), shift, lambda: logits)
-    return jax.lax.cond(jnp.any(rules.masked > 0), mask, lambda: logits)
+    # No bias is +inf, so that masked logits stay excluded. CPUs need no condition: they adjust few
+    # rows at once, and a branch would copy these.
+    wanted = rules.prompt_length < MAX, rules.masked > 0, rules.token_ids < vocab
+    for some, change in zip(wanted, (penalise, mask, shift), strict=True):
+        branch = functools.partial(jax.lax.cond, jnp.any(some), change, lambda own: own)
+        logits = by_platform(logits, cpu=change, default=branch)
+    return logits
 
 
 def _bits(words: Int[Array, "slots words"], vocab: int) -> Bool[Array, "slots vocab"]:
@@ -197,27 +201,31 @@ def log_probabilities(
 
 
 def _maxima(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, "rows blocks"]:
-    return jnp.max(_apart(jnp.max(blocks.reshape(*blocks.shape[:2], -1, 16), axis=2)), axis=2)
+    lanes = blocks.reshape(*blocks.shape[:2], -1, _SHORT)
+    return jnp.max(_apart(jnp.max(lanes, axis=2)), axis=2)
 
 
 def top_of_blocks(
     blocks: Float[Array, "rows blocks 128"], count: int
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
     """The `count` largest logits of each row, descending, and their token ids; of equal ones the
-    first ids. On CPUs they are looked for in the blocks with the `count` largest maxima: all other
-    blocks are read once and not sorted."""
-
-    def of_few(blocks: Array) -> tuple[Array, Array]:
-        chosen = jnp.sort(jax.lax.top_k(_maxima(blocks), count)[1], axis=1)
-        few = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
-        best, place = jax.lax.top_k(few.reshape(len(few), -1), count)
-        block = jnp.take_along_axis(chosen, place // _BLOCK, axis=1)
-        return best, block * _BLOCK + place % _BLOCK
+    first ids. On CPUs they are looked for in the blocks with the `count` largest maxima, and in
+    these likewise by shorter blocks: all other logits are read once and not sorted."""
 
     def of_all(blocks: Array) -> Any:
         return tuple(jax.lax.top_k(blocks.reshape(len(blocks), -1), count))
 
-    return by_platform(blocks, cpu=of_few if count < blocks.shape[1] else of_all, default=of_all)
+    def of_few(blocks: Array) -> Any:
+        rows, number, width = blocks.shape
+        if number <= count:
+            shorter = blocks.reshape(rows, -1, _SHORT)
+            return of_few(shorter) if width > _SHORT else of_all(blocks)
+        chosen = jnp.sort(jax.lax.top_k(_maxima(blocks), count)[1], axis=1)
+        best, place = of_few(jnp.take_along_axis(blocks, chosen[:, :, None], axis=1))
+        block = jnp.take_along_axis(chosen, place // width, axis=1)
+        return best, block * width + place % width
+
+    return by_platform(blocks, cpu=of_few, default=of_all)
 
 
 def sample_and_largest(
@@ -258,7 +266,9 @@ def sample_and_largest(
             """Draws from the blocks of a row with the largest maxima, which have all that a small
             top_k keeps, unless another block's maximum equals its last logit."""
             blocks, noise, best, own = of(start, 1)
-            maxima, chosen = jax.lax.top_k(_maxima(blocks)[0], _CANDIDATES + 1)
+            largest = jax.lax.top_k(_maxima(blocks)[0], _CANDIDATES + 1)
+            # Slices of the results would hide from XLA:CPU that they need no sort of all maxima.
+            maxima, chosen = jax.lax.optimization_barrier(largest)
             chosen = jnp.sort(chosen[:-1])
             columns = jnp.concatenate([jnp.arange(_BLOCK), _BLOCK + chosen])
             token = _draw(process(blocks[:, chosen], best, own), noise[:, columns])
@@ -326,8 +336,7 @@ def _greedy_at_once(
 def _greedy_by_blocks(
     blocks: Float[Array, "rows blocks 128"], vocab: int
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """Finds it in one pass. On CPUs that takes a third of the time (32 rows of 32,768 on a core of
-    an Intel Xeon: 0.36 ms, against 1.11 at once; 2026-11-23)."""
+    """Finds it in one pass, which takes CPUs a third of the time."""
 
     def compare(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         largest, place = found
@@ -344,7 +353,7 @@ def _greedy_by_blocks(
 
 def _apart(reduced: Float[Array, "..."]) -> Float[Array, "..."]:
     """Keeps XLA:CPU from making one reduction of two. The first takes whole vectors, a merged one
-    single numbers: the maximum of 151,936 logits takes 0.04 instead of 0.41 ms of a Xeon's core."""
+    single numbers."""
     return by_platform(reduced, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 

@@ -72,14 +72,14 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
             with jax.named_scope("count"):
                 counts = sampler.count(counts, parsed, token_ids, slot, position)
 
-            def draw(slots: Any) -> Int[Array, " some"]:
+            def draw(state: sampler.SamplerState, *ruled: Any) -> Int[Array, " rows"]:
                 with jax.named_scope("adjust"):
-                    own = jax.tree.map(lambda array: array[slots], (logits, counts, parsed))
-                    adjusted = sampler.adjust(*own)
-                return drawn_tokens(adjusted, sampler_state(fields, slots), programs.config.vocab)
+                    adjusted = sampler.adjust(*ruled)
+                return drawn_tokens(adjusted, state, programs.config.vocab)
 
             samples = fields["sample"] > 0
-            last = jnp.where(samples, programs.of_sampling(samples, draw), last[0])[None]
+            drawn = _of_rows(samples, draw, (sampler_state(fields), logits, counts, parsed))
+            last = jnp.where(samples, drawn, last[0])[None]
             return last, programs.of_all_groups(last[0]), counts
         drafted = jnp.maximum(fields["sample"] - 1, 0)
         row = jnp.arange(bucket.tokens, dtype=jnp.int32)
@@ -144,7 +144,8 @@ def logprobs(programs: TokenPrograms, bucket: Bucket) -> Program:
         every = all_columns(logits, programs.config.vocab)
         ids = jnp.repeat(wanted[0], 1 + drafts, axis=0)
         chosen = (ids[:, 0] > UNWANTED) & (token_ids.reshape(-1) >= 0)
-        packed = _packed_rows(every, token_ids.reshape(-1), ids, chosen)
+        own = every, jnp.maximum(token_ids.reshape(-1), 0), ids
+        packed = _of_rows(chosen, _packed, own)
         return jax.lax.all_gather(packed.reshape(*token_ids.shape, -1), "dp")
 
     return Program(
@@ -209,26 +210,23 @@ def _packed(
     return jnp.concatenate([bits(logs)[:, None], ids.astype(jnp.int32), bits(best)], axis=1)
 
 
-def _packed_rows(
-    logits: Float[Array, "rows vocab"],
-    token_ids: Int[Array, " rows"],
-    wanted: Int[Array, "rows wanted"],
-    chosen: Bool[Array, " rows"],
-) -> Int[Array, "rows width"]:
-    """Does `_packed`, on CPUs for the chosen rows alone; there the others get zeros."""
+def _of_rows(
+    chosen: Bool[Array, " rows"], compute: Callable[..., Array], arrays: tuple[Any, ...]
+) -> Array:
+    """Returns `compute(*arrays)`, a row for each of theirs. CPUs compute the chosen rows alone, one
+    by one, so that copies of a row stay in a core's caches; the others get zeros."""
 
-    def window(start: Array, mine: Array, packed: Array) -> Array:
+    def window(start: Array, mine: Array, found: Array) -> Array:
         def cut(array: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(array, start, mine.size)
 
-        own = _packed(cut(logits), jnp.maximum(cut(token_ids), 0), cut(wanted))
-        return sampler.replace_rows(packed, start, mine, own)
+        return sampler.replace_rows(found, start, mine, compute(*jax.tree.map(cut, arrays)))
 
-    empty = jnp.zeros((len(token_ids), 1 + 2 * min(MAX_LOGPROBS, logits.shape[1])), jnp.int32)
-    return by_platform(
-        cpu=lambda: sampler.over_rows(chosen, window, empty),
-        default=lambda: _packed(logits, jnp.maximum(token_ids, 0), wanted),
-    )
+    def one_by_one() -> Array:
+        form = jax.eval_shape(compute, *arrays)
+        return sampler.over_rows(chosen, window, jnp.zeros(form.shape, form.dtype))
+
+    return by_platform(cpu=one_by_one, default=lambda: compute(*arrays))
 
 
 def _rules(fields: dict[str, Array]) -> sampler.LogitRules:
