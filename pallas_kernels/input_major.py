@@ -7,11 +7,7 @@ results of a tile's outputs, which stay in the L1 cache. Weights are read once, 
 have one order, however many rows are multiplied.
 
 A core prefetches only a few lines of each place that it reads from, less than the latency of memory
-needs. So a tile's memory is one piece, read in `STREAMS` places at once. Milliseconds on one core
-of an Intel Xeon with AVX-512 for 1, 8 and 32 rows times BF16 weights of [256, 512] outside the
-core's own caches, and for 32 rows times [16384, 512]: 0.020, 0.026, 0.074 and 4.9. With all of an
-input's weights side by side, read in one place, in turn with it: 0.028, 0.041, 0.077 and 7.0
-(medians of 25; jax 0.12.0.1, 2026-11-23).
+needs. So a tile's memory is one piece, read in `STREAMS` places at once.
 """
 
 import functools
@@ -57,8 +53,6 @@ def in_rows(tiles: Any) -> Any:
 @dataclass(frozen=True)
 class InputMajor:
     """A matrix [d_out, d_in], or a stack of matrices, stored tile by tile and input by input.
-
-    A pytree of its arrays, as `QuantArray` is.
 
     Attributes:
       values: [*stack, tiles, d_in, width], floats; output o is in tile o // width.

@@ -25,13 +25,8 @@ def row_words(d_model: int, top_k: int, word_bytes: int, *, has_scale: bool) -> 
     """Words of a row on its way to the ffn role: values, an FP32 scale, ids and gates of 4 bytes.
 
     Where the values fill whole tiles, so do the rows, with zeros at their end (fewer than 128
-    words): else a TPU keeps the message transposed, which wastes less, and each program copies it,
-    or the rows in BF16 that are made of it, into order. Of Step-3's rows (7196 words, 7296 with
-    zeros) in 128-token buckets, by XLA's estimates (`Program.compile().as_text()`, sum of
-    `estimated_cycles`, kernels not in it; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52): `ffn_moe` of
-    configs/step3-v7x.yaml 654 to 524 thousand cycles, of step3-v6e.yaml 3463 to 3254, `attend_moe`
-    for v7x 406 to 400. Without zeros, in the order that `unpack` asks for: 532 and 3263, but no
-    gain where a device receives whole messages (route `broadcast`).
+    words). Otherwise a TPU keeps the message transposed, which wastes less, and each program copies
+    it, or the rows in BF16 that are made of it, into order.
     """
     used = d_model + (4 * has_scale + 8 * top_k) // word_bytes
     return used if d_model % TILE_COLUMNS else -(-used // TILE_COLUMNS) * TILE_COLUMNS

@@ -4,9 +4,7 @@ Called by the expert layer of a model. Knows groups, not ranks. Around the produ
 token for each row of an expert, and a row for each choice of a token. On TPUs the product fetches
 the tokens itself (`mosaic_tpu_fetch.py`), and a kernel fetches and sums the rows
 (`mosaic_tpu_combine.py`). A scatter-add would give the same sum, but TPUs execute it one row at a
-time, and GPUs in a different order each time. For Step-3's layer
-on v7x (2048 tokens of 3 choices, 7168 wide) it takes over 900 thousand bundles; the gathers of
-tokens take 150 thousand (static counts, no times; 2026-11-21, jax 0.12.0.1, libtpu 0.0.52).
+time, and GPUs in a different order each time.
 """
 
 import functools
