@@ -190,9 +190,9 @@ def log_probabilities(
     places where `wanted` is not negative, that token instead. A row's depend on no other row, to
     the bit."""
     blocks = in_blocks(logits)
-    largest = _largest(blocks)[:, None]
-    total = _total(jnp.exp(blocks - largest[:, :, None]))[:, None]
     best, ids = top_of_blocks(blocks, top)
+    largest = best[:, :1]
+    total = _total(jnp.exp(blocks - largest[:, :, None]))[:, None]
     if wanted is not None:
         ids = jnp.where(wanted[:, :top] >= 0, wanted[:, :top], ids)
         best = jnp.take_along_axis(logits, ids, axis=1).astype(jnp.float32)
@@ -201,8 +201,7 @@ def log_probabilities(
 
 
 def _maxima(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, "rows blocks"]:
-    lanes = blocks.reshape(*blocks.shape[:2], -1, _SHORT)
-    return jnp.max(_apart(jnp.max(lanes, axis=2)), axis=2)
+    return jnp.max(_apart(jnp.max(blocks.reshape(*blocks.shape[:2], -1, _SHORT), axis=2)), axis=2)
 
 
 def top_of_blocks(
@@ -328,7 +327,7 @@ def _greedy_at_once(
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Finds it as a maximum and a minimum, which vectorise where argmax does not."""
     ids = jnp.arange(blocks.shape[1] * _BLOCK, dtype=jnp.int32).reshape(-1, _BLOCK)
-    largest = _largest(blocks)
+    largest = jnp.max(jnp.max(blocks, axis=1), axis=1)
     equal = blocks == largest[:, None, None]
     return jnp.min(jnp.min(jnp.where(equal, ids, vocab - 1), axis=1), axis=1), largest
 
@@ -355,10 +354,6 @@ def _apart(reduced: Float[Array, "..."]) -> Float[Array, "..."]:
     """Keeps XLA:CPU from making one reduction of two. The first takes whole vectors, a merged one
     single numbers."""
     return by_platform(reduced, cpu=jax.lax.optimization_barrier, default=lambda x: x)
-
-
-def _largest(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
-    return jnp.max(_apart(jnp.max(blocks, axis=1)), axis=1)
 
 
 def _total(blocks: Float[Array, "rows blocks 128"]) -> Float[Array, " rows"]:
