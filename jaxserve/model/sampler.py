@@ -400,13 +400,11 @@ def _threshold(
     off = scaled.shape[1] * _BLOCK
     top_k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, off), off)
     by_min_p = jnp.where(state.min_p > 0, jnp.log(state.min_p), -jnp.inf)
-    limits = scaled, top_k, state.top_p
+    limits, none = (scaled, top_k, state.top_p), jnp.full_like(by_min_p, -jnp.inf)
 
     cut = functools.partial(by_platform, *limits, cpu=_cut_by_candidates, default=_cut_by_search)
     limited = jnp.any((top_k < off) | (state.top_p < 1.0))
-    return jnp.maximum(
-        by_min_p, jax.lax.cond(limited, cut, lambda: jnp.full_like(by_min_p, -jnp.inf))
-    )
+    return jnp.maximum(by_min_p, jax.lax.cond(limited, cut, lambda: none))
 
 
 def _cut_by_search(

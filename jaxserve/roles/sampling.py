@@ -77,8 +77,8 @@ def choose(programs: TokenPrograms, bucket: Bucket) -> Program:
                     adjusted = sampler.adjust(*ruled)
                 return drawn_tokens(adjusted, state, programs.config.vocab)
 
-            samples = fields["sample"] > 0
-            drawn = _of_rows(samples, draw, (sampler_state(fields), logits, counts, parsed))
+            samples, state = fields["sample"] > 0, sampler_state(fields)
+            drawn = _of_rows(samples, draw, (state, logits, counts, parsed))
             last = jnp.where(samples, drawn, last[0])[None]
             return last, programs.of_all_groups(last[0]), counts
         drafted = jnp.maximum(fields["sample"] - 1, 0)

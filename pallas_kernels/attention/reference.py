@@ -177,9 +177,9 @@ def paged_attention(
     if tokens < min(TILE_TOKENS, len(where.page_table)):
         # Where pages are numbered anew for each layer, XLA then computes the rows of these alone.
         rows = where.page_table.at[where.sequence_of_token].get(mode="clip")
-        where = Where(rows, jnp.arange(tokens, dtype=jnp.int32), where.position)
-        call = call._replace(where=where)
-    arrays = queries, where.sequence_of_token, where.position
+        each = jnp.arange(tokens, dtype=jnp.int32)
+        call = call._replace(where=Where(rows, each, where.position))
+    arrays = queries, *call.where[1:]
     if tokens < TILE_TOKENS:
         output, lse = _attend_tokens(*arrays, call)
     else:
