@@ -138,7 +138,7 @@ def _bare_seconds(generator: TextGenerator) -> float:
 
 def _part(found: dict[str, Any], bare: float) -> Part:
     measures = []
-    for face, limit in (("grpc", 50_000.0), ("http", 25_000.0)):
+    for face, limit in (("grpc", 110_000.0), ("http", 100_000.0)):
         measures.append(
             Measure(f"{face}, {STREAMS} streams", found["rates"][face], "tokens/s", limit, "more")
         )

@@ -1,8 +1,6 @@
-"""Mixes of requests to the engine: tokens a second by pipeline, the gain of cached prefixes, the
-cost of sampling options and of drawing from a large vocabulary.
-
-Parts of `bench pipeline` (steps) and `bench engine` (options, sampling). Every layout has its own
-process, in which the mixes take turns, so that other work on the machine affects all alike.
+"""Mixes of requests to the engine, parts of `bench pipeline` (steps: tokens a second by pipeline)
+and `bench engine` (options, cached prefixes, sampling from a large vocabulary). Every layout has
+its own process, in which the mixes take turns, so that other work affects all alike.
 """
 
 import functools
@@ -206,9 +204,8 @@ def measure_steps(quick: bool) -> Iterator[Part]:
             for name, runs in found.items():
                 rates[name, layout].append(statistics.median(run.rate for run in runs))
         for name, share in zip(mixes, SHARES.values(), strict=True):
-            colocated, layer, step = details[f"{processes}, {name}"] = [
-                rates[name, layout] for layout in STEPS
-            ]
+            details[f"{processes}, {name}"] = of = [rates[name, layout] for layout in STEPS]
+            colocated, layer, step = of
             limit, ratio = 1.3 if name == "1 sequences" else None, median_ratio(step, layer)
             title = f"{processes} processes, {name}: step ÷ "
             measures += [

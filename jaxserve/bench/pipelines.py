@@ -1,20 +1,17 @@
 """Parts of `bench pipeline` about steps in two processes: throughput of three lanes against one,
 and host time.
 
-Throughput: attention lives in one process and FFN in the other, each on a core of its own, on a
-random model whose attend and ffn take equally long. One lane leaves each core idle half of the
-time, three lanes hide all but the cost of link and hosts. The processes run the same plans without
-a control plane, in the engine's order: a lane that has left begins its next step at once, and its
-tokens are read one step late. One process finds the width at which the stages balance, then two run
-side by side.
+Throughput: attention and FFN in a process and on a core each, with a random model whose stages take
+equally long; one process finds that width first. One lane leaves each core idle half of the time,
+three lanes hide all but the cost of link and hosts. The processes run the same plans without a
+control plane, in the engine's order: a lane's next step begins at once, and its tokens are read one
+step late.
 
-Host time of a step of 61 layers and three lanes: with `pipeline: layer` the host makes a call a
-stage, layer and lane, and with `pipeline: step` one for all layers and lanes. The pipelines are the
-engine's, over a tiny random model. They take turns in a process with both roles, and in two
-processes with a role each. The measure is the core time of the enqueuing thread, which leaves out
-the wait for a device's queue and other threads, and includes the embedding, the head and the
-sampler of all lanes. Steps bring neither a sequence nor a page, like most steps of a server: with
-pages of 64 tokens a sequence needs a new page every 64 steps.
+Host time of a step of 61 layers and three lanes, of a tiny random model: with `pipeline: layer` the
+host makes a call a stage, layer and lane, with `pipeline: step` one for all. The pipelines take
+turns in one process, and in two with a role each. The measure is the core time of the enqueuing
+thread, without waits and other threads, with the embedding, head and sampler of all lanes. Steps
+bring neither a sequence nor a page, as most steps of a server do.
 """
 
 import functools

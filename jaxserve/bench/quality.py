@@ -13,8 +13,7 @@ activations are 10 to 100 times wider than weights in a few channels (xDeepServe
 `write_outliers` makes a few channels behind every norm, of every value head and of every FFN's
 hidden rows 32 to 100 times as wide as the median channel where they are written, and makes up for
 that where they are read. The factors are powers of two: the model is the same function, bit for bit
-in FP32 and in BF16, and only its quantisation is worse. It shares no code with the calibration that
-is judged by it.
+in FP32 and in BF16, and only its quantisation is worse.
 """
 
 import itertools

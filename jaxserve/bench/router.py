@@ -1,10 +1,9 @@
 """`python -m jaxserve.bench router`: the cost of one router in front of a thousand workers.
 
-The router of this process has 500 prefill workers and 500 domains, stubs in another process, each
-on a port of its own. The first half of the stubs compute prompts at once, the second half give
-every request a token each step. Requests come as from its faces, without tokenising and text.
-Measured is this process's CPU time: for a request with requests of one token, for a token with
-longer ones, for the workers while nothing happens.
+The router of this process has 500 prefill workers, stubs that compute prompts at once, and 500
+domains, stubs that give every request a token each step, all in another process with a port each.
+Requests come as from its faces, without tokenising and text. Measured is this process's CPU time: a
+request of one token, a token of longer ones, the workers while nothing happens.
 """
 
 import random

@@ -1,12 +1,11 @@
 """`python -m jaxserve.bench stages`: stages of a deployment at given batches and contexts, in two
 processes of one core each.
 
-Attention lives in one process and FFN in the other, each on a core of its own, as in
-`pipelines.py`, with the deployment's model and buckets. Every round takes all batches and contexts
-in an order of its own, so that other work on the machine affects all points alike, and is not taken
-for the effect of a batch. Threads that enqueue, and those that note the end of a stage, may run on
-either core: one that waits for the core of the next stage would note that end late. The result is a
-timeline, for `plan calibrate` and `plan verify`.
+Attention and FFN are in a process and on a core each, as in `pipelines.py`, with the deployment's
+model and buckets. Every round takes all batches and contexts in an order of its own, so that other
+work on the machine affects all points alike. Threads that enqueue or note the end of a stage may
+run on either core: one that waits for the next stage's core would note that end late. The result is
+a timeline, for `plan calibrate` and `plan verify`.
 """
 
 import argparse

@@ -13,8 +13,7 @@ loop does: each lane is one step ahead of its results. These are timed separatel
 
 Sampled tokens are random. Requests end after their number of tokens and are replaced at once by
 prompts whose full pages are in the prefix cache, as after a hand-off; the rest is prefilled. The
-clock is the thread's own CPU time, since nothing here waits, and other work on the machine does not
-count.
+clock is the thread's own CPU time.
 """
 
 import gc
