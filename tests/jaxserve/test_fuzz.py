@@ -66,7 +66,7 @@ WRITERS = {name: entry.write for name, entry in CATALOGUE.items()} | {
     WINDOW.name: replace(WINDOW, sizes=replace(WINDOW.sizes, sliding_window=21)).write,
 }
 
-BOUNDS, BOUNDS_OF_8_BITS = {"float32": (1e-4, 2e-3)}, (0.1, 0.5)
+BOUNDS, BOUNDS_OF_8_BITS = {"float32": (1e-4, 2e-3), "int8": (0.02, 0.1)}, (0.1, 0.5)
 """Greedy tokens whose logits lie closer may change places, and log-probabilities of a token may
 differ by this. The last digit of an FP32 sum may decide how a value is rounded to 8 bits."""
 
@@ -198,6 +198,7 @@ class Fuzz:
         whole = runtime.deployment
         cache, policy = whole.cache, whole.scheduler
         longest = -(-draws.LONGEST // cache.page_size) + scratch_pages(whole.drafts, whole.modules)
+        pace = {"prefill_tokens": draw.chunk, "token_ms": draw.seed % 3}
         fewer = msgspec.structs.replace(
             whole,
             cache=msgspec.structs.replace(
@@ -205,7 +206,7 @@ class Fuzz:
                 pages=min(cache.pages, longest + spare),
                 storage=f"{self._folder}/pages {draw.seed}" if draw.disk and cache.host_gb else "",
             ),
-            scheduler=msgspec.structs.replace(policy, prefill_tokens=draw.chunk),
+            scheduler=msgspec.structs.replace(policy, **pace),
             pages=msgspec.structs.replace(whole.pages, held=draw.held),
         )
         engine = make_engine(runtime._replace(deployment=fewer), eos_token_ids=frozenset())
