@@ -62,7 +62,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._closing = False
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._strangers: dict[socket.socket, socket.socket] = {}  # the oldest first
         self._threads: dict[threading.Thread, Channel] = {}  # of authenticated connections
         self._thread = threading.Thread(target=self._accept, name=f"{name} server", daemon=True)
 
@@ -104,9 +104,9 @@ class Listener:
     def _live(self, sock: socket.socket) -> None:
         """From the accepted socket to the connection's end."""
         with self._lock:
-            self._strangers[sock] = None
+            self._strangers[sock] = sock
             if len(self._strangers) > MOST_HANDSHAKES:
-                shut(next(iter(self._strangers)))
+                shut(self._strangers.pop(next(iter(self._strangers))))  # each one once
         try:
             channel = accept(sock, self._token, self._seconds, self._frame_bytes)
         except (AuthenticationError, OSError, EOFError, RuntimeError) as error:
@@ -115,7 +115,7 @@ class Listener:
             return
         finally:
             with self._lock:
-                del self._strangers[sock]
+                self._strangers.pop(sock, None)
         thread = threading.current_thread()
         with self._lock:
             if len(self._threads) < self._most and not self._closing:
