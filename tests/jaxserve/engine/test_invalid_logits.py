@@ -23,7 +23,7 @@ def engine(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ends_with_an_error_and_is_counted(engine, temperature):
-    params = layouts.SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
+    params = layouts.SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True, seed=1)
     before = engine.load().invalid_logits
     collector = layouts.Collector()
     healthy = collector.submit(engine, [3, 4, 5], params)
