@@ -121,12 +121,11 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
     """
     from jaxserve.fleet import pages_link
 
-    options: dict[str, Any] = {"pieces": pages_link.piece_tokens(part.fleet)}
-    if part.role == "prefill":
-        options["address"] = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
-    elif not part.fleet.prefill.workers:
+    if part.role == "domain" and not part.fleet.prefill.workers:
         return
-    pkgutil.resolve_name(pages_link.ENDS[part.role])(engine, token, **options)
+    address = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
+    join = pkgutil.resolve_name(pages_link.ENDS[part.role])
+    join(engine, token, address, pieces=pages_link.piece_tokens(part.fleet))
 
 
 def follow_pages(

@@ -19,7 +19,7 @@ function imports its own part, so that a process loads and starts only what it p
 
 import gc
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxserve.fleet.prepared import Prepared
     from jaxserve.model.templates import ModelTemplates
     from jaxserve.observe.recorder import Recorder
-    from jaxserve.roles.page_transfer import PageAccess
+    from jaxserve.roles.page_transfer import OpenPages
     from jaxserve.roles.pipelines import OpenModel
     from jaxserve.roles.weights import OpenSource
     from jaxserve.roles.worker import MovesExperts, ReadCounts
@@ -272,7 +272,7 @@ def make_engine(
         experts=experts if runtime.config.experts else None,
     )
     if deployment.cache.host_gb:
-        with_host_tier(engine, {} if followers is None else {"access": led_pages(engine)})
+        with_host_tier(engine, None if followers is None else led_pages(engine))
     return engine
 
 
@@ -283,14 +283,14 @@ def check_tier(deployment: Deployment, options: Options) -> None:
     check_host_tier(deployment, options.config)
 
 
-def with_host_tier(engine: "Engine", options: Mapping[str, Any]) -> None:
+def with_host_tier(engine: "Engine", access: "OpenPages | None") -> None:
     """Gives an engine that is not started yet a tier of KV pages in host memory."""
     from jaxserve.fleet.host_tier import open_host_tier
 
-    open_host_tier(engine, **options)
+    open_host_tier(engine, access)
 
 
-def led_pages(engine: "Engine") -> "Callable[..., PageAccess]":
+def led_pages(engine: "Engine") -> "OpenPages":
     """Access to pages of which other processes of the engine's runtime may have a part."""
     from jaxserve.roles.page_spread import page_access
 

@@ -11,7 +11,6 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -28,8 +27,9 @@ from jaxserve.engine.stepper import HandOffs, Post
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.model.attention.kv_cache import layer_entries, ring_pages
 from jaxserve.roles.capacity import free_host_memory
-from jaxserve.roles.page_programs import PagePrograms
-from jaxserve.roles.page_transfer import PageAccess, page_access
+from jaxserve.roles.page_programs import PageForms, PagePrograms
+from jaxserve.roles.page_transfer import OpenPages, PageAccess, page_access
+from jaxserve.roles.token_programs import KVArrays
 from jaxserve.storage.bucket import StorageBucket, is_url
 
 PAGES = (1, 2, 8, 32)
@@ -89,7 +89,7 @@ def page_identity(deployment: Deployment, config: ModelConfig, programs: PagePro
 
 
 def tier_accesses[Access: PageAccess](
-    deployment: Deployment, driver: Driver, access: Callable[..., Access]
+    deployment: Deployment, driver: Driver, access: Callable[[KVArrays, int, PageForms], Access]
 ) -> list[Access]:
     """Returns access to this process's share of the pages of every domain, for host memory.
 
@@ -98,23 +98,22 @@ def tier_accesses[Access: PageAccess](
         `page_spread.py` for processes that share a mesh.
     """
     size, domains = deployment.cache.page_size, deployment.runtime_domains
+    forms = PageForms([size], exports=True, imports=[deployment.cache_format], rings_last=True)
     found = []
     for domain in range(domains if driver.attends else 0):
         arrays = driver.kv_arrays(domain)
-        pages = PagePrograms(arrays.programs, smallest=size, rings_last=True)
-        page_bytes, _ = page_sizes(pages)
+        page_bytes, _ = page_sizes(PagePrograms(arrays.programs, forms))
         fit = [count for count in PAGES if count <= 2 or count * page_bytes <= PIECE_BYTES]
-        options: dict[str, Any] = {"exports": True, "imports": [deployment.cache_format]}
-        options |= {"pieces": [size * count for count in fit], "rings_last": True}
-        found.append(access(arrays, domains + domain, **options))  # those of hand-offs come first
+        pieces = forms._replace(sizes=[size * count for count in fit])
+        found.append(access(arrays, domains + domain, pieces))  # those of hand-offs come first
     return found
 
 
-def open_host_tier(engine: Engine, access: Callable[..., PageAccess] = page_access) -> None:
+def open_host_tier(engine: Engine, access: OpenPages | None = None) -> None:
     """Opens the tier of an engine that is not started yet.
 
     Args:
-      access: see `tier_accesses`.
+      access: see `tier_accesses`; None: no other process has a part of the pages.
 
     Raises:
       ConfigError: as `check_host_tier`, or the tier has no room for a page.
@@ -122,7 +121,7 @@ def open_host_tier(engine: Engine, access: Callable[..., PageAccess] = page_acce
     deployment = engine.deployment
     check_host_tier(deployment)  # again: the model has taken host memory since
     cache, limit = deployment.cache, int(deployment.cache.host_gb * 1e9)
-    accesses = tier_accesses(deployment, engine.driver, access)
+    accesses = tier_accesses(deployment, engine.driver, access or page_access)
     programs, config = accesses[0].transfer.programs, engine.driver.kv_arrays().programs.config
     _, most = page_sizes(programs)
     if limit < most:

@@ -17,6 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
 from jaxserve.fleet.worker_frames import WorkerRole
 from jaxserve.link.session.hello import Hello, make_hello
+from jaxserve.roles.page_programs import PageForms
 from jaxserve.roles.page_spread import LedPages, Tell, no_one, page_access
 from jaxserve.roles.page_transfer import PageTransfer
 
@@ -49,9 +50,9 @@ def page_accesses(
     if not deployment.cache.prefix:
         raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
     serves = role == "prefill"
-    options = {"exports": serves, "imports": () if serves else formats_of(deployment)}
+    forms = PageForms(pieces, exports=serves, imports=() if serves else formats_of(deployment))
     return [
-        page_access(driver.kv_arrays(domain), domain, tell=tell, pieces=pieces, **options)
+        page_access(driver.kv_arrays(domain), domain, forms, tell=tell)
         for domain in range(deployment.runtime_domains if driver.attends else 0)
     ]
 

@@ -41,35 +41,44 @@ ArrayName = tuple[int, int, int]
 and the KV head, or its place among those of a device."""
 
 
+class PageForms(NamedTuple):
+    """Forms in which a worker's pages are read and written.
+
+    Attributes:
+      sizes: tokens of a piece, ascending; programs are compiled for each.
+      exports: whether pages are read.
+      imports: wire formats in which pieces arrive; empty: none do.
+      rings_last: whether only pieces of the smallest size, a page, have entries of layers with a
+        window.
+      convert: used where pieces arrive in another format than the cache's; None: none do.
+    """
+
+    sizes: Sequence[int]
+    exports: bool
+    imports: Sequence[FormatName] = ()
+    rings_last: bool = False
+    convert: Convert = None
+
+
 class PagePrograms:
     """The programs of one attention mesh.
 
     Args:
       programs: of the role that holds the pages.
-      smallest: tokens in the smallest piece.
-      convert: used where pieces arrive in another format than the cache's; None: none do.
-      rings_last: whether only pieces of the smallest size, a page, have entries of layers with a
-        window.
+      pieces: forms in which they cross.
     """
 
-    def __init__(
-        self,
-        programs: TokenPrograms,
-        *,
-        smallest: int = 0,
-        convert: Convert = None,
-        rings_last: bool = False,
-    ):
+    def __init__(self, programs: TokenPrograms, pieces: PageForms):
         config, deployment = programs.config, programs.deployment
         self.mesh = programs.mesh
         self.layers = config.all_layers
         self.groups, self.tp = deployment.attention.dp, deployment.attention.tp
-        self.page_size, self._smallest = deployment.cache.page_size, smallest
+        self.page_size, self._smallest = deployment.cache.page_size, pieces.sizes[0]
         self.pools, self.tables = programs.pools, programs.tables
         self.no_page = max(self.pools[0].pages)
         """Page id that no pool has."""
         self.format: FormatName = deployment.cache_format
-        self._stacked, self._convert = programs.stacked, convert
+        self._stacked, self._convert = programs.stacked, pieces.convert
         self.shape, self._shared = programs.shape, programs.shared
         self._all_pages = programs.all_pages
         self.entries = [entry for pool in self.pools for entry in pool.entries]
@@ -77,7 +86,7 @@ class PagePrograms:
         """KV heads of each pool."""
         self._listed: dict[tuple[int, FormatName, bool], dict[ArrayName, jax.ShapeDtypeStruct]] = {}
         states = not all(entry.every for entry in self.entries)
-        self.closes = states or (rings_last and self.tables > 1)
+        self.closes = states or (pieces.rings_last and self.tables > 1)
         """True if only pieces of the smallest size have entries of rings: then the last piece of a
         hand-off must have that size."""
 

@@ -8,7 +8,6 @@ on arrival.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jaxserve.model.attention.kv_cache import Entry
 from jaxserve.model.message import has_scales, storage
 from jaxserve.roles.compilation import PIECES, REPLICATED, Arrays, Program, compile_all
 from jaxserve.roles.layout import PageRun
-from jaxserve.roles.page_programs import PageKey
+from jaxserve.roles.page_programs import PageForms, PageKey
 from jaxserve.roles.page_transfer import PageAccess, Pages, PageTransfer
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 from jaxserve.roles.worker import PageOrder, ReadPages, WritePages
@@ -92,27 +91,27 @@ def no_one(order: PageOrder) -> None:
     """Stands for `tell` where this process follows, or has the mesh alone."""
 
 
-def page_access(arrays: KVArrays, number: int, *, tell: Tell = no_one, **options: Any) -> LedPages:
+def page_access(
+    arrays: KVArrays, number: int, pieces: PageForms, *, tell: Tell = no_one
+) -> LedPages:
     """Makes a worker's pages readable and writable. Compiles the programs and warms them up.
 
     Args:
       number, tell: see `LedPages`.
-      options: see `PageTransfer`.
     """
-    programs = arrays.programs
+    programs, pieces = arrays.programs, pieces._replace(convert=in_own_format)
     processes = {device.process_index for device in programs.mesh.devices.flat}
-    options["convert"] = in_own_format
     if len(processes) == 1:
-        return LedPages(PageTransfer(programs, **options), arrays, number, no_one)
-    return LedPages(SpreadPages(programs, **options), arrays, number, tell)
+        return LedPages(PageTransfer(programs, pieces), arrays, number, no_one)
+    return LedPages(SpreadPages(programs, pieces), arrays, number, tell)
 
 
 class SpreadPages(PageTransfer):
     """`PageTransfer` of a mesh over several processes. Each process makes all calls, in the same
     order; only the leader passes arrays that have arrived."""
 
-    def __init__(self, programs: TokenPrograms, **options: Any):
-        super().__init__(programs, **options)
+    def __init__(self, programs: TokenPrograms, pieces: PageForms):
+        super().__init__(programs, pieces)
         mesh = self.programs.mesh
         here = jax.process_index()
         self._device = next(d for d in mesh.devices.flat if d.process_index == here)

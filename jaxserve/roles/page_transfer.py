@@ -7,8 +7,7 @@ donated to the same program.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import cached_sharding, sharded_zeros
 from jaxserve.roles.compilation import PIECES, ROWS, Program, compile_all
 from jaxserve.roles.layout import PageRun
-from jaxserve.roles.page_programs import PageKey, PagePrograms
+from jaxserve.roles.page_programs import PageForms, PageKey, PagePrograms
 from jaxserve.roles.token_programs import KVArrays, TokenPrograms
 
 Pages = Sequence[jax.Array]
@@ -32,37 +31,26 @@ class PageTransfer:
 
     Args:
       programs: programs of the role that holds the pages.
-      exports: whether pages are read.
-      imports: wire formats in which pages arrive; empty: none do.
-      pieces: sizes in tokens of the pieces that programs are compiled for, ascending.
-      options: see `PagePrograms`.
+      pieces: forms in which they cross.
 
     Raises:
       ConfigError: a piece is no multiple of the page size, and pages are imported.
     """
 
-    def __init__(
-        self,
-        programs: TokenPrograms,
-        *,
-        exports: bool,
-        imports: Sequence[FormatName] = (),
-        pieces: Sequence[int],
-        **options: Any,
-    ):
-        self.programs = PagePrograms(programs, smallest=pieces[0], **options)
+    def __init__(self, programs: TokenPrograms, pieces: PageForms):
+        self.programs = PagePrograms(programs, pieces)
+        self.pieces, self.imports = tuple(pieces.sizes), tuple(pieces.imports)
+        self.closes = self.programs.closes
         size = self.programs.page_size
-        for piece in pieces if imports else ():
+        for piece in self.pieces if self.imports else ():
             if piece % size:
                 raise ConfigError(f"cache.page_size = {size} does not divide pieces of {piece}")
-        self.pieces, self.closes = tuple(pieces), self.programs.closes
-        self.imports = tuple(imports)
         wanted: dict[PageKey, Program] = {}
         own = self.programs.format
-        for piece in pieces:
-            if exports:
+        for piece in self.pieces:
+            if pieces.exports:
                 wanted[PageKey("gather", piece, own)] = self.programs.gather(piece)
-            for cache_format in imports:
+            for cache_format in self.imports:
                 key = PageKey("scatter", piece, cache_format)
                 wanted[key] = self.programs.scatter(piece, cache_format)
         self._compiled: Mapping[PageKey, jax.stages.Compiled] = compile_all(wanted)
@@ -236,8 +224,12 @@ class PageAccess:
         self._store(self.transfer.scatter(self._load(), run, tokens, cache_format, arrived))
 
 
-def page_access(arrays: KVArrays, number: int, **options: Any) -> PageAccess:
+OpenPages = Callable[[KVArrays, int, PageForms], PageAccess]
+"""Makes a worker's pages readable and writable; the access gets this number in the worker."""
+
+
+def page_access(arrays: KVArrays, number: int, pieces: PageForms) -> PageAccess:
     """Makes the pages of a worker with one process readable and writable. Compiles the programs and
     warms them up. `number` has no use here; `page_spread.page_access` is the form for several
     processes."""
-    return PageAccess(PageTransfer(arrays.programs, **options), arrays)
+    return PageAccess(PageTransfer(arrays.programs, pieces), arrays)

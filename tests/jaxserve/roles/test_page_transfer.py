@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.roles.attention_programs import LayerPrograms
 from jaxserve.roles.colocated import ColocatedPrograms
 from jaxserve.roles.layout import PageRun
+from jaxserve.roles.page_programs import PageForms
 from jaxserve.roles.page_spread import SpreadPages, in_own_format
 from jaxserve.roles.page_transfer import PageAccess, PageTransfer
 from tests.jaxserve.roles.building import programs_of
@@ -48,8 +49,8 @@ class Holder:
         self.layers, self.stacked = config.layers, stacked
         self.dp = deployment.attention.dp
         self.size = deployment.cache.page_size
-        options = {"convert": in_own_format, "exports": True, "imports": imports}
-        self.transfer = transfer(self.programs, **options, pieces=[PIECE])
+        pieces = PageForms([PIECE], exports=True, imports=imports, convert=in_own_format)
+        self.transfer = transfer(self.programs, pieces)
         shapes = self.programs.all_pages
         draw = np.random.default_rng(seed)
         sharding = self.transfer.programs.gather(PIECE).arguments[-1].sharding
