@@ -105,12 +105,12 @@ class ColocatedPrograms(TokenPrograms):
             layers = _StackedStep(self, runs, [one.batch for one in contexts], leaves, tables)
             begun = [self.embed(context, embedding) for context in contexts]
             begin = _Between(begun, None, pages, self._no_loads(runs))
-            turn = layers.end(*through_layers(sizes, begin, layers.layer, apart=lanes > 1))
+            flow = layers.end(*through_layers(sizes, begin, layers.layer, apart=lanes > 1))
             ended: list[Array] = []
-            for x, (last, *_), context in zip(turn.x, steps, contexts, strict=True):
+            for x, (last, *_), context in zip(flow.x, steps, contexts, strict=True):
                 ended += [*self.end_step(x, last, context.fields, head, bucket), x]
-            counted = *map(add_load, counts, turn.loads), *counts[len(turn.loads) :]
-            return *ended, *turn.pages, *counted
+            counted = *map(add_load, counts, flow.loads), *counts[len(flow.loads) :]
+            return *ended, *flow.pages, *counted
 
         counts, tables = bank_arrays(self.mesh, self.banks, _DIVIDED)
         of_lane = ROWS, REPLICATED, self.logits_spec, *([ROWS] if bucket.drafts else []), ROWS
@@ -162,8 +162,8 @@ class ColocatedPrograms(TokenPrograms):
                 x = enter_module(self, tokens, start, embedding, module)
                 context = self.step_context(bucket, start.batch[None], table)
                 module_layers = _StackedStep(self, runs, [context.batch], [stacks[1:]], tables[-1:])
-                turn = module_layers.layer(_Between([x], None, pages, loads), LayerAt(0, index))
-                (x,), _, pages, loads = turn
+                flow = module_layers.layer(_Between([x], None, pages, loads), LayerAt(0, index))
+                (x,), _, pages, loads = flow
                 ahead = min(number + 1, modules)
                 hidden, draft = leave_module(self, tokens, x, start.batch, ahead, module, head)
                 found.append(jnp.where(samples, draft, drafts[0, :, number]))
@@ -258,13 +258,13 @@ class _StackedStep:
         with_experts = [run for run, (kind, *_) in enumerate(runs) if kind.ffn.router]
         self.banks = {run: bank for bank, run in enumerate(with_experts)}
 
-    def layer(self, turn: _Between, at: LayerAt, before: LayerAt | None = None) -> _Between:
+    def layer(self, flow: _Between, at: LayerAt, before: LayerAt | None = None) -> _Between:
         """Runs a layer of all lanes, but for the second one's FFN.
 
         Args:
           before: the layer before; None: this is the first one.
         """
-        (x, *second), waiting, pages, loads = turn._replace(loads=[*turn.loads])
+        (x, *second), waiting, pages, loads = flow._replace(loads=[*flow.loads])
         if not second:
             x, packed, pages = self._attend(0, at, x, pages)
             return _Between([ended(self._ffn(at, packed, x, loads))], None, pages, loads)
@@ -281,12 +281,12 @@ class _StackedStep:
         x, (other, packed, pages) = both((ended(early, results), attended))
         return _Between([x, other], packed, pages, loads)
 
-    def end(self, turn: _Between, last: LayerAt) -> _Between:
+    def end(self, flow: _Between, last: LayerAt) -> _Between:
         """Runs the FFN that the last layer has left."""
-        if turn.waiting is None:
-            return turn
-        (x, other), loads = turn.x, [*turn.loads]
-        return turn._replace(x=[x, ended(self._ffn(last, turn.waiting, other, loads))], loads=loads)
+        if flow.waiting is None:
+            return flow
+        (x, other), loads = flow.x, [*flow.loads]
+        return flow._replace(x=[x, ended(self._ffn(last, flow.waiting, other, loads))], loads=loads)
 
     def _attend(self, lane: int, at: LayerAt, x: Array, pages: Pages) -> tuple[Array, Array, Pages]:
         """Runs a lane's attention: its residual stream, its packed message, and the pages."""

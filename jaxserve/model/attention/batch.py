@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int
 class Shared(NamedTuple):
     """Values computed from positions alone, which attention layers with the same spec share."""
 
-    turn: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
+    angles: tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]] | None = None
     """Cosine and sine of each token's angles (`rope.py`); None: layers compute them."""
     places: Any = ()
     """The walk of the attention kernels over the pages."""

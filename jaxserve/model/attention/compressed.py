@@ -110,16 +110,16 @@ class Compressor(nnx.Module):
         row = jnp.sum(jax.nn.softmax(gates, axis=1) * jnp.where(there[..., None], sums, 0), axis=1)
         normed = rms_norm(row.astype(found.dtype), self.norm[...], self.epsilon)
         first = last - self.sizes.every + 1
-        turn = rotation(first, self.sizes.rope_dim, self.sizes.rope)
-        return turned(normed[:, None], turn)[:, 0]
+        angles = rotation(first, self.sizes.rope_dim, self.sizes.rope)
+        return turned(normed[:, None], angles)[:, 0]
 
 
 def turned(
-    x: Float[Array, "tokens heads width"], turn: tuple[Array, Array]
+    x: Float[Array, "tokens heads width"], angles: tuple[Array, Array]
 ) -> Float[Array, "tokens heads width"]:
     """Rotates the last columns, pairs of neighbours, which become two halves."""
-    still, rotated = jnp.split(x, [x.shape[-1] - 2 * turn[0].shape[-1]], axis=-1)
-    return jnp.concatenate([still, rotate(rotated, *turn, interleaved=True)], axis=-1)
+    still, rotated = jnp.split(x, [x.shape[-1] - 2 * angles[0].shape[-1]], axis=-1)
+    return jnp.concatenate([still, rotate(rotated, *angles, interleaved=True)], axis=-1)
 
 
 class RowIndexer(nnx.Module):
@@ -144,12 +144,12 @@ class RowIndexer(nnx.Module):
         x: Float[Array, "tokens d_model"],
         latent: Float[Array, "tokens q_latent"],
         keys: Pages,
-        turn: tuple[Array, Array],
+        angles: tuple[Array, Array],
         where: tuple[Array, Array, Array],
     ) -> Int[Array, "tokens chosen"]:
         """Numbers of the rows that each token attends to; -1: none."""
         heads, width, top_k = self.sizes.heads, self.sizes.head_dim, self.sizes.top_k
-        query = turned(linear(latent, self.query).reshape(-1, heads, width), turn)
+        query = turned(linear(latent, self.query).reshape(-1, heads, width), angles)
         weights = matmul(x, self.weights[...]) * (heads * width) ** -0.5
         return choose_positions(query, weights, keys, *where, top_k=top_k)
 
@@ -194,17 +194,17 @@ class CompressedAttention(nnx.Module):
     ) -> tuple[Float[Array, "tokens d_model"], Pages]:
         """Attention of normed tokens, as `LatentAttention.__call__` describes it."""
         tokens, width = x.shape[0], self.sizes.head_dim
-        turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
+        angles = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
         latent = rms_norm(linear(x, self.query_down), self.query_norm[...], self.epsilon)
         query = linear(latent, self.query_up).reshape(tokens, -1, width)
-        query = turned(rms_norm(query, jnp.ones(width, x.dtype), self.epsilon), turn)
+        query = turned(rms_norm(query, jnp.ones(width, x.dtype), self.epsilon), angles)
         row = rms_norm(linear(x, self.row), self.row_norm[...], self.epsilon)
         values = 3 + bool(self.indexer) if self.compressor else 1
         open_rows, (own, *others) = by_kind(pages, values)
         assert batch.ring_table is not None
         ring = batch.ring_table, *batch.where[1:]
         with jax.named_scope("write_pages"):
-            own = written(own, turned(row[:, None], turn)[:, 0], *ring)
+            own = written(own, turned(row[:, None], angles)[:, 0], *ring)
             if self.compressor:
                 open_rows, others = self._compress(x, ring, open_rows, others, batch)
         scaled: Any = {"scale": width**-0.5, "v_width": width}
@@ -222,18 +222,18 @@ class CompressedAttention(nnx.Module):
                 where = *batch.where[:2], number // self.sizes.every - 1
                 room = batch.page_table.shape[1] * rows[0].shape[2]
                 if self.indexer and room > self.indexer.sizes.top_k:
-                    chosen = self.indexer.choose(x, latent, keys[0], turn, where)
+                    chosen = self.indexer.choose(x, latent, keys[0], angles, where)
                     before, sums = attend_chosen(query, rows, chosen, *where[:2], **scaled)
                 else:
                     before, sums = attend(rows, *where)
                 mixed, lse = merge((mixed, before), (lse, sums)), jnp.logaddexp(lse, sums)
             share = jax.nn.sigmoid(lse - self.sinks[...])[:, :, None]
         mixed = (mixed.astype(jnp.float32) * share).astype(x.dtype)
-        return self._out(mixed, turn), together(open_rows, (own, *others))
+        return self._out(mixed, angles), together(open_rows, (own, *others))
 
-    def _out(self, mixed: Array, turn: tuple[Array, Array]) -> Float[Array, "tokens d_model"]:
+    def _out(self, mixed: Array, angles: tuple[Array, Array]) -> Float[Array, "tokens d_model"]:
         """Rotates outputs back and projects them, group of heads by group."""
-        cosine, sine = turn
+        cosine, sine = angles
         still, rotated = jnp.split(mixed, [mixed.shape[-1] - 2 * cosine.shape[-1]], axis=-1)
         halves = jnp.split(rotate(rotated, cosine, -sine), 2, axis=-1)
         rotated = jnp.stack(halves, axis=-1).reshape(rotated.shape)  # neighbours again

@@ -77,18 +77,18 @@ def _shared(
     """Computes the values that layers with one attention spec share."""
     tokens = batch.position.shape[0]
     rotated = sizes.rope_dim if isinstance(sizes, MLA | Compressed) else sizes.head_dim
-    turn = rotation(batch.position, rotated, sizes.rope) if hasattr(sizes, "rope") else None
+    angles = rotation(batch.position, rotated, sizes.rope) if hasattr(sizes, "rope") else None
     walk = getattr(_module(sizes), "walk", lambda *_: (*pages[:2], None, 0, rotated))
     found: Any = walk(sizes, tokens, table, pages)
     if not found:
-        return Shared(turn)
+        return Shared(angles)
     keys, values, rope_pages, latent, width = found
     heads = sizes.q_heads // jax.lax.axis_size("tp")
     queries = jax.ShapeDtypeStruct((tokens, heads, width), dtype)
     where = table, *batch.where[1:]
     options = {"v_width": latent, "runs": len(table)}
     find = functools.partial(attention_places, queries, keys, values, *where, **options)
-    return Shared(turn, find(window=sizes.window, rope_pages=rope_pages))
+    return Shared(angles, find(window=sizes.window, rope_pages=rope_pages))
 
 
 def _module(sizes: Attention) -> Any:

@@ -87,10 +87,10 @@ class GroupedQueryAttention(nnx.Module):
         value = linear(x, self.value, self.value_bias).reshape(tokens, -1, head_dim)
         if key.shape[1] > pages[0].shape[1]:
             key, value = self._own_head(key, query), self._own_head(value, query)
-        turn = batch_rotation(batch, head_dim, self.sizes.rope)
+        angles = batch_rotation(batch, head_dim, self.sizes.rope)
         with jax.named_scope("write_pages"):
             query, pages = rotate_and_write(
-                pages, query, key, value, *turn, *batch.where, epsilon=self.epsilon, **norms
+                pages, query, key, value, *angles, *batch.where, epsilon=self.epsilon, **norms
             )
         with jax.named_scope("paged_attention"):
             scale = head_dim**-0.5

@@ -65,11 +65,11 @@ class FactorizedAttention(nnx.Module):
             for part in jnp.split(down[:, sizes.latent :], 2, axis=-1)
         )
         query = linear(down, self.up, norm=(self.inter_norm[...], self.epsilon))
-        turn = batch_rotation(batch, sizes.head_dim, sizes.rope)
+        angles = batch_rotation(batch, sizes.head_dim, sizes.rope)
         query = query.reshape(tokens, -1, sizes.head_dim)
         with jax.named_scope("write_pages"):
             query, pages = rotate_and_write(
-                pages, query, key, value, *turn, *batch.where, joined=down
+                pages, query, key, value, *angles, *batch.where, joined=down
             )
         with jax.named_scope("paged_attention"):
             scale = sizes.head_dim**-0.5

@@ -124,7 +124,7 @@ class TokenIndexer(nnx.Module):
         self,
         x: Float[Array, "tokens d_model"],
         pages: Pages,
-        turn: tuple[Array, Array],
+        angles: tuple[Array, Array],
         batch: RaggedBatch,
     ) -> Pages:
         """Writes the keys of normed tokens to the pages."""
@@ -133,7 +133,7 @@ class TokenIndexer(nnx.Module):
         key *= jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1, keepdims=True) + EPSILON)
         norm, bias = self.key_norm[...], self.key_bias[...]
         key = (key * norm.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
-        row, scales = kept(self._turned(key[:, None], turn), pages[0])
+        row, scales = kept(self._turned(key[:, None], angles), pages[0])
         return write_rows(pages, (row,) if scales is None else (row, scales), *batch.where)
 
     def choose(
@@ -141,21 +141,21 @@ class TokenIndexer(nnx.Module):
         x: Float[Array, "tokens d_model"],
         latent: Float[Array, "tokens q_latent"],
         pages: Pages,
-        turn: tuple[Array, Array],
+        angles: tuple[Array, Array],
         batch: RaggedBatch,
     ) -> Int32[Array, "tokens chosen"]:
         """Positions that each token attends to; -1: none. The tokens' own keys are in the pages."""
         heads, width = self.sizes.heads, self.sizes.head_dim
         query = linear(latent, self.query).reshape(-1, heads, width)
-        weights, query = matmul(x, self.weights[...]), self._turned(query, turn)
+        weights, query = matmul(x, self.weights[...]), self._turned(query, angles)
         weights *= (heads * width) ** -0.5
         return choose_positions(query, weights, pages, *batch.where, top_k=self.sizes.top_k)
 
     def _turned(
-        self, x: Float[Array, "tokens heads head_dim"], turn: tuple[Array, Array]
+        self, x: Float[Array, "tokens heads head_dim"], angles: tuple[Array, Array]
     ) -> Float[Array, "tokens heads head_dim"]:
         """Rotates the first columns by MLA's angles."""
-        first = rotate(x[..., : self.rope_dim], *turn, interleaved=self.sizes.interleaved)
+        first = rotate(x[..., : self.rope_dim], *angles, interleaved=self.sizes.interleaved)
         return jnp.concatenate([first, x[..., self.rope_dim :]], axis=-1)
 
 
@@ -227,14 +227,14 @@ class LatentAttention(nnx.Module):
         tokens, chosen = x.shape[0], None
         sparse = is_sparse(self.sizes, pages, batch.page_table)
         chunks = tokens > batch.page_table.shape[0] and not sparse
-        turn = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
+        angles = batch_rotation(batch, self.sizes.rope_dim, self.sizes.rope)
         down = linear(x, self.down, self.down_bias)
         query_norm = None if self.query_norm is None else self.query_norm[...]
         pages, index = without_index(pages) if self.indexer else (pages, pages[:0])
         with jax.named_scope("write_pages"):
             if self.indexer:
-                index = self.indexer.write(x, index, turn, batch)
-            write = functools.partial(norm_and_write, pages, down, *turn, *batch.where)
+                index = self.indexer.write(x, index, angles, batch)
+            write = functools.partial(norm_and_write, pages, down, *angles, *batch.where)
             query, row, pages = write(
                 latent_norm=self.latent_norm[...],
                 query_norm=query_norm,
@@ -243,11 +243,11 @@ class LatentAttention(nnx.Module):
                 stored=chunks and self.on_tpu,
             )
             pages, index = batch.exchanged(pages), batch.exchanged(index)
-        nope, rope = self._query(query if self.sizes.q_latent else x, turn)
+        nope, rope = self._query(query if self.sizes.q_latent else x, angles)
         with jax.named_scope("paged_attention"):
             attend = functools.partial(self._absorbed, nope, rope, pages, batch)
             if self.indexer and sparse:
-                chosen = self.indexer.choose(x, query, index, turn, batch)
+                chosen = self.indexer.choose(x, query, index, angles, batch)
             if sparse:
                 where = from_columns(batch.choice) if chosen is None else chosen, *batch.where[:2]
                 absorbed, scaled = self._absorb(nope, rope, pages), self._scaled
@@ -271,14 +271,14 @@ class LatentAttention(nnx.Module):
         return add_once(share, self.out_bias), pages, *passed
 
     def _query(
-        self, x: Array, turn: tuple[Array, Array]
+        self, x: Array, angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens q_heads nope_dim"], Float[Array, "tokens q_heads rope_dim"]]:
         """Computes the queries' two parts from the input of `query_up`; rotates the second."""
         sizes = self.sizes
         query = linear(x, self.query_up)
         query = query.reshape(x.shape[0], -1, sizes.nope_dim + sizes.rope_dim)
         nope, rope = jnp.split(query, [sizes.nope_dim], axis=-1)
-        return nope, rotate(rope, *turn, interleaved=self.sizes.rope.interleaved)
+        return nope, rotate(rope, *angles, interleaved=self.sizes.rope.interleaved)
 
     def _absorb(
         self, nope: Array, rope: Array, pages: Pages

@@ -70,4 +70,4 @@ def batch_rotation(
     batch: RaggedBatch, dimensions: int, rope: Rope
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
     """The same of a batch, which may have them."""
-    return batch.own.turn or rotation(batch.position, dimensions, rope)
+    return batch.own.angles or rotation(batch.position, dimensions, rope)

@@ -210,14 +210,14 @@ class AllToAllExchange(NamedTuple):
         assert own.experts is not None
         sizes, rank = experts.sizes, axes.rank()
         with jax.named_scope("dispatch"):
-            turn = jax.lax.axis_index(axes.rows)
-            position = jnp.arange(packed.shape[0], dtype=jnp.int32) + turn
+            device = jax.lax.axis_index(axes.rows)
+            position = jnp.arange(packed.shape[0], dtype=jnp.int32) + device
             if axes.instances > 1:
-                position = axes.position(turn, packed.shape[0])
+                position = axes.position(device, packed.shape[0])
             slots = choose_slots(own.experts, table, sizes.all_slots, position)
             ranks = slots // sizes.local
             if sizes.shared_ranks:
-                shared = choose_shared_rank(own.experts, sizes, turn=turn)
+                shared = choose_shared_rank(own.experts, sizes, first=device)
                 ranks = jnp.concatenate([ranks, shared[:, None]], axis=1)
             if axes.instances > 1:  # ranks of other instances count as nowhere
                 ranks -= axes.first_rank()

@@ -53,17 +53,17 @@ def expert_load(
 
 
 def choose_shared_rank(
-    experts: Int[Array, "tokens top_k"], sizes: SlotSizes, *, turn: Int[Array, ""] | int = 0
+    experts: Int[Array, "tokens top_k"], sizes: SlotSizes, *, first: Int[Array, ""] | int = 0
 ) -> Int32[Array, " tokens"]:
     """The rank that computes the shared expert for a row: they take turns, from row to row that is
     no padding, which goes past the last rank.
 
     Args:
       experts: logical ids; past the last one: padding.
-      turn: added to their numbers: the device, where every device has rows of its own.
+      first: added to their numbers: the device, where every device has rows of its own.
     """
     there = (experts[:, 0] >= 0) & (experts[:, 0] < sizes.experts)
-    number = jnp.cumsum(there, dtype=jnp.int32) - 1 + turn
+    number = jnp.cumsum(there, dtype=jnp.int32) - 1 + first
     return jnp.where(there, sizes.ranks + number % sizes.shared_ranks, sizes.all_ranks)
 
 

@@ -291,7 +291,7 @@ def test_ranks_of_the_shared_expert_take_turns():
     sizes = SlotSizes(4, 3, shared_ranks=2, shared_parts=1)
     experts = jnp.array([[0, 1], [3, 2], [4, 4], [2, 0], [4, 4], [1, 0]])
     assert choose_shared_rank(experts, sizes).tolist() == [3, 4, 5, 3, 5, 4]
-    assert choose_shared_rank(experts, sizes, turn=1).tolist() == [4, 3, 5, 4, 5, 3]
+    assert choose_shared_rank(experts, sizes, first=1).tolist() == [4, 3, 5, 4, 5, 3]
 
 
 def dimensions_of(exchange, spec=CONFIG.moe, **options):
