@@ -54,7 +54,7 @@ BENCHES = {
     "engine": Bench(
         "shared prefixes, sampling options, conversations beyond the pool, long contexts",
         {
-            "options": mixes.measure_options,
+            "prefixes": mixes.measure_prefixes,
             "sampling": mixes.measure_sampling,
             "conversations": contexts.measure_conversations,
             "long": contexts.measure_long,

@@ -1,5 +1,5 @@
 """Mixes of requests to the engine, parts of `bench pipeline` (steps: tokens a second by pipeline)
-and `bench engine` (options, cached prefixes, sampling from a large vocabulary). Every layout has
+and `bench engine` (cached prefixes, sampling from a large vocabulary). Every layout has
 its own process, in which the mixes take turns, so that other work affects all alike.
 """
 
@@ -60,7 +60,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
       prompt: tokens of each prompt.
       shared: tokens with which all prompts of all rounds begin.
       options: fields of `SamplingParams`.
-      grammars: part of the requests that follow a grammar.
+      grammar: whether each request follows a grammar.
       biases: number of token ids with a bias.
     """
 
@@ -69,7 +69,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     output: int = OUTPUT_TOKENS
     shared: int = 0
     options: dict[str, Any] = {}
-    grammars: float = 0.0
+    grammar: bool = False
     biases: int = 0
 
 
@@ -161,7 +161,7 @@ def run_mix(engine: Engine, mix: Mix, draw: random.Random) -> MixFigures:
             greedy(mix.output),
             seed=number,
             logit_bias=dict.fromkeys(range(mix.biases), -5.0),
-            grammar=EveryOther(vocab) if number < mix.grammars * mix.sequences else None,
+            grammar=EveryOther(vocab) if mix.grammar else None,
             **mix.options,
         )
         for number in range(mix.sequences)
@@ -217,46 +217,25 @@ def measure_steps(quick: bool) -> Iterator[Part]:
     yield Part("steps", "demo as 1A1F, a step in one dispatch", measures, notes, details)
 
 
-def measure_options(quick: bool) -> Iterator[Part]:
-    """Measures the time to a first token with 90 % of the prompt cached, and the throughput of
-    requests with options relative to requests without."""
-    alone = Mix(sequences=1, prompt=PROMPT_TOKENS, output=1)
-    mixes = {
-        "cold": alone,
-        "shared": msgspec.structs.replace(alone, shared=SHARED_TOKENS),
-        "plain": Mix(sequences=32),
-        "grammars": Mix(sequences=32, grammars=1.0),
-        "half grammars": Mix(sequences=32, grammars=0.5),
-        "penalties": Mix(
-            sequences=32, options={"presence_penalty": 0.5, "repetition_penalty": 1.1}
-        ),
-        "biases": Mix(sequences=32, biases=300),
-        "5 logprobs": Mix(sequences=32, options={"logprobs": 5}),
-    }
+def measure_prefixes(quick: bool) -> Iterator[Part]:
+    """Measures the time to a first token with 90 % of the prompt cached."""
+    cold = Mix(sequences=1, prompt=PROMPT_TOKENS, output=1)
+    mixes = {"cold": cold, "shared": msgspec.structs.replace(cold, shared=SHARED_TOKENS)}
     rounds, measures, details = 1 if quick else 8, [], {}
-    for layout in ("colocated", "1A1F"):
-        details[layout], compiled = _measured(LAYOUTS[layout], mixes, rounds)
-        found = details[layout]
-        cold, shared = (min(run.seconds for run in found[name]) for name in ("cold", "shared"))
-        rates = {name: max(run.rate for run in found[name]) for name in list(mixes)[2:]}
-        plain = rates.pop("plain")
+    for layout, settings in LAYOUTS.items():
+        details[layout], compiled = _measured(settings, mixes, rounds)
+        first, again = (min(run.seconds for run in details[layout][name]) for name in mixes)
         measures += [
-            Measure(f"{layout}: first token, cold ÷ shared", cold / shared, "", 4.0, "more"),
-            Measure("  cold", cold * 1e3, "ms"),
-            Measure("  90 % shared", shared * 1e3, "ms"),
-            Measure(f"{layout}: plain requests", plain, "tokens/s"),
+            Measure(f"{layout}: first token, cold ÷ shared", first / again, "", 4.0, "more"),
+            Measure("  cold", first * 1e3, "ms"),
+            Measure("  90 % shared", again * 1e3, "ms"),
+            Measure("  compiled after ready", compiled, "", 0.0),
         ]
-        for name, rate in rates.items():
-            limit = 0.85 if "grammars" in name else None
-            measures.append(Measure(f"  {name} ÷ plain", rate / plain, "", limit, "more"))
-        measures.append(Measure("  compiled after ready", compiled, "", 0.0))
     notes = [
-        f"{PROMPT_TOKENS} prompt tokens, of which {SHARED_TOKENS} shared; then 32 requests "
-        f"together, {OUTPUT_TOKENS} greedy tokens each. The best of {rounds} rounds: other work on "
-        "the machine only makes a round longer.",
-        "Masks are ready-made: the time of a grammar library is not included.",
+        f"{PROMPT_TOKENS} prompt tokens, of which {SHARED_TOKENS} shared. The best of {rounds} "
+        "rounds: other work on the machine only makes a round longer.",
     ]
-    yield Part("engine", "Shared prefixes and sampling options", measures, notes, details)
+    yield Part("prefixes", "Shared prefixes", measures, notes, details)
 
 
 def measure_sampling(quick: bool) -> Iterator[Part]:
@@ -268,7 +247,7 @@ def measure_sampling(quick: bool) -> Iterator[Part]:
         "top_k and top_p": {"options": {"temperature": 0.7, "top_k": 20, "top_p": 0.95}},
         "penalties": {"options": {"presence_penalty": 0.5, "repetition_penalty": 1.1}},
         "300 biases": {"biases": 300},
-        "grammar": {"grammars": 1.0},
+        "grammar": {"grammar": True},
         "5 logprobs": {"options": {"logprobs": 5}},
     }
     mixes = {

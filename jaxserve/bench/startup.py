@@ -16,8 +16,8 @@ from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO
-from jaxserve.bench.workers import BenchError, end
-from jaxserve.commands.children import started
+from jaxserve.bench.workers import BenchError
+from jaxserve.commands.children import end, started
 
 COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
 _SECONDS = 900.0

@@ -7,7 +7,6 @@ outlives its deadline or the benchmark.
 import contextlib
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.commands.children import started
+from jaxserve.commands.children import Child
 from jaxserve.errors import JaxserveError
 
 _LOOK_SECONDS = 0.05
@@ -79,21 +78,13 @@ def run_workers(workers: Sequence[Task], seconds: float) -> list[Any]:
         contextlib.ExitStack() as stack,
     ):
         results = [Path(folder, f"{number}.json") for number in range(len(workers))]
-        outputs = [Path(folder, f"{number}.txt") for number in range(len(workers))]
-        processes = []
-        for worker, result, output in zip(workers, results, outputs, strict=True):
-            with output.open("wb") as target:
-                process = started(
-                    worker.command(str(result)),
-                    core=worker.core,
-                    env=worker.environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=target,
-                    stderr=subprocess.STDOUT,
-                )
-            stack.callback(end, process)
-            processes.append(process)
-        while (codes := [process.poll() for process in processes]).count(None):
+        children = []
+        for worker, result in zip(workers, results, strict=True):
+            words, said = worker.command(str(result))[1:], result.with_suffix(".txt")
+            child = Child(words, said, core=worker.core, environment=worker.environment())
+            stack.callback(child.end)
+            children.append(child)
+        while (codes := [child.code for child in children]).count(None):
             if any(codes) or time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_SECONDS)
@@ -101,9 +92,9 @@ def run_workers(workers: Sequence[Task], seconds: float) -> list[Any]:
         for number in sorted(range(len(codes)), key=lambda number: not codes[number]):
             if (code := codes[number]) != 0:
                 why = f"ended with {code}" if code else f"took more than {seconds:g} s"
-                lines = outputs[number].read_text(errors="replace").splitlines()[-20:]
                 name = " ".join(workers[number].command()[3:])
-                raise BenchError("\n".join([f"{name} {why}:", *(f"  {line}" for line in lines)]))
+                lines = [f"  {line}" for line in children[number].last_words(20)]
+                raise BenchError("\n".join([f"{name} {why}:", *lines]))
         return [msgspec.json.decode(one.read_bytes()) if one.exists() else None for one in results]
 
 
@@ -162,14 +153,6 @@ def say(answer: object) -> None:
 def asked() -> Iterator[Any]:
     """In a helper: yields the questions until the end of standard input."""
     yield from map(msgspec.json.decode, sys.stdin)
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that leads its own session, and all its children."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def two_cores(bench: str) -> list[int]:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +62,55 @@ def ending_with_parent(number: signal.Signals) -> Callable[[], None]:
                 os._exit(1)
 
     return prepare
+
+
+class Child:
+    """A process of Python that leads a session of its own, and its output, in a file.
+
+    Args:
+      arguments: of Python.
+      output: file for the output.
+      core: see `started`.
+      environment: on top of this process's own.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: Path,
+        *,
+        core: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.output = output
+        with output.open("wb") as target:
+            self._process = started(
+                [sys.executable, *arguments],
+                core=core,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; None while the process runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kills the process and all its children."""
+        end(self._process)
+
+    def last_words(self, most: int = 12) -> list[str]:
+        """Returns the last lines of the output, without empty ones."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-most:]
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kills a process that leads its own session, and all its children."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -6,9 +6,6 @@ and 1 the ffn worker, unless `--role` says otherwise.
 """
 
 import contextlib
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.workers import end
-from jaxserve.commands.children import started
+from jaxserve.commands.children import Child
 from jaxserve.commands.host import start
 from jaxserve.config.deployment import Deployment
 from jaxserve.fleet.arguments import ProcessArguments
@@ -28,54 +24,27 @@ from jaxserve.preflight.outcomes import Failed, Outcome, Skipped
 
 WORKER = "jaxserve.preflight.worker"
 _LOOK_SECONDS = 0.05
-_LAST_LINES = 12
 
 
-class Child:
-    """A started process and its output.
+def _wait(child: Child, seconds: float, until: Path | None = None) -> int | None:
+    """Waits for the end of a process, or for a file; returns the exit code, if it ended.
 
-    Args:
-      arguments: of Python.
-      environment: on top of this process's own.
+    Raises:
+      Failed: neither happened in time.
     """
+    limit = time.monotonic() + seconds
+    while (code := child.code) is None:
+        if until is not None and until.exists():
+            return None
+        if time.monotonic() > limit:
+            raise Failed(f"no end within {seconds:g} s; {_last_words(child)}")
+        time.sleep(_LOOK_SECONDS)
+    return code
 
-    def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-    ):
-        self.output = folder / f"output-{time.monotonic_ns()}.txt"
-        with self.output.open("wb") as target:
-            self._process = started(
-                [sys.executable, *arguments],
-                env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=target,
-                stderr=subprocess.STDOUT,
-            )
 
-    def wait(self, seconds: float, until: Path | None = None) -> int | None:
-        """Waits for the end of the process, or for a file; returns the exit code, if it ended.
-
-        Raises:
-          Failed: neither happened in time.
-        """
-        limit = time.monotonic() + seconds
-        while (code := self._process.poll()) is None:
-            if until is not None and until.exists():
-                return None
-            if time.monotonic() > limit:
-                raise Failed(f"no end within {seconds:g} s; {self.last_words()}")
-            time.sleep(_LOOK_SECONDS)
-        return code
-
-    def end(self) -> None:
-        """Kills the process and its children."""
-        end(self._process)
-
-    def last_words(self) -> str:
-        """The end of the output."""
-        lines = self.output.read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.strip()][-_LAST_LINES:]
-        return "\n".join(["its last lines:", *said]) if said else "it printed nothing"
+def _last_words(child: Child) -> str:
+    said = child.last_words()
+    return "\n".join(["its last lines:", *said]) if said else "it printed nothing"
 
 
 def run_on_devices(process: ProcessArguments, given: Sequence[str]) -> int:
@@ -111,9 +80,9 @@ def run_module(
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-preflight-") as name:
         result = Path(name, "result.json")
-        child = Child(["-m", *words, str(result)], Path(name), environment)
+        child = Child(["-m", *words, str(result)], Path(name, "said.txt"), environment=environment)
         try:
-            code = child.wait(seconds)
+            code = _wait(child, seconds)
         except Failed as late:
             found = msgspec.json.decode(result.read_bytes()) if result.exists() else {}
             details = found if isinstance(found, dict) else {"measurements": found}
@@ -121,7 +90,7 @@ def run_module(
         finally:
             child.end()
         if not result.exists():
-            raise Failed(f"the process ended with {code}; {child.last_words()}")
+            raise Failed(f"the process ended with {code}; {_last_words(child)}")
         return result.read_bytes()
 
 
@@ -165,19 +134,18 @@ def pull_steps(
             try:
                 if role in ("ffn", "both"):
                     children.append(_start("ffn", words, ready, Path(name)))
-                    if children[0].wait(seconds, until=ready) is not None:
-                        raise Failed(f"the ffn worker has ended; {children[0].last_words()}")
+                    if _wait(children[0], seconds, until=ready) is not None:
+                        raise Failed(f"the ffn worker has ended; {_last_words(children[0])}")
                 if role in ("attention", "both"):
                     children.append(_start("attention", words, result, Path(name)))
-                    code = children[-1].wait(seconds)
+                    code = _wait(children[-1], seconds)
                     if not result.exists():
-                        raise Failed(
-                            f"the attention worker ended with {code}; {children[-1].last_words()}"
-                        )
+                        last = _last_words(children[-1])
+                        raise Failed(f"the attention worker ended with {code}; {last}")
                     outcome = msgspec.json.decode(result.read_bytes(), type=Outcome)
                 if role == "ffn" and meeting.count == 1:
                     with contextlib.suppress(Failed):  # answers until the deadline
-                        children[0].wait(seconds)
+                        _wait(children[0], seconds)
             except Failed as failed:
                 outcome = failed
             meeting.gather(None, 2 * seconds)  # the ffn worker answers until then
@@ -201,4 +169,4 @@ def role_of(process: ProcessArguments, meeting: Meeting) -> str:
 
 def _start(role: str, words: Sequence[str], result: Path, folder: Path) -> Child:
     arguments = ["-m", WORKER, f"{role}-steps", *words, "--role", role, "--result", str(result)]
-    return Child(arguments, folder)
+    return Child(arguments, folder / f"{role}.txt")
