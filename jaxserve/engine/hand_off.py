@@ -162,7 +162,7 @@ class LinkedHandOffs(HandOffs):
     def _source(self, hold: "Hold", last: TokenOutput) -> PagesSource:
         assert self.prefill is not None
         server = self.prefill.server
-        hold.digest = pages_digest(hold.request.prompt, server.hello.digest, server.cache_format)
+        hold.digest = pages_digest(hold.request.prompt, server.model, server.cache_format)
         return PagesSource(
             *(server.address, hold.hand_off, hold.tokens, hold.digest, server.epoch),
             *(last.cached_tokens, last.queue_seconds),

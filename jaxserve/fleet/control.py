@@ -42,6 +42,8 @@ MAX_MESSAGE_BYTES = 256 << 20
 class Identity(Hello, frozen=True, kw_only=True):
     """Introduction of one process of a runtime; its facts must be the same for all of them."""
 
+    digest: str
+    """Digest of the facts."""
     process_id: int
     host: str
     processes: int

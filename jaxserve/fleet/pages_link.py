@@ -1,12 +1,11 @@
 """The pages link of a fleet: what its two ends have in common, and the part of followers.
 
-The two ends refuse each other unless they have the same model and cut ranges into the same pieces;
-tp, page size, cache format and mode may differ.
+The two ends refuse each other unless they have the same model, cut ranges into the same pieces and
+both compute the prefill worker's cache format; tp, page size and mode may differ, and the format of
+the domain's own pages.
 """
 
 import math
-
-import jax
 
 from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
@@ -15,7 +14,9 @@ from jaxserve.config.load import deployment_of
 from jaxserve.engine.runtime import Driver
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
+from jaxserve.fleet.computed_formats import computed_formats, versioned
 from jaxserve.fleet.worker_frames import WorkerRole
+from jaxserve.link.pages.frames import CACHE_FORMAT
 from jaxserve.link.session.hello import Hello, make_hello
 from jaxserve.roles.page_programs import PageForms
 from jaxserve.roles.page_spread import LedPages, Tell, no_one, page_access
@@ -59,23 +60,18 @@ def page_accesses(
 
 def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> Hello:
     """Returns the hello of one end of the pages link: the facts on which both ends must agree."""
-    programs, known = transfer.programs, deployment_facts(deployment)
+    programs, agreed = transfer.programs, deployment_facts(deployment)
     facts = {
-        "model": known["model"],
+        "model": agreed["model"],
         "weights": revision(deployment.model).digest,
         "layers": str(programs.layers),
         "kv_heads": str(programs.heads),
         "widths": str([(entry.width, entry.every) for entry in programs.entries]),
         "pieces": str(list(transfer.pieces)),
     }
-    versions = {
-        "jax": jax.__version__,
-        "platform": jax.default_backend(),
-        "cache.format": programs.format,
-        "cache.page_size": str(programs.page_size),
-        "attention.tp": str(programs.tp),
-    }
-    return make_hello(role, facts, versions=versions)
+    known, taken = computed_formats(), transfer.imports
+    formats = ("", [name for name in known if name in taken]) if taken else (programs.format, known)
+    return make_hello(versioned(role), facts, formats={CACHE_FORMAT: formats})
 
 
 def piece_tokens(deployment: Deployment) -> tuple[int, ...]:

@@ -52,7 +52,6 @@ def serve_pages(
         pages_hello(deployment, transfer, "prefill"),
         token,
         hand_offs,
-        cache_format=transfer.programs.format,
         token_bytes=transfer.programs.token_bytes,
         checksums=deployment.pages.checksums,
         deadlines=deadlines,

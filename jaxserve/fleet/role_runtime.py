@@ -21,6 +21,7 @@ from jaxserve.config.model import ModelConfig
 from jaxserve.config.topology import Role
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.agreement import deployment_facts
+from jaxserve.fleet.computed_formats import computed_formats, versioned
 from jaxserve.link.dispatch.contract import Contract
 from jaxserve.link.session.channel import Deadlines
 from jaxserve.link.session.hello import Hello, make_hello
@@ -96,8 +97,11 @@ class RoleRuntime(NamedTuple):
         facts = {key: known[key] for key in AGREED}
         facts["instance"] = f"{self.instance} of {self.contract.instances}"
         facts |= {f"contract.{name}": str(value) for name, value in self.contract.facts().items()}
-        versions = {"jax": jax.__version__, "platform": jax.default_backend()}
-        return make_hello(self.role, facts, versions=versions)
+        formats = {
+            f"link.{name}": (facts[f"contract.{name}"], computed_formats())
+            for name in ("dispatch", "combine")
+        }
+        return make_hello(versioned(self.role), facts, formats=formats)
 
 
 def open_role(

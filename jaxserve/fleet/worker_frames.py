@@ -18,7 +18,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-import jaxserve
 from jaxserve.engine.request import SamplingParams
 from jaxserve.fleet.request_frames import NO_GRAMMAR, Frame, GrammarOf, Outputs, SentError
 from jaxserve.link.pages.source import PagesSource
@@ -84,7 +83,7 @@ def hello_of(who: str, model: str) -> Hello:
     Args:
       model: Digest of the model's config.json; a router takes workers of one model only.
     """
-    return make_hello(who, {"model": model}, versions={"jaxserve": jaxserve.__version__})
+    return make_hello(who, {"model": model})
 
 
 class Submit(Frame):

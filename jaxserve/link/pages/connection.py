@@ -16,11 +16,17 @@ import numpy as np
 
 from jaxserve.link.bulk import CorruptBulk, HostBuffers, bulk_bytes, received_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.frames import FetchedPiece, FetchJob, PagesError, pages_digest
+from jaxserve.link.pages.frames import (
+    CACHE_FORMAT,
+    FetchedPiece,
+    FetchJob,
+    PagesError,
+    pages_digest,
+)
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import TICK_SECONDS, Deadlines, dial
 from jaxserve.link.session.greet import greet
-from jaxserve.link.session.hello import Hello, Refusal
+from jaxserve.link.session.hello import Hello, facts_digest
 from jaxserve.link.session.messages import Bulk, Failed, Join, Ready
 from jaxserve.link.session.session import Session
 
@@ -42,10 +48,6 @@ class Landing(Protocol):
     def closes(self) -> bool:
         """True if the last piece must have the smallest size."""
         ...
-
-    @property
-    def imports(self) -> Sequence[str]:
-        """Formats in which pieces may arrive."""
 
     def landing(self, group: int, tokens: int, cache_format: str) -> Sequence[jax.ShapeDtypeStruct]:
         """Returns the shapes of a piece's arrays, with shardings."""
@@ -84,7 +86,8 @@ class PagesConnection(Session):
         channel = dial(address, token, seconds)
         welcome = greet(channel, join, frames.Welcome, self.decode, seconds)
         super().__init__(channel, deadlines)
-        self.cache_format, self._model = welcome.cache_format, welcome.hello.digest
+        self.cache_format, _ = welcome.hello.formats[CACHE_FORMAT]
+        self._model = facts_digest(welcome.hello.facts)
         self._buffers, self._on_tick = buffers, on_tick
         self._fetches = 0
         self._asked: deque[_Asked] = deque()
@@ -108,11 +111,6 @@ class PagesConnection(Session):
           OSError, RuntimeError: the connection was lost.
         """
         source, token_ids = job.source, job.token_ids
-        if self.cache_format not in landing.imports:
-            raise Refusal(
-                f"cache.format {self.cache_format} of {source.address} is none that is taken "
-                f"here: {', '.join(landing.imports)}"
-            )
         digest = pages_digest(token_ids, self._model, self.cache_format)
         if digest != source.digest or len(token_ids) != source.tokens:
             raise PagesError(

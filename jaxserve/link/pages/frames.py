@@ -26,9 +26,6 @@ from jaxserve.link.session.messages import Greeting
 class Welcome(Greeting, frozen=True, tag="welcome"):
     """The prefill worker takes the decode worker in."""
 
-    cache_format: str
-    """Format of the pieces."""
-
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
     """Asks for the tokens from `start` on as a piece, which may be padded behind `stop`."""
@@ -54,6 +51,11 @@ class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
     """Gives this lease up."""
 
     hand_off: str
+
+
+CACHE_FORMAT = "cache.format"
+"""Key of the pieces' format in hellos: the prefill worker wants its own, and a domain takes it if
+it knows it."""
 
 
 def pages_digest(token_ids: Sequence[int], model: str, cache_format: str) -> str:

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from jaxserve.clock import AwakeClock
 from jaxserve.link.bulk import on_host, send_arrays
 from jaxserve.link.pages import frames
-from jaxserve.link.pages.frames import PagesError, Piece
+from jaxserve.link.pages.frames import CACHE_FORMAT, PagesError, Piece
 from jaxserve.link.pages.source import PagesLoad
 from jaxserve.link.session.channel import (
     DEFAULT_DEADLINES,
@@ -29,7 +29,7 @@ from jaxserve.link.session.channel import (
     Channel,
     Deadlines,
 )
-from jaxserve.link.session.hello import Hello
+from jaxserve.link.session.hello import Hello, facts_digest
 from jaxserve.link.session.listener import Listener, listen
 from jaxserve.link.session.messages import Failed, Join, Ready, encode
 from jaxserve.link.session.working import WorkingSession
@@ -67,7 +67,6 @@ class PagesServer:
       hello: this worker's facts; decode workers with other facts are refused.
       token: the secret of the deployment.
       holder: holder of the pages.
-      cache_format: format of the pages on the wire.
       token_bytes: bytes of a token's entries on the wire.
       registered_bytes: most bytes of pieces that are read or sent.
       checksums: whether pieces are sent with checksums.
@@ -81,13 +80,13 @@ class PagesServer:
         token: str,
         holder: Holder,
         *,
-        cache_format: str,
         token_bytes: int,
         registered_bytes: int = REGISTERED_BYTES,
         checksums: bool = True,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ):
-        self.hello, self.cache_format, self.holder = hello, cache_format, holder
+        self.hello, self.holder = hello, holder
+        self.model, (self.cache_format, _) = facts_digest(hello.facts), hello.formats[CACHE_FORMAT]
         self.deadlines, self.checksums = deadlines, checksums
         self.epoch = secrets.randbits(63)
         """Random number of this run of the server; leases of earlier runs are over."""
@@ -157,7 +156,7 @@ class _Puller(WorkingSession[frames.Fetch]):
         self._server = server
 
     def _admit(self, join: Join) -> frames.Welcome:
-        return frames.Welcome(self._hello, self._server.cache_format)
+        return frames.Welcome(self._hello)
 
     def _fetch(self, fetch: frames.Fetch) -> None:
         self._server.count(queued=1)

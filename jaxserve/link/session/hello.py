@@ -10,42 +10,39 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Raised whenever a message of a session changes its meaning."""
 
 SHOWN_DIFFERENCES = 4
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Introduction of one end; `protocol` and `digest` must be equal at both.
+    """Introduction of one end; `protocol` and `facts` must be equal at both.
 
     Attributes:
-      worker: name for people: role, host and process id.
+      worker: name for people: role with its versions, host and process id.
       facts: values that both ends must agree on (model, formats, layers, …), one dotted key a
         value, so that a difference can be named.
-      digest: of `facts`.
-      versions: packages and platform, for people to read; they may differ.
+      formats: by the key that configures them, the number format that this end is configured for
+        (empty: that of the other end) and those that its devices and its JAX compute. Both ends
+        must compute what either is configured for.
       protocol: of the frames.
     """
 
     worker: str
     facts: dict[str, str]
-    digest: str
-    versions: dict[str, str] = {}
+    formats: dict[str, tuple[str, list[str]]] = {}
     protocol: int = PROTOCOL
 
 
-def make_hello(role: str, facts: Mapping[str, str], *, versions: Mapping[str, str] = {}) -> Hello:
-    """Returns the hello of this process as a worker of `role`."""
-    return Hello(
-        worker=f"{role} (host {socket.gethostname()}, pid {os.getpid()})",
-        facts=dict(facts),
-        digest=facts_digest(facts),
-        versions=dict(versions),
-    )
+def make_hello(role: str, facts: Mapping[str, str], **fields: Any) -> Hello:
+    """Returns the hello of this process as a worker of `role`, with other fields of a `Hello`."""
+    worker = f"{role} (host {socket.gethostname()}, pid {os.getpid()})"
+    return Hello(worker=worker, facts=dict(facts), **fields)
 
 
 def facts_digest(facts: Mapping[str, str]) -> str:
@@ -71,14 +68,16 @@ def refusal(ours: Hello, theirs: Hello) -> str:
     """Returns why two ends do not work together, naming the differences; empty if they do."""
     if ours.protocol != theirs.protocol:
         return f"protocol {theirs.protocol} of {theirs.worker}, {ours.protocol} of {ours.worker}"
-    if ours.digest == theirs.digest:
-        return ""
     keys = [k for k in {**ours.facts, **theirs.facts} if ours.facts.get(k) != theirs.facts.get(k)]
     shown = [
         f"{key} = {theirs.facts.get(key, 'absent')}, here {ours.facts.get(key, 'absent')}"
-        for key in keys[:SHOWN_DIFFERENCES]
+        for key in keys
     ]
-    if len(keys) > SHOWN_DIFFERENCES:
-        shown.append(f"and {len(keys) - SHOWN_DIFFERENCES} more")
-    differences = "; ".join(shown) or f"digest {theirs.digest}, here {ours.digest}"
-    return f"{theirs.worker} is configured differently from {ours.worker}: {differences}"
+    for key, (asked, there) in theirs.formats.items():
+        wanted, here = ours.formats.get(key, (asked, there))
+        unknown = {asked, wanted} - ({"", *there} & {"", *here})
+        shown += [f"{key} = {name}, computed there {there}, here {here}" for name in unknown]
+    if len(shown) > SHOWN_DIFFERENCES:
+        shown[SHOWN_DIFFERENCES:] = [f"and {len(shown) - SHOWN_DIFFERENCES} more"]
+    start = f"{theirs.worker} is configured differently from {ours.worker}: "
+    return start + "; ".join(shown) if shown else ""

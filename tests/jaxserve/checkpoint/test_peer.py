@@ -69,7 +69,7 @@ def from_peers(folder, *addresses, modules=0) -> PeerCheckpoint:
     _, names = read_config(folder, modules=modules)
     hello = weights_hello(str(folder))
     # the tests' workers live in one process
-    hello = type(hello)(worker="new", facts=hello.facts, digest=hello.digest)
+    hello = type(hello)(worker="new", facts=hello.facts)
     return PeerCheckpoint(
         list(addresses), hello, TOKEN, names, lambda: open_checkpoint(folder, names)
     )

@@ -292,7 +292,7 @@ class TestHolds:
         server = source.hand_offs.prefill.server
         assert held.tokens == 48
         assert (held.address, held.epoch) == (server.address, server.epoch)
-        assert held.digest == pages_digest([5] * 48, server.hello.digest, "float32")
+        assert held.digest == pages_digest([5] * 48, server.model, "float32")
         assert source.load().held == 1
         assert source.schedulers[0].kv_usage == [pytest.approx(3 / 32)]
         source.schedulers[0].check_integrity()

@@ -121,20 +121,7 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("batching", "ranks", "family", "form"),
-    [
-        ("cohort", 1, "", ""),
-        ("rotation", 2, "", ""),
-        ("cohort", 2, "deepseek_v4", "fp8"),
-        ("merge", 2, "deepseek_v4", "int8"),
-        ("merge", 2, "gpt_oss", "fp8"),
-        ("cohort", 2, "deepseek_v32", "int8"),
-        ("merge", 1, "glm_moe_dsa", "fp8"),
-        ("cohort", 2, "qwen3_next", "int8"),
-        ("merge", 2, "qwen3_5", "fp8"),
-    ],
-)
+@golden.table("fleet/shared_passes.yaml")
 def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_worker(
     batching, ranks, family, form, tiny_model, reference, tmp_path
 ):

@@ -69,15 +69,7 @@ def test_a_path_is_a_model_too(tmp_path):
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "said"),
-    [
-        ("step-3", "", r"'step-3' is not known; did you mean 'step3'\? Known: "),
-        ("abacus", "", r"Known: deepseek-v3, deepseek-v3.2, deepseek-v4-flash"),
-        ("", "step3_text", r"config\.json: .*hidden_size"),
-        ("", "abacus", "'abacus' is not one of step3_vl"),
-    ],
-)
+@golden.table("planner/no_models.yaml")
 def test_what_is_no_model(tmp_path, name, kind, said):
     """Unknown names list the known ones; a wrong config.json names the file."""
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}', encoding="utf-8")

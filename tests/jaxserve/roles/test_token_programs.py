@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.link.dispatch.put import public_put
 from jaxserve.roles import token_programs
 from jaxserve.roles.token_programs import GroupPut, TokenPrograms
+from tests import golden
 
 
 @pytest.fixture(params=["private", "public"])
@@ -38,15 +39,7 @@ def test_rows(put):
 
 
 # With up to four slots that sample the first others fill the four; all are computed otherwise.
-@pytest.mark.parametrize(
-    ("platform", "samples", "expected"),
-    [
-        ("cpu", [0, 1, 0, 0, 1, 0], [100, 101, 102, 0, 104, 0]),
-        ("cpu", [0, 0, 1, 1, 1, 1], [0, 0, 102, 103, 104, 105]),
-        ("cpu", [0, 1, 1, 1, 1, 1], [100, 101, 102, 103, 104, 105]),
-        ("tpu", [0, 1, 0, 0, 1, 0], [100, 101, 102, 103, 104, 105]),
-    ],
-)
+@golden.table("roles/sampling_rows.yaml")
 def test_of_sampling(platform, samples, expected):
     programs = SimpleNamespace(config=SimpleNamespace(platform=platform))
     rows = jax.numpy.arange(100, 106)

@@ -21,7 +21,7 @@ from jaxserve.link import bulk
 from jaxserve.link.pages import client as pages_client
 from jaxserve.link.pages import server as pages_server
 from jaxserve.link.pages.client import PagesClient
-from jaxserve.link.pages.frames import FetchedPiece, FetchJob
+from jaxserve.link.pages.frames import CACHE_FORMAT, FetchedPiece, FetchJob
 from jaxserve.link.session.channel import Channel
 from jaxserve.link.session.hello import make_hello
 from jaxserve.ports import free_port
@@ -30,12 +30,14 @@ from tests.conftest import REPOSITORY
 from tests.jaxserve.link.pages import toy_holder as toy
 from tests.jaxserve.waiting import until
 
+TAKEN = {CACHE_FORMAT: ("", ["int32"])}
+
 
 @contextlib.contextmanager
 def client(**options) -> Iterator[PagesClient]:
     arguments = {"lease_seconds": 0.6, "deadlines": toy.DEADLINES} | options
     opened = PagesClient(
-        make_hello("decode", arguments.pop("facts", toy.FACTS)),
+        make_hello("decode", arguments.pop("facts", toy.FACTS), formats=TAKEN),
         arguments.pop("token", toy.SECRET),
         landing=toy.ToyLanding(),
         **arguments,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.link.pages.frames import Fetch, PagesError, Piece, pages_digest
+from jaxserve.link.pages.frames import CACHE_FORMAT, Fetch, PagesError, Piece, pages_digest
 from jaxserve.link.pages.server import PagesServer
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.link.session.channel import Deadlines
@@ -59,7 +59,6 @@ class ToyLanding:
     """Where they arrive."""
 
     pieces, closes = PIECES, False
-    imports = ("int32",)
 
     def landing(self, group: int, tokens: int, cache_format: str) -> list[jax.ShapeDtypeStruct]:
         sharding = SingleDeviceSharding(jax.devices()[0])
@@ -71,10 +70,11 @@ class ToyLanding:
 
 def toy_server(holder: ToyHolder, **options) -> PagesServer:
     """A started server."""
-    arguments = {"cache_format": "int32", "deadlines": DEADLINES} | options
+    arguments = {"deadlines": DEADLINES} | options
+    formats = {CACHE_FORMAT: (arguments.pop("cache_format", "int32"), ["int32", "fp8"])}
     server = PagesServer(
         "127.0.0.1:0",
-        make_hello("prefill", arguments.pop("facts", FACTS)),
+        make_hello("prefill", arguments.pop("facts", FACTS), formats=formats),
         SECRET,
         holder,
         token_bytes=TOKEN_BYTES,

@@ -9,7 +9,7 @@ from jaxserve.link.remote.server import _DomainConnection
 from jaxserve.link.session.hello import make_hello
 from jaxserve.link.session.messages import Bulk, Echo, Failed, Ready, Refused, encode
 
-HELLO = make_hello("ffn", {"model": "toy"}, versions={"jax": "0.12.0"})
+HELLO = make_hello("ffn", {"model": "toy"})
 NOTE = frames.Note(7, 1, "moe", 2, 64, Bulk(4096, 2**32 - 1))
 
 

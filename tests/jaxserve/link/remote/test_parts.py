@@ -1,8 +1,7 @@
 """The number of a cohort's parts, from passes and cycles of 15 domains with 3 lanes."""
 
-import pytest
-
 from jaxserve.link.remote.parts import AGAIN, Parts
+from tests import golden
 
 DOMAINS, COHORTS, LIMIT = 15, 3.0, 16
 
@@ -21,16 +20,7 @@ def reviewed(parts, cycle, fixed, each, windows, *, now=0.0, messages=None):
     return now, counts
 
 
-@pytest.mark.parametrize(
-    ("fixed", "each", "seconds", "messages", "count"),
-    [
-        # Passes of 270 µs: 3 x 3 x (27 + 5 x 16.2) = 972 µs of pool, 1122 - 270 + 108 = 960 alone.
-        (27e-6, 16.2e-6, 1122e-6, None, 3),
-        (120e-6, 10e-6, 1122e-6, None, 1),  # Two parts need 3 x 2 x 195 = 1170 µs of the pool.
-        (27e-6, 16.2e-6, 810e-6, None, 1),  # The pool has no time left: 3 x 270 µs.
-        (27e-6, 16.2e-6, 1122e-6, 11, 1),  # Cohorts have fallen apart.
-    ],
-)
+@golden.table("link/cohort_parts.yaml")
 def test_a_cohort_is_divided_where_shorter_passes_gain_more_than_more_passes_cost(
     fixed, each, seconds, messages, count
 ):

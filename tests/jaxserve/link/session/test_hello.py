@@ -6,12 +6,12 @@ FACTS = {"model": "toy", "layers": "4", "dispatch": "fp8"}
 
 
 def hello(worker: str, facts: dict[str, str], **fields) -> Hello:
-    return Hello(worker=worker, facts=facts, digest=facts_digest(facts), **fields)
+    return Hello(worker=worker, facts=facts, **fields)
 
 
 def test_equal_facts_in_another_order_fit() -> None:
-    here = hello("ffn", FACTS, versions={"jax": "0.12.0"})
-    there = hello("attention", dict(reversed(FACTS.items())), versions={"jax": "0.11.2"})
+    here = hello("ffn", FACTS)
+    there = hello("attention", dict(reversed(FACTS.items())))
     assert refusal(here, there) == ""
 
 
@@ -32,8 +32,26 @@ def test_at_most_four_facts_are_shown() -> None:
 
 
 def test_the_protocol_comes_first() -> None:
-    theirs = hello("attention", {}, protocol=9)
-    assert refusal(hello("ffn", FACTS), theirs) == "protocol 9 of attention, 8 of ffn"
+    theirs = hello("attention", {}, protocol=8)
+    assert refusal(hello("ffn", FACTS), theirs) == "protocol 8 of attention, 9 of ffn"
+
+
+def test_a_format_that_one_end_cannot_compute_is_named_with_those_of_both() -> None:
+    """An end that is configured for none takes any that it computes, but no other."""
+    for asked, there, wanted, here, fits in (
+        ("fp8", ["bf16", "fp8"], "fp8", ["bf16", "fp8"], True),
+        ("fp8", ["bf16", "fp8"], "fp8", ["bf16"], False),
+        ("fp8", ["bf16"], "fp8", ["bf16", "fp8"], False),
+        ("fp8", ["bf16", "fp8"], "", ["fp8"], True),
+        ("fp8", ["bf16", "fp8"], "", ["bf16"], False),
+        ("", ["bf16"], "fp8", ["bf16", "fp8"], False),
+        ("", ["bf16"], "", ["fp8"], True),
+    ):
+        ours = hello("ffn", FACTS, formats={"link.combine": ("bf16", here), "rows": (wanted, here)})
+        named = "attention is configured differently from ffn: rows = fp8, "
+        named += f"computed there {there}, here {here}"
+        theirs = hello("attention", FACTS, formats={"rows": (asked, there)})
+        assert refusal(ours, theirs) == ("" if fits else named)
 
 
 def test_digest_depends_on_keys_and_values() -> None:

@@ -1,11 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.model.attention.batch import ragged_batch
+from tests import golden
 
 build = jax.jit(ragged_batch, static_argnums=3)
 
@@ -19,16 +19,7 @@ def batch_of(query_start, kv_length, tokens):
     return np.asarray(batch.sequence_of_token).tolist(), np.asarray(batch.position).tolist()
 
 
-@pytest.mark.parametrize(
-    ("query_start", "kv_length", "sequence", "position"),
-    [
-        # Slot 0: a chunk of 3 after 4 others. Slot 2: one decode token. Slots 1 and 3: nothing.
-        ([0, 3, 3, 4, 4], [7, 0, 6, 0], [0, 0, 0, 2, 3, 3], [4, 5, 6, 5, -1, -1]),
-        ([0, 0, 0], [0, 0], [1, 1, 1], [-1, -1, -1]),
-        ([0, 2, 4], [2, 9], [0, 0, 1, 1], [0, 1, 7, 8]),
-    ],
-    ids=["chunk, decode and empty slots", "padding alone", "full"],
-)
+@golden.table("model/batch_steps.yaml")
 def test_literal_steps(query_start, kv_length, sequence, position):
     assert batch_of(query_start, kv_length, len(sequence)) == (sequence, position)
 
