@@ -18,22 +18,19 @@ from pallas_kernels.coverage import collect_fallbacks
 logger = logging.getLogger(__name__)
 
 _UNABLE = (AttributeError, NotImplementedError, TypeError, ValueError, jax.errors.JaxRuntimeError)
-"""Errors of a JAX without a dtype, and of devices and compilers without its conversions."""
 
 
 @functools.cache
 def computed_formats() -> list[str]:
     """Returns the formats of rows that this process's devices encode and decode with its JAX.
 
-    Each is tried: a table of platforms and versions would be another place to keep up to date. Rows
-    in 8 bits and in floats are the formats of both messages and of keys and values.
+    Each is tried: a table of platforms and versions would be another place to keep up to date.
     """
     return [name for name in choices("dispatch") if _computes(cast(FormatName, name))]
 
 
 def versioned(role: str) -> str:
-    """Returns a worker's name with the version of JAX and the platform, which may differ from those
-    of the other end."""
+    """Returns a worker's name with its version of JAX and its platform."""
     return f"{role} with JAX {jax.__version__} on {jax.default_backend()}"
 
 

@@ -9,7 +9,6 @@ import math
 
 from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.formats import FormatName
 from jaxserve.config.load import deployment_of
 from jaxserve.engine.runtime import Driver
 from jaxserve.errors import ConfigError
@@ -51,7 +50,8 @@ def page_accesses(
     if not deployment.cache.prefix:
         raise ConfigError("cache.prefix = false: hand-offs of pages fill the prefix cache")
     serves = role == "prefill"
-    forms = PageForms(pieces, exports=serves, imports=() if serves else formats_of(deployment))
+    imports = () if serves else [*dict.fromkeys(end.cache_format for end in _ends(deployment))]
+    forms = PageForms(pieces, exports=serves, imports=imports)
     return [
         page_access(driver.kv_arrays(domain), domain, forms, tell=tell)
         for domain in range(deployment.runtime_domains if driver.attends else 0)
@@ -76,14 +76,11 @@ def pages_hello(deployment: Deployment, transfer: PageTransfer, role: str) -> He
 
 def piece_tokens(deployment: Deployment) -> tuple[int, ...]:
     """Returns the tokens in a piece: `PIECE_TOKENS`, or multiples that both page sizes divide."""
-    sizes = [deployment.cache.page_size]
-    if deployment.prefill.workers:
-        sizes.append(deployment_of(deployment, "prefill").cache.page_size)
-    unit = math.lcm(*sizes)
+    unit = math.lcm(*(end.cache.page_size for end in _ends(deployment)))
     return tuple(sorted({-(-tokens // unit) * unit for tokens in PIECE_TOKENS}))
 
 
-def formats_of(deployment: Deployment) -> list[FormatName]:
-    """Returns the formats in which pages may come to a domain: its own and the prefill workers'."""
-    theirs = deployment_of(deployment, "prefill") if deployment.prefill.workers else deployment
-    return [*dict.fromkeys((deployment.cache_format, theirs.cache_format))]
+def _ends(deployment: Deployment) -> list[Deployment]:
+    """Returns the deployments of a domain and, if there are any, of prefill workers."""
+    roles = ["domain", *(["prefill"] if deployment.prefill.workers else [])]
+    return [deployment_of(deployment, role) for role in roles]

@@ -167,16 +167,10 @@ class PagesClient:
         for peer in peers:
             peer.join(max(0.0, end - time.monotonic()))
 
-    def arrived(self, size: int) -> None:
-        """Counts a piece that has arrived."""
+    def count(self, **more: int) -> None:
+        """Adds to the counters of these names."""
         with self._lock:
-            self._counts["bytes"] += size
-
-    def corrupt(self, address: str, error: CorruptBulk) -> None:
-        """Counts a piece whose checksum is wrong."""
-        with self._lock:
-            self._counts["corrupt"] += 1
-        logger.warning("pages of %s: %s", address, error)
+            self._counts.update(more)
 
     def ended(self, job: FetchJob, failure: tuple[str, bool] | None) -> None:
         """Counts the end of a fetch and reports a failure."""
@@ -194,10 +188,8 @@ class PagesClient:
     def _peer(self, address: str) -> "_Peer":
         peer = self._peers.get(address)
         if peer is None or not peer.alive:
+            self._peers = {known: other for known, other in self._peers.items() if other.alive}
             peer = self._peers[address] = _Peer(self, address)
-            for known, other in list(self._peers.items()):
-                if not other.alive:
-                    del self._peers[known]
         return peer
 
 
@@ -346,7 +338,8 @@ class _Peer:
             self._failed(job, str(error), getattr(error, "mismatch", False))
         except (OSError, EOFError, RuntimeError, msgspec.DecodeError) as error:
             if isinstance(error, CorruptBulk):
-                self._client.corrupt(self._address, error)
+                self._client.count(corrupt=1)
+                logger.warning("pages of %s: %s", self._address, error)
             text = str(error) or type(error).__name__
             if connection is not None:
                 connection.fail(text)
@@ -364,7 +357,7 @@ class _Peer:
         job.attempts += 1
         for fetch, size, piece in connection.fetch(job, self._client.landing):
             job.start = fetch.stop
-            self._client.arrived(size)
+            self._client.count(bytes=size)
             if not job.cancelled:
                 job.on_piece(fetch.start, fetch.stop - fetch.start, piece)
 

@@ -149,7 +149,7 @@ class PagesConnection(Session):
             self._busy_since = None
 
     def close(self) -> None:
-        """Ends the connection and frees the descriptors. Called by the owner alone."""
+        """See `Session.end`; also waits for the thread. Called by the owner alone."""
         self.fail("closed here")
         self._reader.join()
         self._channel.close()
@@ -210,7 +210,7 @@ class PagesConnection(Session):
             raise OSError(f"a piece of {ready.bulk.size} bytes, expected {expected}")
         buffer = self._buffers.take(expected)
         self._channel.receive_into(memoryview(buffer), self._deadlines.answer)
-        self._answers.put((ready.number, _Received(buffer, ready.bulk)))
+        self._answers.put((ready.number, (buffer, ready.bulk)))
 
     def _not_sent(self, failed: Failed) -> None:
         self._next_asked(failed.number)
@@ -225,11 +225,8 @@ class PagesConnection(Session):
         return asked
 
 
-class _Received(NamedTuple):
-    """The bytes of a piece."""
-
-    buffer: np.ndarray
-    bulk: Bulk
+_Received = tuple[np.ndarray, Bulk]
+"""Bytes of a piece, and what was said of them."""
 
 
 class _Range(NamedTuple):
