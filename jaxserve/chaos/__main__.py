@@ -74,22 +74,8 @@ def parser() -> argparse.ArgumentParser:
         description="Faults on purpose in a fleet on this host, under load with known answers.",
     )
     add_deployment_arguments(made)
-    add = made.add_argument
-    add(
-        "--faults",
-        type=some_of(*KINDS),
-        default=["kill"],
-        metavar="KIND,…",
-        help=f"of {', '.join(KINDS)} (kill)",
-    )
-    add(
-        "--only",
-        type=some_of(*ROLES),
-        default=[],
-        metavar="ROLE,…",
-        help=f"roles of the victims, of {', '.join(ROLES)} (all)",
-    )
     readers = {"amount": amount, "count": count, "faces": some_of("http", "grpc"), "part": part}
+    readers |= {"kinds": some_of(*KINDS), "roles": some_of(*ROLES)}
     add_options(made, Path(__file__).with_name("options.yaml"), readers)
     return made
 

@@ -167,22 +167,17 @@ def _compared(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> l
     alone (PSS) also grows when other processes no longer use the same pages, and the whole alone
     (RSS) when it touches pages that others have already."""
     count = max(1, len(before))
-    memory, resident = (sum(getattr(e, f) for e in before) for f in ("memory", "resident"))
-    shares, all_pages = (sum(getattr(e, f) for e in after) for f in ("memory", "resident"))
-    files, threads = sum(e.files for e in before), sum(e.threads for e in before)
-    grown = round(min(shares - memory, all_pages - resident), 1)
-    limit = round(memory * MORE_MEMORY + MORE_MEGABYTES * count, 1)
+    was, now = (
+        {field: sum(getattr(one, field) for one in samples) for field in Sample.__struct_fields__}
+        for samples in (before, after)
+    )
+    grown = round(min(now[field] - was[field] for field in ("memory", "resident")), 1)
+    limit = round(was["memory"] * MORE_MEMORY + MORE_MEGABYTES * count, 1)
+    files, threads = was["files"], was["threads"]
     return [
-        Measure(f"{name}: PSS ({memory:.0f})", shares, "MB"),
-        Measure(f"{name}: RSS ({resident:.0f})", all_pages, "MB"),
+        Measure(f"{name}: PSS ({was['memory']:.0f})", now["memory"], "MB"),
+        Measure(f"{name}: RSS ({was['resident']:.0f})", now["resident"], "MB"),
         Measure(f"{name}: grown in both", grown, "MB", limit),
-        Measure(
-            f"{name}: files ({files})", sum(e.files for e in after), "", files + MORE_FILES * count
-        ),
-        Measure(
-            f"{name}: threads ({threads})",
-            sum(e.threads for e in after),
-            "",
-            threads + MORE_THREADS * count,
-        ),
+        Measure(f"{name}: files ({files})", now["files"], "", files + MORE_FILES * count),
+        Measure(f"{name}: threads ({threads})", now["threads"], "", threads + MORE_THREADS * count),
     ]
