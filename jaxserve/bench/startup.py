@@ -3,21 +3,16 @@
 Part of `bench pipeline`.
 """
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.bench.report import Measure, Part
 from jaxserve.bench.requests import DEMO
-from jaxserve.bench.workers import BenchError
-from jaxserve.commands.children import end, started
+from jaxserve.bench.workers import BenchError, wait_until
+from jaxserve.commands.children import Child
 
 COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
 _SECONDS = 900.0
@@ -43,47 +38,34 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def start(cache: str) -> dict[str, float]:
-    """Starts `serve`, and ends it with SIGTERM. Returns the seconds from exec until it is ready, in
-    total and by part.
+    """Starts `serve`, and ends it. Returns the seconds from exec until it is ready, and of them
+    those that it says loading and compiling took; each role has its own.
 
     Raises:
       BenchError: it ended before it was ready, or is late.
     """
-    command = [sys.executable, "-u", "-m", "jaxserve.serve", "--config", str(DEMO)]
+    command = ["-u", "-m", "jaxserve.serve", "--config", str(DEMO)]
     command += ["--set", "server.grpc_port=0", "--set", "server.http_port=0"]
-    environment = os.environ | {
+    environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(Path(cache)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    begin = time.monotonic()
-    process = started(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    late = threading.Timer(_SECONDS, end, [process])
-    late.start()
-    lines: list[str] = []
-    seconds: dict[str, float] = {}
-    compiled = 0.0
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            now = time.monotonic() - begin
-            if took := re.search(r"(load|compile): .* in ([\d.]+) s", line):
-                name, own = took[1], float(took[2])
-                seconds.setdefault("imports and server", now - own)
-                seconds[name] = seconds.get(name, 0.0) + own  # each role has its own
-                compiled = now
-            if line.startswith("ready"):
-                seconds |= {"warm-up": now - compiled, "ready": now}
-                process.send_signal(signal.SIGTERM)
-        process.wait(_SECONDS)
-    finally:
-        late.cancel()
-        end(process)
-        process.stdout.close()
-    if "ready" not in seconds:
-        raise BenchError("serve never got ready:\n" + "".join(lines[-20:]))
-    return seconds
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bench-") as folder:
+        begin = time.monotonic()
+        child = Child(command, Path(folder, "said.txt"), environment=environment)
+        try:
+            wait_until(lambda: child.code or _ready(child), _SECONDS, "serve")
+            seconds = {"ready": time.monotonic() - begin, "load": 0.0, "compile": 0.0}
+            if not _ready(child):
+                raise BenchError("\n".join(["serve never got ready:", *child.last_words(20)]))
+        finally:
+            child.end()
+        for name, took in re.findall(r"(load|compile): .* in ([\d.]+) s", child.output.read_text()):
+            seconds[name] += float(took)
+    return seconds | {"the rest": 2 * seconds["ready"] - sum(seconds.values())}
+
+
+def _ready(child: Child) -> bool:
+    return "\nready" in child.output.read_text()
