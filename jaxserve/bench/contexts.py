@@ -74,9 +74,6 @@ def measure_conversations(quick: bool) -> Iterator[Part]:
             limit = RATIO if samples["returned"].get("storage_hits") else None
             kept = again / statistics.median(warm)
             measures.append(Measure("  ÷ endless, not restarted", kept, "", limit))
-            # Not judged: in that turn the last conversation of a round waits for pages.
-            kept = percentile(samples["returning"], 95) / percentile(warm, 95)
-            measures.append(Measure("  p95 ÷ endless, not restarted", kept, ""))
     notes = [f"{users} users, {turns} turns; all tokens equal."]
     yield Part("conversations", "Conversations beyond the pool", measures, notes, found)
 

@@ -146,28 +146,17 @@ def counting_cost(ffn: Any, moe: FFN, rows: DispatchMessage, rounds: int) -> flo
 
     (leaves,) = weights.blocks
     counts: dict[str, Any] = {}
-    ways: dict[str, Callable[[], list[float]]] = {}
+    ways: dict[str, Callable[[], float]] = {}
     for name, each in (("with", program), ("without", program._replace(body=body))):
         compiled = each.compile()
         counts[name] = jax.device_put(np.asarray(slots.counts[0]), slots.counts[0].sharding)
 
-        def run_layer(name: str, compiled: Any) -> Any:
+        def run_layer(name: str, compiled: Any) -> float:
+            start = time.process_time()
             answer, counts[name] = compiled(message, slots.tables[0], counts[name], *leaves)
-            return answer
+            jax.block_until_ready((answer, counts[name]))
+            return time.process_time() - start
 
-        layer = functools.partial(run_layer, name, compiled)
-        ways[name] = functools.partial(core_seconds, layer, 5)
-    taken = take_turns(ways, rounds, warm_ups=0)
-    samples = {name: [*map(statistics.median, found)] for name, found in taken.items()}
-    return median_ratio(samples["with"], samples["without"])
-
-
-def core_seconds(call: Callable[[], Any], calls: int, warm_ups: int = 1) -> list[float]:
-    """Core time of each call and of the arrays that it computes: its time on a core of its own,
-    whatever else runs on the machine."""
-    samples = []
-    for _ in range(warm_ups + calls):
-        start = time.process_time()
-        jax.block_until_ready(call())
-        samples.append(time.process_time() - start)
-    return samples[warm_ups:]
+        ways[name] = functools.partial(run_layer, name, compiled)
+    taken = take_turns(ways, 5 * rounds)
+    return median_ratio(taken["with"], taken["without"])

@@ -1,15 +1,10 @@
 """`python -m jaxserve.bench host`: the leader's Python for one lane and step, without a device.
 
 The scheduler of a shipped deployment, whose slots are all taken, runs decode steps as the engine's
-loop does: each lane is one step ahead of its results. These are timed separately:
-
-| measure | what |
-|---|---|
-| plan | `Scheduler.plan` |
-| arrays | the NumPy arrays of the step, as every process of the attention role makes them |
-| encode | the boundary's message to the followers |
-| complete | `Scheduler.complete`, without the requests' outputs |
-| outputs | one `TokenOutput` a token, which is what callers are handed |
+loop does: each lane is one step ahead of its results. Timed separately are `Scheduler.plan`; the
+step's NumPy arrays, as every process of the attention role makes them; encoding the boundary's
+message to the followers; `Scheduler.complete` without outputs; and outputs, one `TokenOutput` a
+token.
 
 Sampled tokens are random. Requests end after their number of tokens and are replaced at once by
 prompts whose full pages are in the prefix cache, as after a hand-off; the rest is prefilled. The
