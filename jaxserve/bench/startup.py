@@ -38,8 +38,8 @@ def measure(quick: bool) -> Iterator[Part]:
 
 
 def start(cache: str) -> dict[str, float]:
-    """Starts `serve`, and ends it. Returns the seconds from exec until it is ready, and of them
-    those that it says loading and compiling took; each role has its own.
+    """Starts `serve`, and ends it. Returns the seconds from exec until it is ready, and the parts
+    that loading and compiling took, as it prints them for each role.
 
     Raises:
       BenchError: it ended before it was ready, or is late.
