@@ -1,11 +1,23 @@
 """Models and warm runtimes that several test files of a worker share."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.assembly import build_runtime
 from tests.conftest import compile_unoptimised
 from tests.jaxserve import layouts
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restores the handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

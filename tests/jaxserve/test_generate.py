@@ -89,12 +89,3 @@ def test_a_message_in_the_models_chat_template(folder, engine, capsys):
     (folder / "chat_template.jinja").unlink()
     assert generate.main(arguments) == 2
     assert "has no chat template" in capsys.readouterr().err
-
-
-def test_arguments_that_do_not_go_together(capsys):
-    def said(arguments: str) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            generate.main(arguments.split())
-        return capsys.readouterr().err.splitlines()[-1]
-
-    golden.check_each("text/generate_arguments.txt", said)

@@ -11,6 +11,7 @@ from jaxserve.commands.names import COMMANDS
 from jaxserve.config.load import load_deployment
 from jaxserve.config.shipped import CONFIGS, deployment_names
 from jaxserve.errors import ConfigError
+from tests import golden
 from tests.jaxserve.fleet.launched import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,16 @@ def test_commands_and_what_they_are_given(arguments, code, said, capsys):
     assert main(arguments.split()) == code
     output, error = capsys.readouterr()
     assert all(text in (error if code else output) for text in said)
+
+
+@pytest.mark.parametrize(("command", "room"), [("convert", "checkpoint"), ("generate", "text")])
+def test_wrong_arguments(command, room, capsys):
+    def said(arguments: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            main([command, *arguments.split()])
+        return capsys.readouterr().err.splitlines()[-1]
+
+    golden.check_each(f"{room}/{command}_arguments.txt", said)
 
 
 def test_completion_of_commands_options_names_and_files(tmp_path):

@@ -317,15 +317,6 @@ class TestCheck:
         assert "no .safetensors file" in capsys.readouterr().err
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Puts the signal handlers back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("signals")
 def test_a_port_in_use_is_noticed_before_the_model_is_loaded(folder, capsys):
     with socket.socket() as taken:

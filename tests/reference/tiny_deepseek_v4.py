@@ -10,18 +10,17 @@ stands for 32 tokens. 16 heads of the indexer make ties of their scores unlikely
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from tests import golden
 from tests.reference.long_prompts import LongPrompts
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import VOCAB, Shapes, Spelling, prefixed
 
-FOLDER = Path(__file__).resolve().parent
-ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/deepseek_v4.yaml").read_text())
+ENTRIES = yaml.safe_load(golden.text("reference/deepseek_v4.yaml"))
 
 
 @dataclass(frozen=True)

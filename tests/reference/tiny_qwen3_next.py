@@ -10,18 +10,17 @@ of Gated DeltaNet takes at a time.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from tests import golden
 from tests.reference.long_prompts import LongPrompts
 from tests.reference.tiny_models import TinyModel
 from tests.reference.tiny_sizes import Shapes, Spelling, prefixed
 
-FOLDER = Path(__file__).resolve().parent
-ENTRIES = yaml.safe_load((FOLDER.parent / "golden/reference/qwen3_next.yaml").read_text())
+ENTRIES = yaml.safe_load(golden.text("reference/qwen3_next.yaml"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.reference.tiny_models import with_copies, write_safetensors
-from tests.reference.tiny_sizes import Shapes, mlp_shapes, prefixed, sizes
+from tests.reference.tiny_sizes import ENTRIES, Shapes, mlp_shapes, prefixed, sizes
 
 
 class TinyStep3(sizes("step3")):
@@ -35,31 +35,14 @@ class TinyStep3(sizes("step3")):
         layers = list(self.moe_layers)
         named_otherwise = ("moe_layers", "mtp", "mtp_repeats_head")
         sizes = {name: size for name, size in vars(self).items() if name not in named_otherwise}
-        text = sizes | {
-            "model_type": "step3_text",
-            "architectures": ["Step3ForCausalLM"],
-            "num_attention_groups": 1,
-            "max_seq_len": 2048,
-            "max_position_embedding": 2048,
-            "moe_layers_enum": ",".join(map(str, layers)) if moe_layers_as is str else layers,
-            "rope_scaling": None,
-            "tie_word_embeddings": False,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "torch_dtype": dtype,
-        }
+        text = sizes | ENTRIES["step3_text"] | {"torch_dtype": dtype}
+        text["moe_layers_enum"] = ",".join(map(str, layers)) if moe_layers_as is str else layers
         if self.mtp:
             text["num_nextn_predict_layers"] = 1
         if not vision:
             return text
-        return {
-            "model_type": "step3_vl",
-            "architectures": ["Step3VLForConditionalGeneration"],
-            "text_config": text,
-            "vision_config": {"hidden_size": 8},
-            "image_token_id": self.vocab_size - 1,
-            "torch_dtype": dtype,
-        }
+        image = {"image_token_id": self.vocab_size - 1, "torch_dtype": dtype}
+        return ENTRIES["step3_vl"] | {"text_config": text} | image
 
     def shapes(self) -> Shapes:
         """Name in the checkpoint -> shape, [out, in] for projections."""

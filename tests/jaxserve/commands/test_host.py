@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -80,26 +79,17 @@ def test_roles_with_runtimes_of_their_own_have_one_process() -> None:
         host.run_processes(deployment, ProcessArguments(host_processes=2), [])
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restores the handlers of signals."""
-    kept = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for each, handler in kept.items():
-        signal.signal(each, handler)
-
-
 def children(*codes: str) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen([sys.executable, "-I", "-c", code]) for code in codes]
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 3), 3), ((1, 0), 1)])
 def test_the_first_failure_is_the_end_of_all(codes, expected) -> None:
     assert host._watch(children(*(f"exit({code})" for code in codes))) == expected
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("signals")
 def test_who_does_not_end_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(host, "LAST_WORDS_SECONDS", 0.2)
     both = children("exit(1)", "import time; time.sleep(60)")

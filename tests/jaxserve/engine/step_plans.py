@@ -11,6 +11,7 @@ from jaxserve.roles.layout import Bucket
 from jaxserve.roles.step_arrays import LaneState
 from jaxserve.roles.step_plan import StepPlan
 from jaxserve.roles.written_steps import SequenceRow
+from tests import golden
 from tests.jaxserve.full_steps import FullStep, Replica, arrays
 
 GROUP_SLOTS = 3
@@ -66,18 +67,7 @@ class FullScheduler:
 
 def make_scheduler(*waiting: Request, **limits) -> FullScheduler:
     """A scheduler with requests that wait."""
-    defaults = {
-        "groups": 1,
-        "lanes": 1,
-        "slots": GROUP_SLOTS,
-        "pages": 8,
-        "page_size": 2,
-        "max_length": 16,
-        "token_budget": 4,
-        "token_buckets": [1, 3, 4],
-        "page_buckets": [2, 8],
-        "max_waiting": 4,
-    }
+    defaults = {"slots": GROUP_SLOTS} | golden.sizes("scheduler")
     scheduler = FullScheduler(**(defaults | limits))
     for request in waiting:
         scheduler.add(request)

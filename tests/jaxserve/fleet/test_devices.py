@@ -16,40 +16,22 @@ from tests import golden
 from tests.jaxserve.fleet.launched import python
 
 ABORT = "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"
-HEAD = """
-import json, jax
-from jaxserve.fleet import devices
-from jaxserve.fleet.arguments import ProcessArguments
-from jaxserve.config.deployment import Deployment
-from jaxserve.config.sections import AttentionRole, FFNRole
-from jaxserve.errors import ConfigError
-deployment = Deployment(model=".", attention=AttentionRole(dp=3), ffn=FFNRole(ep=2))
-"""
+HEAD, ASKS_BACKENDS, INITIALISES, ASKS_FLAGS = golden.text("fleet/devices.txt").split("---\n")
 
 
 def test_one_process_gets_all_devices_and_importing_starts_no_backend() -> None:
-    code = """
-from jax._src import xla_bridge
-started = xla_bridge.backends_are_initialized()
-share = devices.initialise(ProcessArguments(), deployment)
-still = xla_bridge.backends_are_initialized()
-print(json.dumps([started, still, share.role, jax.device_count()]))
-"""
-    assert python(HEAD + code) == [False, False, "attention and ffn", 5]
-    assert python(HEAD + code, JAX_NUM_CPU_DEVICES="8") == [False, False, "attention and ffn", 8]
+    assert python(HEAD + ASKS_BACKENDS) == [False, False, "attention and ffn", 5]
+    assert python(HEAD + ASKS_BACKENDS, JAX_NUM_CPU_DEVICES="8") == [
+        False,
+        False,
+        "attention and ffn",
+        8,
+    ]
 
 
 def test_a_backend_that_runs_must_have_enough_devices() -> None:
-    code = """
-jax.devices()
-try:
-    devices.initialise(ProcessArguments(), deployment)
-    print(json.dumps("ok"))
-except ConfigError as error:
-    print(json.dumps(str(error)))
-"""
-    assert python(HEAD + code, JAX_NUM_CPU_DEVICES="5") == "ok"
-    said = python(HEAD + code)
+    assert python(HEAD + INITIALISES, JAX_NUM_CPU_DEVICES="5") == "ok"
+    said = python(HEAD + INITIALISES)
     assert said.startswith("this process needs 5 CPU devices (3 attention + 2 ffn), and JAX has")
     assert said.endswith("or set JAX_NUM_CPU_DEVICES=5")
     with pytest.raises(ConfigError, match=r"needs 100 devices \(99 attention"):
@@ -132,18 +114,9 @@ UNTUNED = f"{APART} --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=fals
 @pytest.mark.parametrize(("several", "flags"), [(False, APART), (True, UNTUNED)])
 def test_no_process_waits_for_the_autotuning_of_another(environment, several, flags) -> None:
     """Nor tunes where others play its role: XLA reads its flags at the first program."""
-    code = """
-import os
-from jax._src.lib import xla_client
-from jaxserve.fleet.membership import ProcessShare
-if os.environ["SET"] == "1":
-    devices._set_gpu_options(ProcessShare(3, 2), deployment, os.environ["SEVERAL"] == "1")
-options = xla_client.CompileOptions().SerializeAsString()
-print(json.dumps([os.environ.get("XLA_FLAGS"), list(options)]))
-"""
-    _, default = python(HEAD + code, SET="0")
-    given, options = python(HEAD + code, SET="1", SEVERAL=f"{several:d}")
-    _, asked = python(HEAD + code, SET="0", XLA_FLAGS=flags)
+    _, default = python(HEAD + ASKS_FLAGS, SET="0")
+    given, options = python(HEAD + ASKS_FLAGS, SET="1", SEVERAL=f"{several:d}")
+    _, asked = python(HEAD + ASKS_FLAGS, SET="0", XLA_FLAGS=flags)
     assert given == flags
     assert options == asked != default
 

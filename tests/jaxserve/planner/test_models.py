@@ -47,14 +47,7 @@ def test_modules_have_the_windows_of_their_declaration():
     assert [(a.spec.window, f.experts, f.shared_d_ff) for a, f in modules] == [(512, 0, 11264)] * 3
 
 
-PLANNED = """d_model: 8
-vocab: 16
-max_positions: 64
-norm_epsilon: 1.0e-6
-decoder:
-- &one [{type: gqa, q_heads: 2, kv_heads: 1, head_dim: 4, rope: {theta: 1}}, {d_ff: 32}]
-- *one
-"""
+PLANNED = golden.text("planner/planned.yaml")
 
 
 def test_a_path_is_a_model_too(tmp_path):

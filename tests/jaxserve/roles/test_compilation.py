@@ -36,6 +36,7 @@ from jaxserve.roles.layout import Bucket
 from jaxserve.roles.sampling import SamplingExecutables
 from jaxserve.roles.step_plan import StepPlan
 from pallas_kernels.attention.api import paged_attention
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.roles.building import programs_of
 from tests.jaxserve.roles.test_capacity import load
@@ -218,16 +219,7 @@ def test_a_truncated_entry_is_replaced(folder, left, caplog):
 
 def test_a_writer_that_dies_leaves_no_entry(tmp_path):
     """SIGKILL in the middle of a write."""
-    code = """
-import os, pathlib, sys
-from jaxserve.roles.compilation import WholeEntries
-write = pathlib.Path.write_bytes
-def die(path, value):
-    write(path, value[:10])
-    os.kill(os.getpid(), 9)
-pathlib.Path.write_bytes = die
-WholeEntries(sys.argv[1], max_size=-1).put("key", b"x" * 1000)
-"""
+    code = golden.text("roles/writer_that_dies.txt")
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=120)
     assert died.returncode == -9
     assert WholeEntries(str(tmp_path), max_size=-1).get("key") is None

@@ -14,28 +14,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import yaml
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.quantize import QuantArray
 from pallas_kernels.target import Target, use_target
+from tests import golden
 from tests.pallas_kernels.nightly import nightly
 from tests.pallas_kernels.quantize.definition import quantize_numpy
 
-FORMATS = {
-    "float": None,
-    "fp8": ("fp8", (1, 0)),
-    "fp8_bits": ("fp8_bits", (1, 0)),
-    "fp8_block": ("fp8", (128, 128)),
-    "fp8_large_block": ("fp8", (256, 0)),
-    "fp8_small_block": ("fp8", (64, 96)),
-    "int8": ("int8", (1, 0)),
-    "int8_block": ("int8", (128, 128)),
-    "int4": ("int4", (1, 128)),
-    "int4_zeros": ("int4", (1, 128)),
-    "int4_small_zeros": ("int4", (1, 32)),
-    "mxfp4": ("mxfp4", (1, 32)),
-}
+TABLE = yaml.safe_load(golden.text("pallas_kernels/blocks_of_formats.yaml"))
+FORMATS = {name: one and (one[0], tuple(one[1:])) for name, one in TABLE.items()}
 """Names of formats: dtype of the values and block (block_out, block_in)."""
 
 # Interpreted kernels have these in `make nightly` alone, plain XLA always (`test_reference.py`).

@@ -1,7 +1,6 @@
 """Processes that are started again: when, how often, and how nice."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -12,18 +11,14 @@ from jaxserve.launch.local.members import Member
 from jaxserve.launch.local.supervisor import Rules, Supervisor
 from tests import golden
 
+pytestmark = pytest.mark.usefixtures("signals")
 STARTED = golden.text("launch/started.txt")
 
 
 def supervised(command, members, logs) -> int:
     """The exit code of the first process; all the others are started again."""
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     rules = Rules(range(1, len(members)), 0.0, ())
-    try:
-        return Supervisor(command, members, rules, logs=logs).run()
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    return Supervisor(command, members, rules, logs=logs).run()
 
 
 @pytest.mark.parametrize("allowed", [True, False])
