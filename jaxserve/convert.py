@@ -25,9 +25,9 @@ from jaxserve.calibration.run import (
     cut,
 )
 from jaxserve.checkpoint import conversion
+from jaxserve.checkpoint.conversion import CALIBRATION
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.manifest import read_record
-from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.sensitivity import ProductLoss, measure
 from jaxserve.checkpoint.verification import verify
 from jaxserve.config.command_line import add_options

@@ -19,7 +19,6 @@ import pytest
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.opening import READERS
 from jaxserve.fleet.pages_link import ENDS
-from jaxserve.model.attention.family import KINDS
 from jaxserve.roles.pipelines import PIPELINES
 from tests import golden
 
@@ -33,6 +32,8 @@ INSIDE = "link.transports.device_put", "link.transports.ppermute"
 BETWEEN = ("link.transports.pull",)
 """Transports, which are imported by name."""
 FILES = {name: f"roles.{place.partition(':')[0]}" for name, place in PIPELINES.items()}
+SPECS, MATHS = "jaxserve.config.attention", "jaxserve.model.attention"
+"""Folders with a file for each kind of attention, of the same name in both."""
 OWN_ENDS = [end.partition(":")[0].removeprefix("jaxserve.") for end in ENDS.values()]
 """Ends of the pages link, which are imported by name: a worker of a fleet has the one of its
 role."""
@@ -178,9 +179,9 @@ def with_own_model(found: dict[str, str]) -> dict[str, str]:
         readers = (at.partition(":")[0] for at in READERS.values())
         found = most(closure(f"jaxserve.checkpoint.{reader}", **found) for reader in readers)
     if "jaxserve.checkpoint.families" not in found:
-        kinds = {f"jaxserve.model.attention.{place.partition(':')[0]}" for place in KINDS.values()}
-        known = "jaxserve.model.attention.family" in found
-        return most([closure(kind, **found) for kind in kinds] if known else [found])
+        kinds = {path.stem for path in ROOT.joinpath(*SPECS.split(".")).glob("[!_]*.py")}
+        known = f"{MATHS}.family" in found
+        return most([closure(f"{MATHS}.{kind}", **found) for kind in kinds] if known else [found])
     return most(
         closure(family, *_kinds(family, found), **found)
         for family in {f"jaxserve.checkpoint.{at.partition(':')[0]}" for at in FAMILIES.values()}
@@ -190,15 +191,14 @@ def with_own_model(found: dict[str, str]) -> dict[str, str]:
 def _kinds(family: str, found: dict[str, str]) -> Iterator[str]:
     """The modules of a family's attention, if this part computes attention: of the specs that the
     family's file names, or else a file that it builds on."""
-    if "jaxserve.model.attention.family" not in found:
+    if f"{MATHS}.family" not in found:
         return
     own = [family, *(closure(family, **found).keys() - found.keys())]
     used = ({*read(path)[1]} for one in own if (path := source_of(one)))
-    named = ([kind for kind in KINDS if f"jaxserve.config.model.{kind}" in names] for names in used)
-    made = [KINDS[kind] for kind in next(filter(None, named), [])]
+    named = ([name for name in names if name.startswith(SPECS)] for names in used)
     # Others have grouped-query attention, which `checkpoint/source.py` describes.
-    for place in made or [KINDS["GQA"]]:
-        yield f"jaxserve.model.attention.{place.partition(':')[0]}"
+    for name in next(filter(None, named), [f"{SPECS}.gqa.GQA"]):
+        yield f"{MATHS}.{name.split('.')[3]}"
 
 
 def reach(part: str) -> dict[str, str]:

@@ -10,13 +10,13 @@ import jax
 
 from jaxserve.bench import stages
 from jaxserve.bench.workers import barrier
-from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.random_leaves import RandomLeaves, open_random
 from jaxserve.checkpoint.source import CheckpointNames
 from jaxserve.checkpoint.step3 import step3_names
+from jaxserve.config.attention.mfa import MFA
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import FFN, MFA, ModelConfig, Rope
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, Rope
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runtime import warm_up
 from jaxserve.fleet.assembly import Options, build_runtime, make_engine
@@ -45,7 +45,7 @@ def model_config(
     return ModelConfig(
         vocab=64,
         d_model=d_model,
-        decoder=decoder_layers(layers, attention, ffn),
+        decoder=(LayerKind(attention, ffn),) * layers,
         norm_epsilon=1e-5,
         max_positions=positions,
     )

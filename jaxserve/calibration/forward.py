@@ -15,7 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.calibration.gptq import dequantised
-from jaxserve.config.model import GQA, MFA, MLA, Attention, ModelConfig
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.attention.mfa import MFA
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import Attention, ModelConfig
 from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention.rope import paired, rotation
@@ -34,7 +37,7 @@ def refuse_unsupported(config: ModelConfig) -> None:
     kinds = config.decoder + config.predictors
     found = {
         "gates of heads": any(getattr(kind.attention, "gate", "none") != "none" for kind in kinds),
-        "indexers": any(getattr(kind.attention, "indexer", None) for kind in kinds),
+        "indexers": any(kind.attention.indexer for kind in kinds),
         "sinks": any(getattr(kind.attention, "sinks", False) for kind in kinds),
         "limits of SwiGLU": any(
             {kind.ffn.activation, kind.ffn.expert_activation} != {SWIGLU} for kind in kinds
@@ -108,10 +111,9 @@ def _attend_one(
 
 
 def _mfa(
-    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: MFA, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
     tokens = x.shape[0]
-    assert isinstance(sizes, MFA)
     kv = sizes.kv_heads * sizes.head_dim
     query, key, value = jnp.split(
         _linear(x, leaves["down"]), [sizes.latent, sizes.latent + kv], axis=-1
@@ -126,10 +128,9 @@ def _mfa(
 
 
 def _gqa(
-    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: GQA, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
     tokens = x.shape[0]
-    assert isinstance(sizes, GQA)
     turn = rotation(jnp.arange(tokens), sizes.head_dim, sizes.rope)
 
     def heads(name: str) -> Array:
@@ -145,10 +146,9 @@ def _gqa(
 
 
 def _mla(
-    config: ModelConfig, sizes: Attention, leaves: dict[str, Array], x: Array
+    config: ModelConfig, sizes: MLA, leaves: dict[str, Array], x: Array
 ) -> tuple[Array, Inputs]:
     tokens = x.shape[0]
-    assert isinstance(sizes, MLA)
     down = _linear(x, leaves["down"], leaves.get("down_bias"))
     low, row = jnp.split(down, [sizes.q_latent], axis=-1)
     inputs = {"down": x}

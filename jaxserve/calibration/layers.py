@@ -27,7 +27,10 @@ from jaxserve.calibration.gptq import (
     rounded,
     row_scales,
 )
-from jaxserve.config.model import GQA, MFA, MLA, Attention
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.attention.mfa import MFA
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import Attention
 
 STRENGTHS = (0.0, 0.35, 0.5, 0.65, 0.8)
 """How much of a channel's width moves from activations to weights (the paper's α); 0: none."""

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import msgspec
@@ -51,9 +51,8 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
     read_record,
 )
-from jaxserve.checkpoint.records import CALIBRATION, BlockRecord, checksum, write_record
 from jaxserve.checkpoint.source import CheckpointNames
-from jaxserve.checkpoint.stored_array import open_array, read_array
+from jaxserve.checkpoint.stored_array import checksum_of, open_array, read_array
 from jaxserve.checkpoint.tensors import list_tensors
 from jaxserve.checkpoint.verification import changed, damaged, digest_of
 from jaxserve.config.formats import FORMATS, FormatName, group_of, sharing
@@ -71,6 +70,9 @@ from pallas_kernels.quantize import in_bytes
 logger = logging.getLogger(__name__)
 
 TargetFormat = FormatName | Literal["bf16"]
+
+CALIBRATION = "calibration.json"
+"""File with the report of a calibration, layer by layer."""
 
 COPIED = (
     "*config*.json",
@@ -417,7 +419,7 @@ def _write(
     import orbax.checkpoint as ocp  # slow to import, and only conversions need it
 
     record = {
-        leaf: StoredLeaf(array.shape, str(array.dtype), checksum(np.asarray(array)))
+        leaf: StoredLeaf(array.shape, str(array.dtype), checksum_of([np.asarray(array)]))
         for leaf, array in leaves.items()
     }
     # Zarr keeps a byte for each 4-bit value, and two fit.
@@ -457,3 +459,19 @@ def _copied(source: Path) -> list[Path]:
 def quieten_libraries() -> None:
     """Silences Orbax, which logs every file as a warning."""
     logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+class BlockRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The arrays of a block that was written completely."""
+
+    leaves: dict[str, StoredLeaf]
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Writes a record atomically."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

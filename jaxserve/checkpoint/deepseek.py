@@ -5,10 +5,10 @@ import functools
 from typing import Any
 
 from jaxserve.checkpoint import source
-from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries, yarn_magnitude
 from jaxserve.checkpoint.families import Family
-from jaxserve.config.model import FFN, MLA, Attention, ModelConfig, Rope, RouterSpec
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import FFN, Attention, LayerKind, ModelConfig, Rope, RouterSpec
 
 
 def deepseek_config(entries: Entries) -> ModelConfig:
@@ -38,9 +38,10 @@ def all_layers(entries: Entries, attention: Attention, layers: int, dense: FFN) 
     entries.only("mlp_bias", False)
     shared = expert_d_ff * entries.size("n_shared_experts", least=0, default=0)
     moe = FFN(d_ff=shared, router=rule, expert_d_ff=expert_d_ff)
+    ffns = (moe if layer in moe_layers else dense for layer in range(layers))
     return {
-        "decoder": decoder_layers(layers, attention, dense, moe, moe_layers),
-        "predictors": decoder_layers(mtp_layers, attention, moe),
+        "decoder": tuple(LayerKind(attention, ffn) for ffn in ffns),
+        "predictors": (LayerKind(attention, moe),) * mtp_layers,
     }
 
 

@@ -3,7 +3,6 @@ in every layer, those of prediction modules included; from GLM-5.2 on layers sha
 config.json and their tensors."""
 
 import functools
-import itertools
 from collections.abc import Collection
 
 import msgspec
@@ -12,7 +11,8 @@ from jaxserve.checkpoint.deepseek import deepseek_config, latent_attention
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import Sources, decoder_names, matrix, vector
-from jaxserve.config.model import MLA, Attention, Indexer, LayerKind, ModelConfig
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import Attention, Indexer, ModelConfig
 
 
 def deepseek_v32_config(
@@ -34,22 +34,20 @@ def deepseek_v32_config(
         top_k=entries.size("index_topk"),
         interleaved=entries.flag("indexer_rope_interleave", default=interleaved),
     )
-
-    def indexed(layer: int, kind: LayerKind) -> LayerKind:
-        own = msgspec.structs.replace(indexer, shared=layer in shared)
-        return kind._replace(attention=msgspec.structs.replace(kind.attention, indexer=own))
-
-    kinds = tuple(map(indexed, itertools.count(), config.decoder + config.predictors))
-    decoder, predictors = kinds[: config.layers], kinds[config.layers :]
-    spec = config.layer(0).attention
+    spec, replace = config.layer(0).attention, msgspec.structs.replace
     assert isinstance(spec, MLA)
+    kinds = [
+        kind._replace(attention=replace(spec, indexer=replace(indexer, shared=layer in shared)))
+        for layer, kind in enumerate(config.decoder + config.predictors)
+    ]
+    decoder, predictors = tuple(kinds[: config.layers]), tuple(kinds[config.layers :])
     if not spec.q_latent or spec.rope_dim > indexer.head_dim:
         entries.problems.append(
             f"index_head_dim = {indexer.head_dim} with q_lora_rank = {spec.q_latent} and "
             f"qk_rope_head_dim = {spec.rope_dim}: an indexer needs query latents, and rotates "
             "qk_rope_head_dim of its columns"
         )
-    return msgspec.structs.replace(config, decoder=decoder, predictors=predictors)
+    return replace(config, decoder=decoder, predictors=predictors)
 
 
 def glm_moe_dsa_config(entries: Entries) -> ModelConfig:

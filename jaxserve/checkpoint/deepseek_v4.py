@@ -8,16 +8,8 @@ import msgspec
 from jaxserve.checkpoint import source
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
-from jaxserve.config.model import (
-    FFN,
-    Compressed,
-    Indexer,
-    LayerKind,
-    ModelConfig,
-    Rope,
-    RouterSpec,
-    Streams,
-)
+from jaxserve.config.attention.compressed import Compressed
+from jaxserve.config.model import FFN, Indexer, LayerKind, ModelConfig, Rope, RouterSpec, Streams
 from pallas_kernels.activation import Activation
 
 WINDOW, SPARSE = "sliding_attention", "compressed_sparse_attention"

@@ -5,7 +5,8 @@ from jaxserve.checkpoint.deepseek import all_layers
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import decoder_names
-from jaxserve.config.model import FFN, GQA, ModelConfig
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, ModelConfig
 
 
 def glm4_moe_config(entries: Entries) -> ModelConfig:

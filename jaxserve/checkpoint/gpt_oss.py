@@ -7,7 +7,8 @@ import msgspec
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import Source, Sources, View, decoder_names
-from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, RouterSpec
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, RouterSpec
 from pallas_kernels.activation import Activation
 
 WINDOWED, FULL = "sliding_attention", "full_attention"

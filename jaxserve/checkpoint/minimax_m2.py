@@ -1,10 +1,10 @@
 """MiniMax-M2, M2.1 and M2.5 (`model_type` minimax_m2): their config.json and their tensors."""
 
-from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import CheckpointNames, Sources, decoder_names, per_expert
-from jaxserve.config.model import FFN, GQA, ModelConfig, RouterSpec
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, RouterSpec
 
 
 def minimax_m2_config(entries: Entries) -> ModelConfig:
@@ -36,7 +36,7 @@ def minimax_m2_config(entries: Entries) -> ModelConfig:
     rope = entries.rope("head_dim", heads["head_dim"], share=columns / heads["head_dim"])
     attention = GQA(**heads, rope=rope, qk_norm="columns")
     moe = FFN(router=rule, expert_d_ff=expert_d_ff)
-    return ModelConfig(**decoder, decoder=decoder_layers(layers, attention, moe))
+    return ModelConfig(**decoder, decoder=(LayerKind(attention, moe),) * layers)
 
 
 def minimax_m2_names(config: ModelConfig) -> CheckpointNames:

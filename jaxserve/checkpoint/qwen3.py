@@ -5,7 +5,8 @@ import msgspec
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import decoder_names
-from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig, RouterSpec
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, RouterSpec
 
 
 def qwen3_config(entries: Entries) -> ModelConfig:

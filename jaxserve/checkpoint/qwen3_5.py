@@ -14,7 +14,8 @@ from jaxserve.checkpoint.qwen3_next import feed_forward, mixing, module_spelling
 from jaxserve.checkpoint.reading import SCALE_BLOCK, SCALES
 from jaxserve.checkpoint.source import CheckpointNames, Shape, Source, Sources, decoder_names
 from jaxserve.checkpoint.tensors import Tensor
-from jaxserve.config.model import Attention, DeltaNet, ModelConfig
+from jaxserve.config.attention.gated_delta import DeltaNet
+from jaxserve.config.model import Attention, ModelConfig
 
 Parts = dict[str, dict[str, Shape]]
 """Shapes of the tensors of which a file has one, row after row, by its name and theirs."""

@@ -6,6 +6,9 @@ from jaxserve.checkpoint import source
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.config import model
+from jaxserve.config.attention.gated_delta import DeltaNet
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import Attention
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -17,7 +20,7 @@ def qwen3_next_config(entries: Entries) -> model.ModelConfig:
     heads = entries.heads(decoder["d_model"], 256)
     share = entries.number("partial_rotary_factor", default=0.25)
     rope = entries.rope("head_dim", heads["head_dim"], share=share)
-    full = model.GQA(**heads, rope=rope, qk_norm="heads", gate="columns")
+    full = GQA(**heads, rope=rope, qk_norm="heads", gate="columns")
     linear = _linear(entries)
     ffn = model.FFN(
         d_ff=entries.size("shared_expert_intermediate_size"),
@@ -47,9 +50,9 @@ def qwen3_next_config(entries: Entries) -> model.ModelConfig:
     return model.ModelConfig(**decoder, decoder=layer_kinds, predictors=predictors, unit_norms=True)
 
 
-def _linear(entries: Entries) -> model.DeltaNet:
+def _linear(entries: Entries) -> DeltaNet:
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
-    spec = model.DeltaNet(
+    spec = DeltaNet(
         kv_heads=entries.size(keys),
         q_heads=entries.size(values),
         head_dim=entries.size("linear_key_head_dim"),
@@ -94,9 +97,9 @@ def module_spellings(config: model.ModelConfig) -> tuple[tuple[str, str], ...]:
     return tuple((rf"^mtp\.{re.escape(own)}\.", layer + known) for own, known in MODULE.items())
 
 
-def mixing(config: model.ModelConfig, sizes: model.Attention, name: str) -> source.Sources:
+def mixing(config: model.ModelConfig, sizes: Attention, name: str) -> source.Sources:
     """Leaves of a layer's attention; `name` is their prefix where all tokens are seen."""
-    if not isinstance(sizes, model.DeltaNet):
+    if not isinstance(sizes, DeltaNet):
         return source.grouped_query(config, sizes, name)
     d, name = config.d_model, f"{name.removesuffix('self_attn.')}linear_attn."
     keys, values = sizes.kv_heads * sizes.head_dim, sizes.q_heads * sizes.value_dim

@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxserve.calibration import forward
+from jaxserve.checkpoint.conversion import write_record
 from jaxserve.checkpoint.fingerprint import Revision
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import Int8Products
 from jaxserve.checkpoint.manifest import StoredBlock, blocks_of
 from jaxserve.checkpoint.opening import open_checkpoint
-from jaxserve.checkpoint.records import write_record
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
 from jaxserve.config.model import LayerKind

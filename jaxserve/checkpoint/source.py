@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from jaxserve.config.model import FFN, GQA, Attention, ModelConfig
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, Attention, ModelConfig
 
 Shape = tuple[int, ...]
 

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-from jaxserve.checkpoint.decoder_layers import decoder_layers
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.families import Family
 from jaxserve.checkpoint.source import (
@@ -16,7 +15,8 @@ from jaxserve.checkpoint.source import (
     swiglu,
     vector,
 )
-from jaxserve.config.model import FFN, MFA, Attention, ModelConfig, RouterSpec
+from jaxserve.config.attention.mfa import MFA
+from jaxserve.config.model import FFN, Attention, LayerKind, ModelConfig, RouterSpec
 
 
 def step3_config(entries: Entries) -> ModelConfig:
@@ -36,10 +36,11 @@ def step3_config(entries: Entries) -> ModelConfig:
     # A model without experts may leave out their sizes.
     none, renormalise = None if moe_layers or mtp_layers else 0, entries.flag("norm_expert_weight")
     moe = moe_ffn(entries, none, renormalise=renormalise)
+    ffns = (moe if layer in moe_layers else dense for layer in range(layers))
     config = ModelConfig(
         **decoder,
-        decoder=decoder_layers(layers, attention, dense, moe, moe_layers),
-        predictors=decoder_layers(mtp_layers, attention, moe),
+        decoder=tuple(LayerKind(attention, ffn) for ffn in ffns),
+        predictors=(LayerKind(attention, moe),) * mtp_layers,
     )
     entries.only("attention_bias", False)
     entries.meaningless("text_config", "vision_config", "image_token_id")

@@ -8,7 +8,8 @@ import msgspec
 from jaxserve.checkpoint.entries import Entries
 from jaxserve.checkpoint.source import CheckpointNames, decoder_names
 from jaxserve.checkpoint.step3 import STEP3, moe_ffn, step3_ffn
-from jaxserve.config.model import FFN, GQA, LayerKind, ModelConfig
+from jaxserve.config.attention.gqa import GQA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig
 from pallas_kernels.activation import Activation
 
 WINDOWED = "sliding_attention"

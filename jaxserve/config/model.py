@@ -84,40 +84,6 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Number of a head's columns that are rotated, from the first on; 0: all."""
 
 
-class MFA(msgspec.Struct, frozen=True, kw_only=True, tag="mfa", forbid_unknown_fields=True):
-    """Multi-matrix factorization attention (Step-3 §2.2)."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    latent: int
-    """Width of the low-rank query (share_q_dim)."""
-    rope: Rope
-    window: int = 0
-    """Tokens that a token attends to, itself included; 0: all."""
-
-
-class GQA(msgspec.Struct, frozen=True, kw_only=True, tag="gqa", forbid_unknown_fields=True):
-    """Grouped-query attention."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope
-    window: int = 0
-    """Tokens that a token attends to, itself included; 0: all."""
-    qk_norm: Literal["none", "heads", "columns"] = "none"
-    """RMSNorms of q and k before RoPE: `heads` norms every head with the same weights; `columns`
-    norms all heads of a token together, with a weight for every column."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    gate: Literal["none", "heads", "columns"] = "none"
-    """The output is multiplied by the sigmoid of a linear map of the token, with a number for every
-    head or for every column of all heads."""
-    sinks: bool = False
-    """Whether the softmax of every head has one more score, a weight, whose value is zero."""
-
-
 class Indexer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Chooses the cached tokens that a token attends to (DeepSeek-V3.2 §2.1)."""
 
@@ -132,86 +98,89 @@ class Indexer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether the layer attends to what the last indexer before it has chosen, and has none."""
 
 
-class MLA(msgspec.Struct, frozen=True, kw_only=True, tag="mla", forbid_unknown_fields=True):
-    """Multi-head latent attention (DeepSeek-V2 §2.1)."""
+class Expansion(NamedTuple):
+    """Costs of attention to keys and values that are made of cached latents (DeepSeek-V2 §2.1)."""
 
+    least: float
+    """Tokens of the shortest chunk that takes less time so, off TPUs; infinity: no chunk does."""
+    width: int
+    """Numbers of a token's keys and values, all heads."""
+    products: int
+    """Multiplications that make a token's keys and values."""
+
+
+class Attention:
+    """Sizes of a layer's attention, and what other code asks of its kind: no module compares
+    kinds. A kind is a frozen struct in a file of its own, which overrides what differs."""
+
+    __slots__ = ()
+
+    computed_by: str
+    """Module and class that compute this kind. The class may declare the arrays of its cache
+    (`entries`), those that kernels walk over (`walk`), and other pages than the tokens' (`placed`).
+    """
     q_heads: int
-    q_latent: int
-    """Width of the low-rank query; 0: the query has one matrix."""
-    kv_latent: int
-    nope_dim: int
-    """Dimensions of a head that are not rotated."""
-    rope_dim: int
-    v_dim: int
-    scale: float
-    """Softmax scale of the scores, YaRN's factor included."""
-    rope: Rope
+    kv_heads: int = 1
+    """Heads of cached rows; 1: all query heads share them."""
+    head_dim: int
+    """Width of a query, a key and a value, where all have the same."""
+    rope: Rope | None = None
     window: int = 0
     """Tokens that a token attends to, itself included; 0: all."""
-    bias: bool = False
-    """Whether the down projections of query and latent, and the output projection, have a bias."""
-    latent_epsilon: float = 1e-6
-    """Epsilon of the norms of the query latent and the KV latent."""
     indexer: Indexer | None = None
-    """None: a token attends to all tokens before it."""
-
-    @property
-    def kv_heads(self) -> int:
-        """All query heads share the one latent."""
-        return 1
-
-
-class Compressed(
-    msgspec.Struct, frozen=True, kw_only=True, tag="compressed", forbid_unknown_fields=True
-):
-    """Attention to the rows of the last tokens and to rows that stand for several tokens each
-    (DeepSeek-V4 §2.3). A row is key and value at once; every head has a sink."""
-
-    q_heads: int
-    q_latent: int
-    """Width of the low-rank query."""
-    head_dim: int
-    """Width of a row, of which the last columns are rotated."""
-    rope_dim: int
-    out_groups: int
-    """Groups of heads, each with a low-rank output of its own."""
-    out_latent: int
-    """Width of a group's low-rank output."""
-    rope: Rope
-    window: int
-    """Tokens whose own rows a token attends to, itself included."""
+    """None: a token attends to all tokens before it that its window has."""
     every: int = 0
     """Tokens that a compressed row stands for; 0: there are none."""
-    indexer: Indexer | None = None
-    """Chooses the compressed rows that a token attends to; each is made of the tokens of the row
-    before, too. None: a token attends to all, each made of its own tokens alone."""
+    copies_heads: bool = True
+    """Whether several `tp` devices may hold copies of a head of the cache."""
+    splits_rows: bool = False
+    """Whether `cache.rope` may keep the rotated part of a cached row apart."""
 
     @property
-    def kv_heads(self) -> int:
-        """All query heads share the one row."""
-        return 1
+    def divided(self) -> dict[str, int]:
+        """Sizes that `attention.tp` divides, by their names in messages."""
+        return {"query heads": self.q_heads}
 
+    @property
+    def rotated(self) -> int:
+        """Columns that RoPE's angles belong to."""
+        return self.head_dim
 
-class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, tag="gdn", forbid_unknown_fields=True):
-    """Gated DeltaNet (arXiv 2412.06464): linear attention whose heads each keep a matrix, the
-    state, instead of keys and values of all tokens."""
+    @property
+    def own_indexer(self) -> Indexer | None:
+        """The indexer, unless it is that of a layer before."""
+        return self.indexer if self.indexer and not self.indexer.shared else None
 
-    q_heads: int
-    """Heads of values and of the output; a multiple of `kv_heads`, each of which serves as many."""
-    kv_heads: int
-    """Heads of queries and keys."""
-    head_dim: int
-    """Width of a query and a key."""
-    value_dim: int
-    """Width of a value. A head's state is a matrix [head_dim, value_dim]."""
-    convolution: int
-    """Tokens that the causal convolution of queries, keys and values sees."""
-    window: int = 0
-    """Always 0: a state has no window."""
+    @property
+    def floats_alone(self) -> bool:
+        """Whether attention cannot multiply in INT8 (`attention.int8_products`)."""
+        return self.indexer is not None
 
+    @property
+    def rows_a_token(self) -> float:
+        """Cached rows that a token adds, those that only windows read left out where others are
+        compressed."""
+        return 1.0
 
-Attention = MFA | GQA | MLA | Compressed | DeltaNet
-"""Parameters of a layer's attention. Code that depends on the kind of attention asks this value."""
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the state that a sequence has instead of rows; 0: it has rows."""
+        return 0
+
+    @property
+    def pair_flops(self) -> float:
+        """FLOPs of a token with one that it attends to, all heads: q·k and p·v."""
+        return 4.0 * self.q_heads * self.head_dim
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """Attention of prompts to expanded keys and values; None: the cache has them."""
+        return None
+
+    @property
+    def head_width(self) -> int:
+        """Numbers computed for a head and token: queries before and after RoPE, mixed values."""
+        return 3 * self.head_dim
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,10 +262,10 @@ class LayerKind(NamedTuple):
             one.limit for one in (self.ffn.activation, self.ffn.expert_activation)
         )
         table = "_table" * bool(self.ffn.router and self.ffn.router.token_table)
-        state = "_state" * isinstance(self.attention, DeltaNet)
-        every = f"_{self.attention.every}" if isinstance(self.attention, Compressed) else state
-        shared = "_shared" * getattr(getattr(self.attention, "indexer", None), "shared", False)
-        return f"{self.ffn.kind}{window}{every}{shared}{table}{limit}{int8}"
+        state = "_state" * (self.attention.state_numbers > 0)
+        every = f"_{self.attention.every}" * (self.attention.every > 0)
+        shared = "_shared" * (self.attention.indexer is not self.attention.own_indexer)
+        return f"{self.ffn.kind}{window}{every}{state}{shared}{table}{limit}{int8}"
 
 
 class Int4(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -361,14 +330,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def choice_width(self) -> int:
         """Columns for the positions that indexers pass on to layers that share them, three for
         each (`attention/mla.py`); 0: no layer shares an indexer."""
-        indexers = (spec.indexer for spec in self.attentions() if isinstance(spec, MLA))
+        indexers = (spec.indexer for spec in self.attentions())
         return max((3 * one.top_k for one in indexers if one and one.shared), default=0)
 
     @property
     def recurrent(self) -> bool:
         """Whether sequences have states, which each step replaces: nothing can be computed again
         from the middle of a sequence."""
-        return any(isinstance(spec, DeltaNet) for spec in self.attentions())
+        return any(spec.state_numbers for spec in self.attentions())
 
     @property
     def layers(self) -> int:
@@ -409,9 +378,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         kinds = [kind._replace(int8_products=n in layers) for n, kind in enumerate(self.decoder)]
         for number, kind in enumerate(kinds):
-            spec = kind.attention
-            floats = isinstance(spec, Compressed | DeltaNet) or getattr(spec, "indexer", None)
-            if kind.int8_products and floats:
+            if kind.int8_products and kind.attention.floats_alone:
                 raise ConfigError(
                     f"attention.int8_products: layer {number} attends in floats alone"
                 )
@@ -429,8 +396,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def page_unit(self) -> int:
         """Tokens that a page must hold a multiple of: the most that one compressed row stands
         for."""
-        specs = (spec for spec in self.attentions() if isinstance(spec, Compressed))
-        return max((spec.every for spec in specs), default=1)
+        return max([1, *(spec.every for spec in self.attentions())])
 
     def runs(self) -> list[tuple[LayerKind, int, int]]:
         """Maximal runs of layers of one kind, as (kind, first layer, one past the last layer);

@@ -15,17 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import Compressed, DeltaNet, LayerKind, ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import ATTENTION_RULES, RoleMeshes, axis_product, shards
 from jaxserve.model.attention.batch import RaggedBatch
 from jaxserve.model.attention.family import attention_module
 from jaxserve.model.attention.kv_cache import Pages
-from jaxserve.model.columns import all_columns
 from jaxserve.model.ffn.router import ExpertRouter
 from jaxserve.model.matrix_formats import role_formats
 from jaxserve.model.message import DispatchMessage, EncodedRows, norm_and_encode_rows
-from jaxserve.model.module import Formats, Template, matrix, rms_norm, scale, weight
+from jaxserve.model.module import Formats, Template, all_columns, matrix, rms_norm, scale, weight
 from jaxserve.model.residual import StreamMixer, added, streams_of, widened
 from pallas_kernels.grouped_matmul.dense import matmul
 from pallas_kernels.lookup import rows_of
@@ -234,14 +233,12 @@ def check_attention(config: ModelConfig, deployment: Deployment) -> None:
       ConfigError: a dimension does not divide; names the key and the sizes.
     """
     tp = deployment.attention.tp
-    sizes = [("query heads", spec.q_heads) for spec in config.attentions()]
-    compressed = [spec for spec in config.attentions() if isinstance(spec, Compressed)]
-    sizes += [("o_groups", spec.out_groups) for spec in compressed]
+    sizes = [one for spec in config.attentions() for one in spec.divided.items()]
     for name, size in (*sizes, ("d_model", config.d_model)):
         if size % tp:
             raise ConfigError(f"attention.tp = {tp} does not divide the model's {name} = {size}")
     for spec in config.attentions():
-        if spec.kv_heads % tp and (tp % spec.kv_heads or isinstance(spec, DeltaNet)):
+        if spec.kv_heads % tp and (tp % spec.kv_heads or not spec.copies_heads):
             raise ConfigError(
                 f"attention.tp = {tp} does not divide or copy {spec.kv_heads} key and value heads"
             )

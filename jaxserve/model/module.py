@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul.tiles import RowFormat
 from pallas_kernels.input_major import InputMajor, in_tiles, width_of
 from pallas_kernels.norm_quantize import rms_norm as rms_norm
 from pallas_kernels.quantize import QuantArray, StackEntry, WeightFormat, quantize_weight
+from pallas_kernels.target import by_platform
 
 BLOCK = 128
 """Rows and columns that share a scale in `fp8_block` (DeepSeek-V3 §3.3.2)."""
@@ -278,6 +279,21 @@ def add_once(share: Float[Array, "tokens d"], bias: Weight | None) -> Float[Arra
     if bias is None:
         return share
     return share + jnp.where(jax.lax.axis_index("tp") == 0, bias[...], 0)
+
+
+def all_columns(own: Float[Array, "rows own"], count: int) -> Float[Array, "rows count"]:
+    """Gathers the columns of embeddings or logits of all `tp` devices, and drops the padding behind
+    them. Returns the input where it already has `count` columns. XLA:CPU lays out a gather along
+    columns column by column: to gather [devices, rows, columns] saves two transpositions."""
+    if own.shape[1] == count:
+        return own
+
+    def by_rows(own: Array) -> Array:
+        return jnp.swapaxes(jax.lax.all_gather(own, "tp"), 0, 1).reshape(own.shape[0], -1)
+
+    along = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
+    every: Array = by_platform(own, cpu=by_rows, default=along)
+    return every[:, :count]
 
 
 class AppendedPart(NamedTuple):

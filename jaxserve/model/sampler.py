@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from jaxserve.model.columns import all_columns
+from jaxserve.model.module import all_columns
 from pallas_kernels.target import by_platform
 
 

@@ -1,5 +1,8 @@
 """Writes measured spans: a page that draws some steady steps, a Perfetto trace, and words.
 
+The page and the live one of a server (`server/http/live.py`) share the style (`page.css`) and the
+drawing of timelines (`page_timeline.js`) beside this file.
+
 Called by the entry points with the merged spans of all processes (`--timeline DIR`), and by
 `plan simulate` with simulated ones. It knows only spans.
 """
@@ -9,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.observe.page import SHARED, assembled
 from jaxserve.observe.spans import AFDStage, AnyStage, PassFill, Span
 from jaxserve.observe.timeline import Summary, steady_window, summarise, typical_steps
 
+SHARED = Path(__file__).parent
 _ROWS: tuple[tuple[AFDStage, str], ...] = (
     ("attend", "attention"),
     ("dispatch", "dispatch ↓"),
@@ -82,6 +85,17 @@ def page(spans: Sequence[Span], summary: Summary, how: str = "as measured") -> b
     html = assembled(SHARED / "timeline.html", scripts)
     data = msgspec.json.encode(measured).replace(b"<", b"\\u003c")
     return html.replace(b">null</script>", b">%b</script>" % data)
+
+
+def assembled(html: Path, scripts: Sequence[Path]) -> bytes:
+    """Returns a page with its style, and the parts of its script in order, in place of its first
+    empty `<style>` and `<script>`."""
+    page = html.read_bytes()
+    style = (SHARED / "page.css").read_bytes()
+    script = b"\n".join(part.read_bytes() for part in scripts)
+    for tag, text in ((b"style", style), (b"script", script)):
+        page = page.replace(b"<%b></%b>" % (tag, tag), b"<%b>\n%b</%b>" % (tag, text, tag), 1)
+    return page
 
 
 def describe(summary: Summary) -> str:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -264,14 +264,17 @@ def _jax_device(hardware: Hardware) -> Hardware:
     return msgspec.structs.replace(hardware, name=name, teraflops=teraflops, **changed)
 
 
-def read_struct[Kind](path: Path, kind: type[Kind], *, json: bool = False) -> Kind:
-    """Reads a YAML or a JSON file as a strict struct. Raises ConfigError if it is none, a key is
-    unknown, missing or, in YAML, there twice, or a value is wrong."""
+def read_struct[Kind](
+    path: Path, kind: type[Kind], hook: Any = None, *, json: bool = False
+) -> Kind:
+    """Reads a YAML or a JSON file as a strict struct, in YAML with msgspec's `dec_hook`. Raises
+    ConfigError if it is none, a key is unknown, missing or, in YAML, there twice, or a value is
+    wrong."""
     try:
         data = path.read_bytes()
         if json:
             return msgspec.json.decode(data, type=kind)
-        return msgspec.convert(read_yaml(data.decode(), str(path)), kind)
+        return msgspec.convert(read_yaml(data.decode(), str(path)), kind, dec_hook=hook)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, msgspec.DecodeError) as error:

@@ -2,17 +2,18 @@
 
 `cost_model` groups the layers of a `ModelConfig`, which is read from `configs/models/<name>`: by a
 family's reader from the model's own `config.json`; or, where the engine knows no such family and
-the model can only be planned, as it is written in `model.yaml`. `AttentionLayers` knows which rows
-a kind of attention reads and how many FLOPs it takes for each; weights, rows and their bytes are
-what the engine declares of its modules and caches (`Declared`). Behind it is the work of kernels
-beyond its plain count: padding of attention's rows, prompts of latent attention, rows of the
-busiest experts, and the blocks in which plain XLA computes without kernels. Nothing here knows
-rates.
+the model can only be planned, as it is written in `model.yaml`. Specs know FLOPs; weights, rows and
+their bytes are what the engine declares of its modules and caches (`Declared`). Behind it is the
+work of kernels beyond its plain count: padding of attention's rows, prompts of latent attention,
+rows of the busiest experts, and the blocks in which plain XLA computes without kernels.
 """
 
 import functools
+import importlib
 import json
 import math
+import operator
+import pkgutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,19 +24,9 @@ import msgspec
 import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES, architecture
+from jaxserve.config import attention
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import (
-    FFN,
-    MLA,
-    Attention,
-    Compressed,
-    DeltaNet,
-    Indexer,
-    Int4,
-    LayerKind,
-    ModelConfig,
-    Platform,
-)
+from jaxserve.config.model import FFN, Attention, Int4, LayerKind, ModelConfig, Platform
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.planner.assumptions import Formats
@@ -61,61 +52,6 @@ class AttentionLayers(NamedTuple):
     spec: Attention
     int8_products: bool = False
     """Whether attention multiplies in INT8 (`attention.int8_products`)."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether a sequence has one state, in FP32, instead of an entry for each token."""
-        return isinstance(self.spec, DeltaNet)
-
-    @property
-    def state_numbers(self) -> int:
-        """Numbers of a sequence's state; 0 where it has an entry for each token."""
-        if isinstance(self.spec, DeltaNet):
-            return self.spec.q_heads * self.spec.head_dim * self.spec.value_dim
-        return 0
-
-    @property
-    def latent(self) -> MLA | None:
-        """Parameters of latent attention; None: the group has another kind."""
-        return self.spec if isinstance(self.spec, MLA) else None
-
-    @property
-    def indexer(self) -> Indexer | None:
-        """Chooses the tokens that attention reads; None: it reads all that a token sees."""
-        return self.spec.indexer if isinstance(self.spec, MLA | Compressed) else None
-
-    @property
-    def scorer(self) -> Indexer | None:
-        """The indexer, unless layers of the group share that of a layer before them."""
-        return self.indexer if self.indexer and not self.indexer.shared else None
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a cached key. The row of latent attention serves as key and value at once."""
-        latent = self.latent
-        return latent.kv_latent + latent.rope_dim if latent else self.spec.head_dim  # type: ignore[union-attr]
-
-    @property
-    def rows_a_token(self) -> float:
-        """Cached rows that a token adds to a long sequence: none to a state or to windows alone
-        where others are compressed."""
-        if isinstance(self.spec, Compressed):
-            return 1 / self.spec.every if self.spec.every else 0.0
-        return 0.0 if self.has_state else 1.0
-
-    @property
-    def core_flops(self) -> float:
-        """FLOPs of a query's token with a token that it attends to, all heads: q·k and p·v. Latent
-        attention mixes the latent alone, without its positional part."""
-        if self.has_state:
-            return 7.0 * self.state_numbers
-        mixed = self.latent.kv_latent if self.latent else self.key_dim
-        return 2.0 * self.spec.q_heads * (self.key_dim + mixed)
-
-    @property
-    def index_flops(self) -> float:
-        """FLOPs of an indexer's score of one token for another (DeepSeek-V3.2, equation 1)."""
-        return 2.0 * self.scorer.heads * self.scorer.head_dim if self.scorer else 0.0
 
 
 class Declared(NamedTuple):
@@ -319,7 +255,7 @@ def tile_padding(group: AttentionLayers, tile: int, tp: int, rows: Any) -> Any:
     (`Hardware.tile_rows`). Rows are a number or an array."""
     spec = group.spec
     heads = spec.q_heads / tp / max(1.0, spec.kv_heads / tp)
-    return row_padding(tile, (tile if group.has_state else heads) * rows)
+    return row_padding(tile, (tile if spec.state_numbers else heads) * rows)
 
 
 def row_padding(tile: int, rows: Any) -> Any:
@@ -374,7 +310,7 @@ def model_config(path: Path, *, served: bool = False) -> ModelConfig:
     if not file.is_file():
         if served:
             raise ConfigError(f"the engine cannot run {path.name}, only plan it")
-        return read_struct(planned, ModelConfig)
+        return read_struct(planned, ModelConfig, _attention)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         if tree.get("model_type") not in FAMILIES:
@@ -384,6 +320,16 @@ def model_config(path: Path, *, served: bool = False) -> ModelConfig:
         return architecture(tree)
     except (OSError, ValueError, AttributeError, CheckpointError) as error:
         raise ConfigError(f"{file}: {error}") from None
+
+
+def _attention(kind: type, tree: Any) -> Any:
+    """Reads attention of the kind that its `type` names."""
+    for found in pkgutil.iter_modules(attention.__path__, f"{attention.__name__}."):
+        importlib.import_module(found.name)
+    try:
+        return msgspec.convert(tree, functools.reduce(operator.or_, Attention.__subclasses__()))
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None  # msgspec adds where
 
 
 def load_model(name: str, folder: Path = CONFIGS) -> CostModel:

@@ -18,7 +18,7 @@ import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import load_deployment
-from jaxserve.config.model import Compressed, DeltaNet, ModelConfig
+from jaxserve.config.model import ModelConfig
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import PlannedMode
 from jaxserve.errors import ConfigError
@@ -231,7 +231,7 @@ def read_formats(options: argparse.Namespace, hardware: Mapping[str, Hardware]) 
     of a cache with states or compressed rows, which the engine keeps in no 8 bits, BF16. Raises
     ConfigError if FP8 is asked of hardware that has none."""
     config = model_config(model_folder(options.model, options.configs))
-    plain = any(isinstance(spec, Compressed | DeltaNet) for spec in config.attentions())
+    plain = any(spec.rows_a_token < 1 for spec in config.attentions())
     without = [name for name, each in hardware.items() if not each.stores("fp8")]
     asked = {name: getattr(options, name) for name in ("combine", "compute", "core")}
     for name in ("weights", "cache", "dispatch"):

@@ -11,9 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxserve.config.model import Compressed
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.planner.calibration import NOTHING
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
@@ -74,8 +72,8 @@ def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, least: 
     """Returns the work of a layer's attention, `tile` as in `tile_padding`, `least` as in
     `prompt_chunks`. Where rows have a `reach`, hardware has no kernels, and attends to whole
     blocks."""
-    window = group.spec.window
-    if rows.reach and not group.has_state:
+    spec, window = group.spec, group.spec.window
+    if rows.reach and not spec.state_numbers:
         longest = float(rows.length.max(initial=1))
         block = FIRST_TOKENS if longest <= BLOCK_TOKENS else BLOCK_TOKENS
         # Blocks of the page tables up to the end of the longest sequence.
@@ -85,22 +83,22 @@ def attending(group: AttentionLayers, tile: int, tp: int, rows: Rows, *, least: 
     read, pairs, expanded = rows.length, rows.pairs, None
     if pairs is None:
         pairs = rows.tokens * np.maximum(rows.length - (rows.tokens - 1) / 2, 1.0)
-    if group.has_state:
+    if spec.state_numbers:
         read, pairs = 2.0 * np.ones_like(rows.tokens), rows.tokens
     elif window:
         read = np.minimum(rows.length, window + rows.tokens - 1)
         pairs = np.minimum(pairs, rows.tokens * window)
     scored, sparse = (rows.sums(rows.length), rows.sums(pairs)), False
-    if isinstance(group.spec, Compressed) and group.spec.every:
-        others = rows.length // group.spec.every
+    if spec.every:
+        others = rows.length // spec.every
         scored = rows.sums(others), rows.sums(rows.tokens * others)
-        others = np.minimum(others, group.indexer.top_k) if group.indexer else others
+        others = np.minimum(others, spec.indexer.top_k) if spec.indexer else others
         read, pairs = read + others, pairs + rows.tokens * others
-    elif group.indexer:
-        sparse = bool((rows.length > group.indexer.top_k).any())
-        pairs = np.minimum(pairs, rows.tokens * group.indexer.top_k)
+    elif spec.indexer:
+        sparse = bool((rows.length > spec.indexer.top_k).any())
+        pairs = np.minimum(pairs, rows.tokens * spec.indexer.top_k)
         read = pairs if sparse else read  # every token's rows are copied by themselves
-    if group.latent and (rows.tokens > 1).any() and not sparse:
+    if spec.expansion and (rows.tokens > 1).any() and not sparse:
         read, pairs, more = prompt_chunks(rows.tokens, rows.length, pairs, least=least)
         more = more._replace(pairs=more.pairs * row_padding(tile, rows.tokens))
         expanded = Expanded(*(rows.sums(each) for each in more))
@@ -139,7 +137,8 @@ def least_chunk(made: Calculator, group: AttentionLayers, on: Hardware) -> float
     assumed, or as the engine does; 0: none does."""
     if made.assumed.expanded:
         return 2
-    return 0 if group.latent is None or on.platform == "tpu" else least_expanded(group.latent)
+    expansion = group.spec.expansion
+    return 0 if expansion is None or on.platform == "tpu" else expansion.least
 
 
 class StepTimes(NamedTuple):

@@ -152,23 +152,23 @@ class Calculator(NamedTuple):
         """Costs of attention and of the linear maps as (bytes, FLOPs, format), from numbers or
         arrays. FLOPs of INT8 products are divided by the speed-up of their kernel."""
         own = self._declared(group, tp, platform_of(hardware.platform))
-        flops, form = group.core_flops / tp, self.formats.attention
+        flops, form = group.spec.pair_flops / tp, self.formats.attention
         if group.int8_products:
             flops /= hardware.int8_attention
         kernels = [
             (own.row_bytes * load.read, flops * load.pairs, form),
             (own.weight_bytes, 2 * load.tokens * own.parameters, self.formats.linear),
         ]
-        if group.scorer:
+        if scorer := group.spec.own_indexer:
             keys, pairs = load.scored
-            kernels.append((own.key_bytes * keys, group.index_flops * pairs, form))
-        if load.expanded is not None and (latent := group.latent):
-            # Keys and values of all heads are expanded and written, then read and attended to
-            # (DeepSeek-V2 §2.1).
-            mapped = latent.q_heads * (latent.nope_dim + latent.v_dim) / tp
-            width = mapped + latent.q_heads * latent.rope_dim / tp
+            # A score of one token for another (DeepSeek-V3.2, equation 1).
+            flops = 2.0 * scorer.heads * scorer.head_dim * pairs
+            kernels.append((own.key_bytes * keys, flops, form))
+        if load.expanded is not None and (expansion := group.spec.expansion):
+            # Keys and values of all heads are expanded and written, then read and attended to.
+            width = expansion.width / tp
             size = width * number_bytes(self.formats.rows) * load.expanded.tokens
-            maps = 2 * latent.kv_latent * mapped * load.expanded.again
+            maps = 2 * expansion.products / tp * load.expanded.again
             kernels += [(size, maps, form), (size, 2 * width * load.expanded.pairs, form)]
         return kernels
 
@@ -418,7 +418,7 @@ class Calculator(NamedTuple):
     def handed_over(self) -> float:
         """Bytes of a token's entries in all layers that a hand-off of KV pages moves."""
         return sum(
-            group.layers * self.cache_row(group, 1) * group.rows_a_token
+            group.layers * self.cache_row(group, 1) * group.spec.rows_a_token
             for group in self.model.attention
         )
 

@@ -3,7 +3,7 @@
 from jax.sharding import NamedSharding
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import MLA, Attention, Compressed, ModelConfig
+from jaxserve.config.model import Attention, ModelConfig
 from jaxserve.mesh import ATTENTION_RULES, AbstractSubmeshes
 from jaxserve.model.attention.kv_cache import PAGES_SPEC, page_pools
 from jaxserve.model.blocks import AttentionTemplates
@@ -45,7 +45,7 @@ def attention_bytes(
     if weights is None:
         weights = attention_weights(config, deployment)
     sharding = NamedSharding(AbstractSubmeshes(deployment).attention, PAGES_SPEC)
-    held = {0: 0, 1: 0}
+    step, tp, held = step_sizes(config, deployment), deployment.attention.tp, {0: 0, 1: 0}
     for pool in page_pools(config, deployment):
         for table, array in zip(pool.tables, pool.arrays, strict=True):
             size = shard_bytes(array.shape, array.dtype, sharding)
@@ -55,40 +55,13 @@ def attention_bytes(
         deployment.attention.devices,
         weights,
         held[0],
-        _activations(config, deployment),
+        max(attention_activations(step, spec, tp) for spec in config.attentions()),
         rings=held[1],
     )
     return (part,)
 
 
-def _activations(config: ModelConfig, deployment: Deployment) -> int:
-    """Bytes of a step's activations on an attention device."""
-    step, tp = step_sizes(config, deployment), deployment.attention.tp
-    return max(
-        attention_activations(step, spec.q_heads, tp, head_width(spec), shared_width(spec))
-        for spec in config.attentions()
-    )
-
-
-def head_width(spec: Attention) -> int:
-    """Returns how many numbers attention computes for one head and token: queries before and after
-    RoPE, and mixed values; with latents queries before and after absorption, mixed latents and
-    values, and a prompt chunk's keys and values."""
-    if isinstance(spec, MLA):
-        query = spec.nope_dim + spec.rope_dim
-        return 2 * query + (spec.kv_latent + spec.rope_dim) + spec.kv_latent + 3 * spec.v_dim
-    return 3 * spec.head_dim
-
-
-def shared_width(spec: Attention) -> int:
-    """Returns how many numbers attention computes for one token that its heads share: an indexer's
-    queries before and after RoPE, and the chosen positions, each as large as two numbers.
-    """
-    indexer = spec.indexer if isinstance(spec, MLA | Compressed) else None
-    return 2 * (indexer.heads * indexer.head_dim + indexer.top_k) if indexer else 0
-
-
-def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shared: int = 0) -> int:
+def attention_activations(step: StepSizes, spec: Attention, tp: int) -> int:
     """Returns the bytes of activations on an attention device.
 
     For every lane: the residual stream of its DP group's tokens, a message and its answer in
@@ -96,20 +69,18 @@ def attention_activations(step: StepSizes, heads: int, tp: int, width: int, shar
     vocabulary).
 
     For the one program that runs at a time, the larger of two: one layer's normed tokens, heads
-    (queries before and after RoPE or absorption, mixed values, with latents also the keys and
-    values of a prefill chunk) and FP32 output; or the FP32 logits, three times for the sampler, of
-    every slot's last token and its drafts. Attention scores are not counted, because kernels keep
-    them on the chip.
-
-    Args:
-      heads: query heads.
-      width: numbers computed for one head and token.
-      shared: numbers computed for one token that every device of `tp` holds.
+    (`head_width`), what its indexer computes on every device (queries before and after RoPE, and
+    positions, each as large as two numbers), and FP32 output; or the FP32 logits, three times for
+    the sampler, of every slot's last token and its drafts. Attention scores are not counted,
+    because kernels keep them on the chip.
     """
     tokens, size, d = step.tokens, step.size, step.d_model
     rows = -(-tokens // tp)
     lane = tokens * step.residual * size + rows * (step.packed + d * size)
-    attend = tokens * (heads // tp * width + shared + d) * size + tokens * d * FP32
+    index = spec.indexer
+    shared = 2 * (index.heads * index.head_dim + index.top_k) if index else 0
+    numbers = spec.q_heads // tp * spec.head_width + shared + d
+    attend = tokens * numbers * size + tokens * d * FP32
     logits = step.slots * step.vocab * FP32
     counts = logits  # as many, of four bytes
     return step.lanes * (lane + counts) + max(attend, 3 * (1 + step.drafts) * logits)

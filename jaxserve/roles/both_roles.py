@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config.deployment import Deployment
-from jaxserve.config.model import GQA, MFA, MLA, LayerKind, ModelConfig
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.link.dispatch.shards import fast_shards
 from jaxserve.mesh import (
@@ -218,9 +218,9 @@ def _refusals(config: ModelConfig, deployment: Deployment, arrays: Any) -> Itera
     if address := deployment.weights.address:
         yield f"weights.address = {address}: experts in pools cannot be sent to other workers"
     for kind in config.kinds():
-        if not isinstance(one := kind.attention, GQA | MFA | MLA):
+        if (one := kind.attention).rows_a_token != 1:
             yield f"{type(one).__name__} attention has no row for each token"
-        elif getattr(one, "indexer", None):
+        elif one.indexer:
             yield f"{type(one).__name__} attention with an indexer, which has pages of its own"
     for array in arrays:
         narrow = array.ndim == 3 and array.shape[-1] % LANES  # kernels do not swap experts

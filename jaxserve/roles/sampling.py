@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.mesh import zeros_of
 from jaxserve.model import sampler
 from jaxserve.model.attention.batch import positions
-from jaxserve.model.columns import all_columns
+from jaxserve.model.module import all_columns
 from jaxserve.roles.compilation import REPLICATED, ROWS, Arrays, Get, Program
 from jaxserve.roles.drafting import DraftingExecutables, PromptLookup, StepEnd
 from jaxserve.roles.layout import MAX_LOGPROBS, Bucket

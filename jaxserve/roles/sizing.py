@@ -13,11 +13,10 @@ import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
 from jaxserve.config.deployment import Deployment, scratch_pages
-from jaxserve.config.model import MLA, Compressed, DeltaNet, ModelConfig, Platform
+from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.config.sections import SchedulerLimits
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
-from jaxserve.model.attention.expanding import least_expanded
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
 from jaxserve.roles.capacity import GB, RoleBytes, changed
@@ -71,15 +70,15 @@ def attention_cost(config: ModelConfig, platform: str, chunk: int) -> float:
     """
     numbers = 0.0
     for kind in config.decoder:
-        spec, indexer = kind.attention, getattr(kind.attention, "indexer", None)
-        width = float(spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim)
-        if isinstance(spec, MLA) and platform != "tpu" and chunk >= least_expanded(spec):
-            expanded = spec.nope_dim + spec.v_dim
-            width = (expanded + spec.rope_dim) / 2 + spec.kv_latent * expanded / (2 * chunk)
-        met = indexer.heads * indexer.head_dim / 2 if indexer else spec.q_heads * width
-        every = spec.every if isinstance(spec, Compressed) else 1 - min(1, spec.window)
-        if every and not isinstance(spec, DeltaNet) and not getattr(indexer, "shared", False):
-            numbers += met / every
+        spec, expansion = kind.attention, kind.attention.expansion
+        met = spec.pair_flops / 4
+        if expansion and platform != "tpu" and chunk >= expansion.least:
+            met = expansion.width / 2 + expansion.products / (2 * chunk)
+        if spec.indexer:
+            indexer = spec.own_indexer
+            met = indexer.heads * indexer.head_dim / 2 if indexer else 0
+        if spec.every or not spec.window:
+            numbers += met * spec.rows_a_token
     return numbers / count_parameters(config).activated
 
 

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from jaxserve import convert, serve
+from jaxserve.checkpoint.conversion import CALIBRATION
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.checkpoint.int8_products import read_model
 from jaxserve.checkpoint.manifest import BLOCKS, read_manifest
-from jaxserve.checkpoint.records import CALIBRATION
 from jaxserve.checkpoint.store import open_blocks
 from jaxserve.config.model import Int4
 from jaxserve.engine.request import SamplingParams
 from jaxserve.storage.mirror import INT8_PRODUCTS
-from tests import golden
 from tests.conftest import REPOSITORY
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.packed_folders import FORMATS as PACKED
@@ -194,17 +193,6 @@ def test_measures_which_layers_bear_products_in_int8(tmp_path, capsys):
     keys = {"cache.format": "int8", "ignored_model_keys": ["surprise"]}
     wanted = layouts.deployment(folder, keys | {"attention.int8_products": "auto"})
     assert all(kind.int8_products for kind in read_model(wanted)[0].decoder)
-
-
-def test_arguments(capsys):
-    """`golden/checkpoint/convert_arguments.txt` lists wrong ones."""
-
-    def said(arguments: str) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            convert.main(arguments.split())
-        return capsys.readouterr().err.splitlines()[-1]
-
-    golden.check_each("checkpoint/convert_arguments.txt", said)
 
 
 def test_no_model(tmp_path, capsys):

@@ -22,7 +22,9 @@ import msgspec
 import pytest
 
 from jaxserve.bench.mixes import EveryOther
+from jaxserve.config.attention.mla import MLA
 from jaxserve.config.checks import scratch_pages
+from jaxserve.config.model import Expansion
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, TokenOutput
 from jaxserve.engine.runtime import Runtime, warm_up
@@ -30,7 +32,6 @@ from jaxserve.errors import JaxserveError
 from jaxserve.fleet import host_tier
 from jaxserve.fleet.assembly import build_runtime, make_engine
 from jaxserve.link.pages.source import PagesSource
-from jaxserve.model.attention import mla
 from pallas_kernels.attention import expanded
 from tests.jaxserve import draws
 from tests.jaxserve.draws import Draw, Request
@@ -229,7 +230,7 @@ class Fuzz:
             # Latents are expanded for chunks of three tokens and more, a page at a time.
             least = math.inf if role == "alone" else 3
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(mla, "least_expanded", lambda sizes: least)
+                patch.setattr(MLA, "expansion", Expansion(least, 0, 0))
                 patch.setattr(expanded, "EXPANDED_PAGE", 4)
                 patch.setattr(expanded, "EXPANDED_POSITIONS", 8)
                 if parts > 1:

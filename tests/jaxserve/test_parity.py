@@ -19,12 +19,14 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from jaxserve.config.attention.mla import MLA
 from jaxserve.config.load import load_deployment
+from jaxserve.config.model import Expansion
 from jaxserve.engine.request import SamplingParams
 from jaxserve.engine.runtime import Runtime, warm_up
 from jaxserve.fleet.assembly import build_runtime
 from jaxserve.llm import LLM
-from jaxserve.model.attention import kv_cache, mla
+from jaxserve.model.attention import kv_cache
 from pallas_kernels.attention import expanded
 from tests import golden
 from tests.jaxserve import layouts, long_prompts
@@ -181,7 +183,7 @@ def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp
     are expanded for chunks of three tokens and more, eight positions at a time."""
     for constant, value in {"EXPANDED_PAGE": 4, "EXPANDED_POSITIONS": 8}.items():
         monkeypatch.setattr(expanded, constant, value)
-    monkeypatch.setattr(mla, "least_expanded", lambda sizes: 3)
+    monkeypatch.setattr(MLA, "expansion", Expansion(3, 0, 0))
     few = CHUNKED | {"mode": mode, "cache.pages": 24, "cache.host_gb": 0.1 * (mode == "afd")}
     few |= {"cache.page_size": 4, "scheduler.page_buckets": [16]}
     expected = Expected.golden(name).tokens

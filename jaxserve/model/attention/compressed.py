@@ -21,7 +21,7 @@ rows that stand for 128 tokens each is too small for them: these are copied into
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config.model import Compressed as Sizes
+from jaxserve.config.attention.compressed import Compressed as Sizes
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.model import LayerKind, ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.attention.kv_cache import Entry, Pages
 from jaxserve.model.attention.rope import batch_rotation, rotation
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.attention.api import merge, paged_attention, write_rows
@@ -42,6 +44,9 @@ from pallas_kernels.sparse_attention import attend_chosen, choose_positions
 
 ENDS = 16
 """Tokens that complete a row whose rows are made at a time."""
+OPEN_TOKENS = 16
+"""Tokens whose sums and gates stay for overlapping compressed rows: two rows of up to 4 tokens, and
+behind them up to 8 drafts, whose rows must not overwrite these."""
 
 
 def written(pages: Pages, rows: Float[Array, "tokens width"], *where: Array) -> Pages:
@@ -185,6 +190,27 @@ class CompressedAttention(nnx.Module):
         make = functools.partial(Compressor, config, sizes)
         self.compressor = make(width, formats, rngs) if sizes.every else None
         self.indexer = RowIndexer(config, sizes, formats, rngs) if sizes.indexer else None
+
+    @staticmethod
+    def entries(config: ModelConfig, sizes: Sizes, deployment: Deployment) -> Iterator[Entry]:
+        """Declares the rows of the last tokens; with compressed rows also their tokens' sums and
+        gates, the rows, and the indexer's keys. With an indexer a token adds to the row behind its
+        own, too. Raises ConfigError if rows do not divide pages."""
+        yield Entry(1, sizes.head_dim, ring=True)
+        if not sizes.every:
+            return
+        if (page_size := deployment.cache.page_size) % (unit := config.page_unit):
+            raise ConfigError(
+                f"cache.page_size = {page_size} is no multiple of {unit}, the most tokens that one "
+                "compressed row of the model stands for"
+            )
+        indexer = sizes.indexer
+        width = 4 * (sizes.head_dim + indexer.head_dim) if indexer else 2 * sizes.head_dim
+        tokens = max(1, unit // (OPEN_TOKENS if indexer else unit))
+        yield Entry(1, width, deployment.dtype, every=tokens, ring=True, reader="compressor")
+        yield Entry(1, sizes.head_dim, every=sizes.every)
+        if indexer:
+            yield Entry(1, indexer.head_dim, every=sizes.every, reader="indexer")
 
     walk = staticmethod(lambda *_: ())
     """Nothing: the places of the two kinds of rows differ."""

@@ -12,20 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxserve.config.model import MLA, Attention, Compressed, LayerKind, ModelConfig
+from jaxserve.config.model import Attention, LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch, Shared
 from jaxserve.model.attention.rope import rotation
 from jaxserve.model.module import Formats
 from pallas_kernels.attention.api import attention_places
-
-KINDS = {
-    "MFA": "mfa:FactorizedAttention",
-    "GQA": "gqa:GroupedQueryAttention",
-    "MLA": "mla:LatentAttention",
-    "Compressed": "compressed:CompressedAttention",
-    "DeltaNet": "gated_delta:GatedDeltaNet",
-}
-"""File in this folder, and class in it, of the module that computes each kind of attention spec."""
 
 
 def attention_module(config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs) -> Any:
@@ -35,7 +26,7 @@ def attention_module(config: ModelConfig, kind: LayerKind, formats: Formats, rng
     Args:
       kind: kind of the layer.
     """
-    return _module(kind.attention)(config, kind, formats, rngs)
+    return pkgutil.resolve_name(kind.attention.computed_by)(config, kind, formats, rngs)
 
 
 def with_shared(
@@ -64,7 +55,8 @@ def with_exchange(batch: RaggedBatch, slot: Array, page_size: int) -> RaggedBatc
 def layer_table(sizes: Attention, batch: RaggedBatch, page_size: int) -> RaggedBatch:
     """Returns the batch for layers with this attention, which may read other columns of the page
     table than their tokens' own."""
-    return getattr(_module(sizes), "placed", lambda batch, _: batch)(batch, page_size)
+    made = pkgutil.resolve_name(sizes.computed_by)
+    return getattr(made, "placed", lambda batch, _: batch)(batch, page_size)
 
 
 def _shared(
@@ -74,11 +66,13 @@ def _shared(
     table: Array,
     pages: Sequence[jax.ShapeDtypeStruct],
 ) -> Shared:
-    """Computes the values that layers with one attention spec share."""
+    """Computes the values that layers with one attention spec share. The `walk` of the class that
+    computes it, if it has one, says which arrays the attention kernels walk over; otherwise these
+    are the first two."""
     tokens = batch.position.shape[0]
-    rotated = sizes.rope_dim if isinstance(sizes, MLA | Compressed) else sizes.head_dim
-    angles = rotation(batch.position, rotated, sizes.rope) if hasattr(sizes, "rope") else None
-    walk = getattr(_module(sizes), "walk", lambda *_: (*pages[:2], None, 0, rotated))
+    angles = rotation(batch.position, sizes.rotated, sizes.rope) if sizes.rope else None
+    made = pkgutil.resolve_name(sizes.computed_by)
+    walk = getattr(made, "walk", lambda *_: (*pages[:2], None, 0, sizes.head_dim))
     found: Any = walk(sizes, tokens, table, pages)
     if not found:
         return Shared(angles)
@@ -89,9 +83,3 @@ def _shared(
     options = {"v_width": latent, "runs": len(table)}
     find = functools.partial(attention_places, queries, keys, values, *where, **options)
     return Shared(angles, find(window=sizes.window, rope_pages=rope_pages))
-
-
-def _module(sizes: Attention) -> Any:
-    """The class of a kind's module. Its `walk`, if it has one, says which arrays the attention
-    kernels walk over; otherwise these are the first two."""
-    return pkgutil.resolve_name(f"jaxserve.model.attention.{KINDS[type(sizes).__name__]}")

@@ -11,7 +11,7 @@ holds for its key by its value, and reads S with its query:
     S ← e^g·S;  S ← S + k·(β·(v − Sᵀk))ᵀ;  o = Sᵀq
 
 Queries, keys and values first pass a causal convolution over the last tokens, whose inputs are kept
-beside S. A sequence has a page for both (`kv_cache.layer_entries`); its first token begins with
+beside S. A sequence has a page for both (`entries`); its first token begins with
 zeros, whatever the page held before. Where a step begins with the state of another page, that is
 copied first, and stays for other sequences to start from. Sequences with one token in a step take
 the recurrence together, by a kernel on TPUs and Hopper (`delta_step`). Chunks of prompts take the
@@ -31,9 +31,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config.model import DeltaNet, LayerKind, ModelConfig
+from jaxserve.config.attention.gated_delta import DeltaNet
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.kv_cache import COUNTED, Pages
+from jaxserve.model.attention.kv_cache import Entry, Pages
 from jaxserve.model.module import Formats, linear, matrix, rms_norm, scale, weight, zeros
 from pallas_kernels.gated_delta import delta_step
 
@@ -41,6 +43,9 @@ PART = 64
 """Tokens of a prompt that the chunked form takes at a time."""
 TOGETHER = 8
 """Sequences with drafts that the chunked form takes at a time, each with its own few tokens."""
+COUNTED = 64
+"""A state's page has the number of tokens that it has been fed modulo this, which is exact in every
+format and more than a step's drafts."""
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -85,6 +90,19 @@ class GatedDeltaNet(nnx.Module):
         self.step_bias = zeros(rngs, fp32, q_heads=sizes.q_heads)
         self.norm = scale(rngs, dtype, head_dim=sizes.value_dim)
         self.out = matrix(rngs, formats, d_model=d_model, out_heads=values)
+
+    @staticmethod
+    def entries(_: ModelConfig, sizes: DeltaNet, deployment: Deployment) -> tuple[Entry, Entry]:
+        """Declares a state, and the inputs of the convolution; with drafts also their inputs and
+        rates, and the number of tokens that the state has been fed."""
+        heads, kept = sizes.kv_heads, sizes.convolution - 1
+        values = sizes.q_heads // heads * sizes.value_dim
+        state = Entry(heads, sizes.head_dim * values, "float32", every=0, ring=True)
+        columns = 2 * sizes.head_dim + values
+        width = kept * columns
+        if drafts := deployment.drafts:
+            width = (kept + drafts) * (columns + 2 * sizes.q_heads // heads) + 1
+        return state, state._replace(width=width, plain=deployment.dtype)
 
     @staticmethod
     def walk(*_: Any) -> tuple[()]:
@@ -150,7 +168,7 @@ class GatedDeltaNet(nnx.Module):
         return 2 * sizes.head_dim + sizes.q_heads // sizes.kv_heads * sizes.value_dim
 
     def _drafts(self, inputs: Array) -> int:
-        """Drafts whose inputs the pages keep (`kv_cache.layer_entries`)."""
+        """Drafts whose inputs the pages keep (`entries`)."""
         count, width = self.sizes.convolution - 1, inputs.shape[3]
         if width == count * self._columns:
             return 0

@@ -1,19 +1,14 @@
 """The paged KV cache of one layer: its arrays, their shapes and their sharding.
 
-A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each: keys and values,
-or MLA's latent, with an indexer also its key. In an 8-bit format each of them comes with an array
-of FP32 scales, `[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as
-their bits, uint8. With `cache.rope`, MLA's latents in 8 bits are without their rotated part, which
-has an array of its own in BF16, without scales (xDeepServe §4.7). Every DP group owns its `pages`
-rows, and the page ids in a page table are relative to the group. `pallas_kernels/attention` defines
-the layout inside a page; `engine/pages.py` decides which sequence owns which page.
-
-Compressed attention has a row for several tokens (`Entry.every`), in pages with fewer rows, beside
-rows of the last tokens, in pages of a ring: both tables are of one layer then.
-
-Layers with states have pages with one row in the pool of rings: the state behind a page's tokens.
+A layer's cache is a tuple of arrays, `[dp * pages, heads, page_size, width]` each, which the kind
+of its attention declares. In an 8-bit format each of them comes with an array of FP32 scales,
+`[dp * pages, heads, page_size]`, one per token and head; FP8 values are stored as their bits. Every
+DP group owns its `pages` rows, and the page ids in a page table are relative to the group.
+`pallas_kernels/attention` defines the layout inside a page; `engine/pages.py` decides which
+sequence owns which page.
 """
 
+import pkgutil
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -24,20 +19,12 @@ from jaxtyping import Array
 
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.formats import FormatName
-from jaxserve.config.model import MLA, Attention, Compressed, DeltaNet, ModelConfig
+from jaxserve.config.model import Attention, ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model.message import cached_dtype, has_scales, storage
 
 Pages = tuple[Array, ...]
-"""(keys, values) or (latent,), then their scales in the same order; or (latent, rotated part, the
-latent's scales). With an indexer its keys come behind the latent, and so do their scales."""
-
-COUNTED = 64
-"""A state's page has the number of tokens that it has been fed modulo this, which is exact in every
-format and more than a step's drafts."""
-ROW_COLUMNS = 128
-"""On TPUs latents behind an indexer are padded with zeros to a multiple of this: XLA keeps narrower
-rows with the tokens last, and would copy the whole pool before it reads single rows."""
+"""The arrays of a layer, then their scales in the same order."""
 
 PAGES_SPEC = PartitionSpec("dp", "tp")
 
@@ -63,67 +50,21 @@ class Entry(NamedTuple):
 def layer_entries(
     config: ModelConfig, attention: Attention, deployment: Deployment
 ) -> tuple[Entry, ...]:
-    """Declares the rows of a layer with this attention: keys and values, MLA's latent and the
-    indexer's key, or compressed attention's rows. With `cache.rope` the rotated part of latents is
-    an array of its own.
+    """Declares the arrays of a layer with this attention, as the class that computes it does; else
+    keys and values.
 
     Raises:
       ConfigError: `cache.rope` without latent attention, or a page size that rows do not divide.
     """
-    rope, page_size = deployment.cache.rope, deployment.cache.page_size
-    if isinstance(attention, DeltaNet):
-        heads, keys, kept = attention.kv_heads, attention.head_dim, attention.convolution - 1
-        values = attention.q_heads // heads * attention.value_dim
-        state = Entry(heads, keys * values, "float32", every=0, ring=True)
-        width = kept * (2 * keys + values)
-        if drafts := deployment.drafts:  # their inputs and rates, and the tokens of the state
-            rates = 2 * attention.q_heads // heads
-            width = (kept + drafts) * (2 * keys + values + rates) + 1
-        return state, state._replace(width=width, plain=deployment.dtype)
-    if isinstance(attention, MLA):
-        latent, rotated = attention.kv_latent, attention.rope_dim
-        indexer = attention.indexer
-        index = []
-        if indexer and not indexer.shared:
-            index = [Entry(1, indexer.head_dim, reader="indexer")]
-        if rope == "auto":
-            padded = indexer and config.platform == "tpu"
-            spare = -(latent + rotated) % ROW_COLUMNS if padded else 0
-            return Entry(1, latent + rotated + spare), *index
-        return Entry(1, latent), *index, Entry(1, rotated, "bfloat16")
-    if rope != "auto":
+    if (rope := deployment.cache.rope) != "auto" and not attention.splits_rows:
         raise ConfigError(
             f"cache.rope = {rope} is for latent attention (MLA), which keeps a rotated key beside "
             "every latent: the model has none"
         )
-    if not isinstance(attention, Compressed):
-        return (Entry(attention.kv_heads, attention.head_dim, ring=attention.window > 0),) * 2
-    own, every = Entry(1, attention.head_dim, ring=True), attention.every
-    if not every:
-        return (own,)
-    if page_size % (unit := config.page_unit):
-        raise ConfigError(
-            f"cache.page_size = {page_size} is no multiple of {unit}, the most tokens that one "
-            "compressed row of the model stands for"
-        )
-    made, indexer = Entry(1, attention.head_dim, every=every), attention.indexer
-    index = [made._replace(width=indexer.head_dim, reader="indexer")] if indexer else []
-    kept, width = OPEN_TOKENS if index else unit, open_width(attention)
-    unmade = own._replace(width=width, plain=deployment.dtype, reader="compressor")
-    return own, unmade._replace(every=max(1, unit // kept)), made, *index
-
-
-OPEN_TOKENS = 16
-"""Tokens whose sums and gates stay for overlapping compressed rows: two rows of up to 4 tokens, and
-behind them up to 8 drafts, whose rows must not overwrite these."""
-
-
-def open_width(attention: Compressed) -> int:
-    """Numbers that a token adds to compressed rows: sums and gates of its row, and with an indexer
-    of the row behind, too, for rows and keys of the indexer."""
-    if attention.indexer is None:
-        return 2 * attention.head_dim
-    return 4 * (attention.head_dim + attention.indexer.head_dim)
+    declare = getattr(pkgutil.resolve_name(attention.computed_by), "entries", None)
+    if declare:
+        return tuple(declare(config, attention, deployment))
+    return (Entry(attention.kv_heads, attention.head_dim, ring=attention.window > 0),) * 2
 
 
 def row_arrays(

@@ -10,15 +10,16 @@ values of every head are made of the latents first. It takes a third of the FLOP
 tokens, which suits prefill.
 
 A step with more tokens than sequences has prefill chunks. Off TPUs, a chunk that is long enough
-(`least_expanded`) attends to expanded keys and values alone, a block of cached positions at a time:
+(`MLA.expansion`) attends to expanded keys and values alone, a block of cached positions at a time:
 what was cached before costs a third as well, and the kernels of paged attention run on the blocks.
 All other tokens attend absorbed. TPUs attend expanded within the chunks, absorbed to what was
 cached before, and merge both by their log-sum-exps. With `attention.int8_products` the absorbed
 form multiplies in INT8; the expanded one, whose keys and values are not the cache's, stays in
 floats.
 
-Pages of latents are (latent,) or (latent, rotated part), then their scales; an indexer's keys come
-behind the latent, and so do their scales.
+Pages of latents are (latent,), then its scales. With `cache.rope`, latents in 8 bits are without
+their rotated part, an array of its own in BF16 (xDeepServe §4.7). An indexer's keys come behind the
+latent, and so do their scales.
 
 With an indexer (DeepSeek-V3.2 §2.1), its own or one of a layer before it (`Indexer.shared`), and in
 a step whose page table has room for more tokens than it chooses, every token attends, absorbed, to
@@ -31,7 +32,7 @@ rounding, is left out.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +40,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.config.model import MLA, LayerKind, ModelConfig
-from jaxserve.config.model import MLA as Sizes
+from jaxserve.config.attention.mla import MLA as Sizes
+from jaxserve.config.deployment import Deployment
+from jaxserve.config.model import LayerKind, ModelConfig
 from jaxserve.model.attention.batch import RaggedBatch
-from jaxserve.model.attention.expanding import least_expanded
-from jaxserve.model.attention.kv_cache import Pages
+from jaxserve.model.attention.kv_cache import Entry, Pages
 from jaxserve.model.attention.rope import batch_rotation
 from jaxserve.model.module import (
     Formats,
@@ -82,6 +83,9 @@ def is_sparse(sizes: Sizes, pages: Sequence[Any], page_table: Array) -> bool:
     return sizes.indexer is not None and room > sizes.indexer.top_k
 
 
+ROW_COLUMNS = 128
+"""On TPUs latents behind an indexer are padded with zeros to a multiple of this: XLA keeps narrower
+rows with the tokens last, and would copy the whole pool before it reads single rows."""
 EPSILON = 1e-6
 """Epsilon of the norm of keys, the same in every model."""
 
@@ -110,7 +114,7 @@ class TokenIndexer(nnx.Module):
       weights: [heads, d_model], w_h of the token that looks.
     """
 
-    def __init__(self, config: ModelConfig, sizes: MLA, formats: Formats, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, sizes: Sizes, formats: Formats, rngs: nnx.Rngs):
         assert sizes.indexer
         self.sizes, self.rope_dim = sizes.indexer, sizes.rope_dim
         heads, width = self.sizes.heads, self.sizes.head_dim
@@ -179,7 +183,6 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: LayerKind, formats: Formats, rngs: nnx.Rngs):
         assert isinstance(kind.attention, Sizes)
-        assert not kind.attention.window  # of which no model is known
         self.sizes, self.kind = kind.attention, kind
         sizes = self.sizes
         dtype, d_model = formats.dtype, config.d_model
@@ -202,9 +205,22 @@ class LatentAttention(nnx.Module):
         self.value_up = _in_columns(value_up) if self.on_tpu else value_up
         self.out = matrix(rngs, formats, d_model=d_model, out_heads=heads * sizes.v_dim)
         self.out_bias = zeros(rngs, dtype, d_model=d_model) if sizes.bias else None
-        own = sizes.indexer and not sizes.indexer.shared
-        self.indexer = TokenIndexer(config, sizes, formats, rngs) if own else None
+        self.indexer = TokenIndexer(config, sizes, formats, rngs) if sizes.own_indexer else None
         self.passes = config.choice_width > 0
+
+    @staticmethod
+    def entries(config: ModelConfig, sizes: Sizes, deployment: Deployment) -> Iterator[Entry]:
+        """Declares latents and the indexer's keys. With `cache.rope` the rotated part of latents is
+        an array of its own."""
+        apart, width = deployment.cache.rope != "auto", sizes.kv_latent + sizes.rope_dim
+        padded = sizes.indexer and config.platform == "tpu"
+        yield Entry(
+            1, sizes.kv_latent if apart else width + (-width % ROW_COLUMNS if padded else 0)
+        )
+        if indexer := sizes.own_indexer:
+            yield Entry(1, indexer.head_dim, reader="indexer")
+        if apart:
+            yield Entry(1, sizes.rope_dim, "bfloat16")
 
     @staticmethod
     def walk(
@@ -214,7 +230,7 @@ class LatentAttention(nnx.Module):
         queries' width; empty where attention uses other positions than the batch's."""
         if tokens > table.shape[0] or is_sparse(sizes, pages, table):
             return ()
-        pages = without_index(pages)[0] if sizes.indexer and not sizes.indexer.shared else pages
+        pages = without_index(pages)[0] if sizes.own_indexer else pages
         width = sum(array.shape[-1] for array in pages if len(array.shape) == 4)
         return pages[0], None, pages[1] if len(pages) == 3 else None, sizes.kv_latent, width
 
@@ -256,7 +272,7 @@ class LatentAttention(nnx.Module):
                 before, history = attend(jnp.where(batch.position < 0, -1, batch.chunk_start - 1))
                 inside, chunk = self._naive(nope, rope, row, batch)
                 heads = merge((before, inside), (history, chunk))
-            elif chunks and tokens >= (least := least_expanded(self.sizes)):
+            elif chunks and tokens >= (least := self.sizes.expansion.least):
                 query = jnp.concatenate([nope, rope], axis=-1)
                 up = self.key_up[...], self.value_up[...]
                 heads = attend_expanded(

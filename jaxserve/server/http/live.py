@@ -1,7 +1,7 @@
 """The page at / and /pipeline, which feeds its live view of the load and the pipeline.
 
-The page is sent as one document (`observe/page.py`): `page.html` with its style and script inline;
-its Content-Security-Policy allows only these two, by their digests, and requests to this
+The page is sent as one document (`observe/timeline_view.py`): `page.html` with its style and script
+inline; its Content-Security-Policy allows only these two, by their digests, and requests to this
 server. It contains no secrets, so it needs no API key; the figures behind it do.
 """
 
@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.observe.load import EngineLoad
-from jaxserve.observe.page import SHARED, assembled
 from jaxserve.observe.spans import AnyStage
-from jaxserve.observe.timeline_view import Bar, bars
+from jaxserve.observe.timeline_view import SHARED, Bar, assembled, bars
 from jaxserve.observe.view import FFNWorkerView, PipelineView, Transfers
 from jaxserve.roles.expert_view import ExpertView
 from jaxserve.roles.layout import StepLoad

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from jaxserve.checkpoint.conversion import write_record
 from jaxserve.checkpoint.fingerprint import revision
 from jaxserve.checkpoint.int8_products import Int8Products, listed, read_model
-from jaxserve.checkpoint.records import write_record
 from jaxserve.commands.checking import check
 from jaxserve.errors import ConfigError
 from jaxserve.storage.mirror import INT8_PRODUCTS

@@ -5,6 +5,7 @@ import zlib
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.conversion import write_record
 from jaxserve.checkpoint.manifest import (
     BLOCKS,
     FORMAT,
@@ -14,7 +15,7 @@ from jaxserve.checkpoint.manifest import (
     StoredLeaf,
     read_manifest,
 )
-from jaxserve.checkpoint.records import checksum, write_record
+from jaxserve.checkpoint.stored_array import checksum_of
 from jaxserve.errors import CheckpointError
 
 
@@ -56,8 +57,8 @@ class TestChecksum:
         rows = np.zeros((3, 4096), np.uint64)
         rows.reshape(-1)[:10_000] = values
         columns = zlib.crc32(rows.sum(axis=0).tobytes())
-        assert checksum(values) == f"{columns:08x}{zlib.crc32(rows.sum(axis=1).tobytes()):08x}"
+        assert checksum_of([values]) == f"{columns:08x}{zlib.crc32(rows.sum(axis=1).tobytes()):08x}"
 
     def test_of_what_is_not_contiguous(self):
         values = np.arange(12, dtype=np.float32).reshape(3, 4)
-        assert checksum(values.T) == checksum(values.T.copy()) != checksum(values)
+        assert checksum_of([values.T]) == checksum_of([values.T.copy()]) != checksum_of([values])

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from jaxserve.checkpoint.decoder_layers import decoder_layers
-from jaxserve.config.model import FFN, MFA, LayerKind, ModelConfig, Rope, RouterSpec
+from jaxserve.config.attention.mfa import MFA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, Rope, RouterSpec
 
 ATTENTION = MFA(q_heads=2, kv_heads=1, head_dim=4, latent=4, rope=Rope(theta=1e4))
 WINDOW = msgspec.structs.replace(ATTENTION, window=4)
@@ -11,8 +11,7 @@ MOE = LayerKind(ATTENTION, FFN(router=RouterSpec(experts=4, top_k=2), expert_d_f
 
 
 def config(layers, moe_layers):
-    decoder = decoder_layers(layers, ATTENTION, DENSE.ffn, MOE.ffn, moe_layers)
-    return of(*decoder)
+    return of(*(MOE if layer in moe_layers else DENSE for layer in range(layers)))
 
 
 def of(*decoder, **more):

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxserve.config.model import MLA, Compressed
+from jaxserve.config.attention.compressed import Compressed
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import Attention
 from jaxserve.config.shipped import CONFIGS
 from jaxserve.config.topology import topology_of
 from jaxserve.planner.assumptions import Formats, MeasuredSpeed, SpeedRange
@@ -50,12 +52,12 @@ def token_cost(model: CostModel, context: int) -> TokenCost:
     plain = Formats(weights="bfloat16", cache="bfloat16")
     for group in model.attention:
         numbers, size = cached_numbers(group, context), 2 * 4
-        if not group.has_state:
+        if not (states := group.spec.state_numbers > 0):
             size = 1 if group.spec.window or model.name not in FULL_IN_16_BITS else 2
         read += group.layers * size * numbers
         flops += group.layers * attention_flops(group, context)
         linear += group.layers * model.declared(group.spec, plain, 1, "gpu").parameters
-        linear -= group.has_state * group.layers * 2 * group.spec.q_heads * model.d_model
+        linear -= states * group.layers * 2 * group.spec.q_heads * model.d_model
     return TokenCost(read, flops, 2.0 * linear, 2.0 * ffn_activated(model))
 
 
@@ -67,12 +69,17 @@ def ffn_activated(model: CostModel) -> int:
 
 def cached_numbers(group: AttentionLayers, context: int) -> float:
     """Numbers of keys and values, or of states, that one token reads in one layer."""
-    if group.has_state:
-        return group.state_numbers
+    spec = group.spec
+    if spec.state_numbers:
+        return spec.state_numbers
     work = attended(group, context)
-    index = group.indexer.head_dim * work.scored[0] if group.indexer else 0
-    arrays = (1 if isinstance(group.spec, MLA | Compressed) else 2) * group.spec.kv_heads
-    return arrays * group.key_dim * work.pairs + index
+    index = spec.indexer.head_dim * work.scored[0] if spec.indexer else 0
+    arrays = (1 if isinstance(spec, MLA | Compressed) else 2) * spec.kv_heads
+    return arrays * row_width(spec) * work.pairs + index
+
+
+def row_width(spec: Attention) -> int:
+    return spec.kv_latent + spec.rope_dim if isinstance(spec, MLA) else spec.head_dim
 
 
 def attended(group: AttentionLayers, context: int) -> Any:
@@ -84,11 +91,12 @@ def attended(group: AttentionLayers, context: int) -> Any:
 def attention_flops(group: AttentionLayers, context: int) -> float:
     """q·k and p·v over every token. For latent attention the paper takes the cached row's width,
     576, for both; the true cost of the absorbed form is 5.6 % less."""
-    if group.has_state:
-        return LIGHTNING_FLOPS * group.state_numbers
-    work = attended(group, context)
-    width = 4.0 * group.spec.q_heads * group.key_dim
-    return width * work.pairs + group.index_flops * work.scored[0]
+    if numbers := group.spec.state_numbers:
+        return LIGHTNING_FLOPS * numbers
+    work, scorer = attended(group, context), group.spec.own_indexer
+    width = 4.0 * group.spec.q_heads * row_width(group.spec)
+    index = 2.0 * scorer.heads * scorer.head_dim if scorer else 0.0
+    return width * work.pairs + index * work.scored[0]
 
 
 def peak(hardware: Hardware) -> float:

@@ -68,8 +68,8 @@ class TestAttend:
 
     def test_latent_attention_does_not_mix_positions(self):
         group = load_model("deepseek-v3").attention[0]
-        assert group.core_flops == 2 * 128 * (576 + 512)
-        assert load_model("step3").attention[0].core_flops == 4 * 64 * 256
+        assert group.spec.pair_flops == 2 * 128 * (576 + 512)
+        assert load_model("step3").attention[0].spec.pair_flops == 4 * 64 * 256
 
     @pytest.mark.parametrize(("name", "faster"), [("v5e", 1.38), ("v6e", 1.15), ("h800", 1.0)])
     def test_products_in_int8_are_as_fast_as_their_kernel(self, name, faster):
@@ -85,7 +85,7 @@ class TestAttend:
         slow, fast = (attend(made, each, hardware, 1, 512, 4).seconds for each in (plain, int8))
         # Ten pairs within the four tokens run on expanded keys.
         pairs = 512 * (4 * 8190.5 - 10) * models.tile_padding(plain, hardware.tile_rows, 1, 4)
-        products = pairs * plain.core_flops / hardware.flops("bfloat16")
+        products = pairs * plain.spec.pair_flops / hardware.flops("bfloat16")
         assert slow - fast == pytest.approx(products * (1 - 1 / faster), rel=1e-6)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from jaxserve.checkpoint.hf_config import read_config
 from jaxserve.commands.checking import describe, on_named_hardware
+from jaxserve.config.attention.gqa import GQA
 from jaxserve.config.deployment import Deployment
 from jaxserve.config.load import deployment_of, load_deployment
-from jaxserve.config.model import FFN, ModelConfig
+from jaxserve.config.model import FFN, ModelConfig, Rope
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.sizing import this_machine, usable_cores
 from jaxserve.mesh import zeros_of
@@ -356,13 +357,14 @@ def test_bytes_on_an_attention_device():
     """tp 2: a lane has 10 rows of 24 numbers, 5 messages and answers, and 24 counts."""
     lane = 10 * 24 * 2 + 5 * (18 + 16 * 2)
     counts = 4 * 20 * 4
-    # A layer: normed rows, 4 heads of 7 numbers, and the output in FP32.
-    layer = 10 * (16 + 4 * 7) * 2 + 10 * 16 * 4
+    # A layer: normed rows, 4 heads of 6 numbers, and the output in FP32.
+    layer = 10 * (16 + 4 * 6) * 2 + 10 * 16 * 4
     logits = 3 * (1 + 1) * 4 * 20 * 4
-    assert (layer, logits) == (1520, 1920)
-    assert attention_activations(STEP, 8, 2, 7) == 3 * (lane + counts) + logits
+    assert (layer, logits) == (1440, 1920)
+    spec = GQA(q_heads=8, kv_heads=8, head_dim=2, rope=Rope(theta=1e4))
+    assert attention_activations(STEP, spec, 2) == 3 * (lane + counts) + logits
     without = STEP._replace(drafts=0)
-    assert attention_activations(without, 8, 2, 7) == 3 * (lane + counts) + layer
+    assert attention_activations(without, spec, 2) == 3 * (lane + counts) + layer
 
 
 def test_bytes_on_an_ffn_device():

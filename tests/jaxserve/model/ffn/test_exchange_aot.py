@@ -18,8 +18,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.checkpoint.decoder_layers import decoder_layers
-from jaxserve.config.model import FFN, MLA, ModelConfig, Rope
+from jaxserve.config.attention.mla import MLA
+from jaxserve.config.model import FFN, LayerKind, ModelConfig, Rope
 from jaxserve.config.model import RouterSpec as Rule
 from jaxserve.link.dispatch.message import MessageFormat, PackedRows
 from jaxserve.mesh import FFN_AXES, FFN_RULES, shards
@@ -54,7 +54,7 @@ def config(size: str) -> ModelConfig:
     return ModelConfig(
         vocab=1024,
         d_model=d_model,
-        decoder=decoder_layers(2, attention, FFN(d_ff=d_ff), moe, (1,)),
+        decoder=(LayerKind(attention, FFN(d_ff=d_ff)), LayerKind(attention, moe)),
         norm_epsilon=1e-6,
         max_positions=4096,
     )

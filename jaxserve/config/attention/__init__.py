@@ -1,0 +1,1 @@
+"""Kinds of attention, one file each. A process imports those of its own model only."""
