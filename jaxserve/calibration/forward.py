@@ -37,6 +37,9 @@ def refuse_unsupported(config: ModelConfig) -> None:
     kinds = config.decoder + config.predictors
     found = {
         "gates of heads": any(getattr(kind.attention, "gate", "none") != "none" for kind in kinds),
+        "other attention than MFA, GQA and MLA": not all(
+            isinstance(kind.attention, MFA | GQA | MLA) for kind in kinds
+        ),
         "indexers": any(kind.attention.indexer for kind in kinds),
         "sinks": any(getattr(kind.attention, "sinks", False) for kind in kinds),
         "limits of SwiGLU": any(
