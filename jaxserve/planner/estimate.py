@@ -38,8 +38,7 @@ STAGES: dict[MeasuredStage, str] = {"attend": "attend_moe", "ffn": "ffn_moe", "l
 
 
 def _members(name: str, outer: int, inner: int, host: int) -> tuple[int, int]:
-    """Returns a collective's group size, and its members on one host of `host` devices, the inner
-    axis first."""
+    """Returns a collective's group size and its members on one host, the inner axis first."""
     _, _, over = name.partition(" over ")
     axes = over.split()
     if axes[1:] == ["neighbours"]:
@@ -56,35 +55,32 @@ def collective_seconds(name: str, size: int, outer: int, inner: int, on: Hardwar
     """Returns the seconds of a collective, named as in `ProgramCounts.exchanged`, in a role whose
     mesh has `outer` × `inner` devices, the latter along tp.
 
-    On GPUs it goes over the fast links, and one NIC a GPU between hosts. Bytes that leave the host
-    are gathered, or summed up, among the members on it, each of which carries its share. In an
-    all-to-all every device has other bytes, and carries all of its own. On TPUs it goes over the
-    links of a slice of the collective's size.
+    It goes over the links of a slice of the collective's size, or over a host's fast links and one
+    NIC a GPU between hosts. Bytes that leave the host are gathered, or summed up, among the members
+    on it, each of which carries its share. In an all-to-all every device has other bytes, and
+    carries all of its own.
     """
     devices, local = _members(name, outer, inner, on.devices_per_host)
     if devices == 1:
         return 0.0
-    inside, exchanged = size * (devices - 1) / devices, "all-to-all" in name
-    if on.torus:
-        bandwidth = on.alltoall_bandwidth if exchanged else on.gather_bandwidth
-        return _latency(on, devices) + inside / bandwidth(devices) / ASSUMED.network
-    outside = inside / local if devices > local else 0.0
-    if exchanged:
-        inside, outside = size * (local - 1) / devices, size * (devices - local) / devices
-    seconds = max(inside / assumed("h200.link"), outside / assumed("h200.network"))
-    return assumed("h200.collective") + seconds
+    local, exchanged = devices if on.torus else local, "all-to-all" in name
+    inside, outside = size * (devices - 1) / devices, 0.0
+    if devices > local:
+        outside = size * (devices - local) / devices if exchanged else inside / local
+        inside -= outside * exchanged
+    bandwidth = on.alltoall_bandwidth if exchanged else on.gather_bandwidth
+    moving = max(inside / bandwidth(devices), outside / on.network)
+    return _latency(on, devices) + moving / ASSUMED.network
 
 
 def crossing_seconds(counts: Counts, size: int, *, whole: bool) -> float:
     """Returns the seconds of a device's message or answer between the roles, `whole` as in
     `figure`. On TPUs the roles are halves of a slice, and all messages cross its middle at once."""
-    on, copies = counts.hardware, counts.instances
-    if not on.torus:
-        latency = assumed("h200.collective") if whole else 0.0
-        return latency + copies * size / assumed("h200.network")
-    latency = _latency(on, counts.devices) if whole else ASSUMED.crossing_seconds
-    middle = on.middle_bandwidth(counts.devices) / (counts.dp * counts.tp)
-    return latency + copies * size / min(on.link, middle) / ASSUMED.network
+    on, devices, width = counts.hardware, counts.devices, counts.hardware.network
+    latency = _latency(on, devices) if whole else ASSUMED.crossing_seconds
+    if devices <= on.link_devices:
+        width = min(on.link, on.middle_bandwidth(devices) / (counts.dp * counts.tp))
+    return latency + counts.instances * size / width / ASSUMED.network
 
 
 def _latency(on: Hardware, devices: int) -> float:
@@ -131,7 +127,6 @@ class Figure(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The resource that is busy longest."""
         return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
@@ -184,8 +179,7 @@ class Paced(NamedTuple):
 
 
 def paced(counts: Counts) -> list[Paced]:
-    """Returns both pipelines of a deployment. Lanes share a process's host, so a step takes at
-    least the host's time for all of its layers and lanes."""
+    """Returns both pipelines; lanes share a host, whose time for all is a step's least."""
     hardware, layers = counts.hardware, counts.layers
     devices = counts.dp * counts.tp, counts.ep * counts.ffn_tp
     least = ASSUMED.host((hardware, hardware), devices, layers)

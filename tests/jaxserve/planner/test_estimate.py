@@ -16,6 +16,8 @@ from jaxserve.roles.layout import Bucket
 from tests import golden
 
 COUNTS = read_struct(golden.FOLDER / "planner" / "counts.json", Counts, json=True)
+NVLINK = 500_000 / 360e9, 1_000_000 / 360e9
+"""Seconds of the bytes of a message and an answer, at 0.8 of 450 GB/s."""
 
 
 def test_stages():
@@ -32,24 +34,27 @@ def test_the_figure():
     """The ffn's 164 µs set the pace of three lanes: a step of 2 layers takes 984 µs for 3,000
     tokens on 4 devices. Where a layer of attention takes 250 instead, so does each lane in turn."""
     found = estimate.figure(COUNTS)
-    assert found.bounds == pytest.approx({"attention": 38e-6, "ffn": 164e-6, "network": 20e-6})
+    assert found.bounds == pytest.approx(
+        {"attention": 38e-6, "ffn": 164e-6, "network": NVLINK[1] + 20e-6}
+    )
     assert (found.step, found.bound) == (pytest.approx(6 * 164e-6), "ffn")
     assert found.speed == pytest.approx(3000 / 984e-6 / 4)
     slow = estimate.figure(COUNTS, {"attend_moe": 250e-6})
     assert (slow.step, slow.bound) == (pytest.approx(6 * 250e-6), "attention")
     two = msgspec.structs.replace(COUNTS, instances=2)
-    assert estimate.figure(two).bounds["network"] == pytest.approx(40e-6)
+    assert estimate.figure(two).bounds["network"] == pytest.approx(2 * NVLINK[1] + 20e-6)
 
 
 def test_pipelines():
     """A process a GPU takes 128 µs for a layer and lane, and a step's plan, 182 µs, goes to three
     others; or 290 µs by what is published. Whole steps have a collective of 10 µs a direction, for
-    half of which the FFN waits, and two turns more."""
+    half of which the FFN waits, and two turns more, of attention's 38 µs."""
+    exchanges = 20e-6 + sum(NVLINK)
     layer, step = estimate.paced(COUNTS)
     assert layer.host == pytest.approx((128e-6 + 182e-6 / 2, 290e-6))
     assert layer.step == pytest.approx((6 * layer.host[0], 6 * 290e-6))
     speed = measured_speed().systems
-    whole = 6 * (164 + (20 + 30) / 2) * 1e-6 + 2 * 50e-6
+    whole = 6 * (164e-6 + exchanges / 2) + 2 * 38e-6
     assert step.step == pytest.approx((whole / speed.p90, whole / speed.p10))
 
 
