@@ -25,7 +25,15 @@ from jaxserve.fleet.simulation_command import read_simulation
 from jaxserve.planner.assumptions import Formats
 from jaxserve.planner.demand import Demand, Spares
 from jaxserve.planner.deploy import Sizer
-from jaxserve.planner.deploy_fleet import Asked, DeployedPart, Fleet, FleetPlan, Planned, Scaled
+from jaxserve.planner.deploy_fleet import (
+    UNIT_CHUNK,
+    Asked,
+    DeployedPart,
+    Fleet,
+    FleetPlan,
+    Planned,
+    Scaled,
+)
 from jaxserve.planner.deployment_file import plan_file, write_fleet
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.options import (
@@ -136,7 +144,7 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
     asked, demand, requests, layout = sizer.asked, sizer.demand, sizer.requests, fleet.unit.layout
     workers, units = _part(fleet, part)
     share = workers / fleet.workers if part == "prefill" else units / fleet.units
-    keys = fleet._replace(workers=workers).keys(asked.longest, asked.page, requests)
+    keys = fleet._replace(workers=workers).keys(asked, requests)
     coarse = _coarse(part, fleet, sizer)
     count, uncounted = _count(part, fleet, sizer)
     running: tuple[tuple[int, int], ...] = ()
@@ -150,6 +158,7 @@ def simulated(sizer: Sizer, part: DeployedPart, fleet: Fleet) -> FleetResult:
             left = np.maximum(1, left // coarse)
             running = tuple(zip((length // coarse).tolist(), left.tolist(), strict=True))
         drafts = fleet.unit.pace.drafts(max(1, round(fleet.taken)))
+        keys["scheduler.token_ms"] *= coarse / fleet.unit.plan.tokens_a_step
         domain = Scaled(sizer.times(layout, fleet.unit.hardware), coarse, coarse, drafts)
     for key in COARSE_KEYS & keys.keys():
         keys[key] = max(1, keys[key] // coarse)
@@ -224,11 +233,13 @@ def _file_requests(sizer: Sizer, fleet: Fleet) -> tuple[int, int]:
 def _coarse(part: DeployedPart, fleet: Fleet, sizer: Sizer) -> int:
     """Returns how many tokens a simulated one stands for: a power of two that divides a page.
 
-    Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen.
-    Where the domain's steps take part of the TTFT, they stay short beside its target.
+    Prompts keep some dozen tokens, so that their chunks end where they should, and outputs a dozen;
+    where units compute prompts, as many as a chunk has. Where the domain's steps take part of the
+    TTFT, they stay short beside its target.
     """
     asked = sizer.asked
-    most = min(float(asked.page), sizer.requests.computed / LEAST_TOKENS)
+    least = LEAST_TOKENS if fleet.workers else UNIT_CHUNK
+    most = min(float(asked.page), sizer.requests.computed / least)
     if part == "whole":
         most = min(
             most, asked.demand.output / LEAST_OUTPUT, COARSE * asked.ttft.seconds / fleet.pace

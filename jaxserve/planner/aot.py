@@ -88,21 +88,17 @@ class CompiledProgram(NamedTuple):
     code: int = 0
     collectives: Mapping[str, int] = {}
     counted: ProgramCounts | None = None
-    """Launches and bytes of a run; None: it did not compile. Where tokens are embedded, bytes are
-    without the table."""
+    """Launches and bytes of a run, the embedding's table left out; None: it did not compile."""
     copied: int = 0
     """Bytes of arrays as large as a layer's largest weight that are written again as they were, or
     in other bits (`scheduled.py`), of programs with layers; in a loop, once."""
     waited_for: int = 0
-    """Messages of a program of several lanes beside which nothing is computed (`scheduled.py`);
-    in a loop, once."""
+    """Messages (in a loop, once) beside which a program of several lanes computes nothing."""
     exchanges: str = ""
-    """Digest of the messages that a program of `pipeline: step` exchanges with the other role's,
-    in the compiled order; the two roles' must be equal."""
+    """Digest of the messages of a program of `pipeline: step`, in order; both roles' are equal."""
 
     @property
     def size(self) -> str:
-        """The bucket in a few characters."""
         return f"{self.bucket.tokens}x{self.bucket.pages}{' spread' * self.bucket.spread}"
 
     @property
@@ -182,10 +178,9 @@ def compile_deployment(
     workers: int = 2,
     report: Callable[[CompiledProgram], None] = lambda program: None,
 ) -> list[CompiledProgram]:
-    """Compiles all programs of both roles for a model with the topology's platform, or those of
-    some buckets, `workers` at a time, and returns the result of each; `report` gets every result,
-    in order of completion. Raises ConfigError if the model cannot be sharded as asked, devices are
-    too few, or the deployment has no such bucket."""
+    """Compiles a deployment's programs, or those of some buckets, `workers` at a time, for a model
+    with the topology's platform. `report` gets each result when it is there. Raises ConfigError if
+    the model cannot be sharded so, devices are too few, or the deployment has no such bucket."""
     known = deployment_buckets(deployment)
     for bucket in buckets:
         if bucket not in known:
@@ -257,7 +252,6 @@ def hosts(deployment: Deployment, there: tuple[jax.Device, ...]) -> dict[int, tu
 
 
 def _layers(config: ModelConfig, name: str, kind: object) -> int:
-    """How many layers run a program."""
     kinds = [config.layer(layer) for layer in range(config.layers)]
     if name == "ffn":
         return [each.ffn for each in kinds].count(kind)  # type: ignore[arg-type]

@@ -18,8 +18,7 @@ from jaxserve.planner.calibration import MeasuredStage
 from jaxserve.planner.hardware import Hardware, read_struct
 
 PLANNED: tuple[FormatName, ...] = ("bfloat16", "fp8", "int8")
-"""Formats that are planned for everything. Simulated devices compute in FP32. 4 bits are for
-weights alone, in files that say so."""
+"""Formats that are planned for everything; 4 bits are for weights alone, in files that say so."""
 
 
 def number_bytes(name: str) -> int:
@@ -46,8 +45,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     expert_rows: Literal["auto", "blocks", "float"] = "auto"
     """`ffn.expert_rows` of the deployment."""
     core: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
-    """Format of attention's own products, where it differs from `compute`: DeepSeek multiplies
-    weights in FP8 and attends in BF16."""
+    """Format of attention's own products, if not as `compute`: DeepSeek attends in BF16."""
     rows: Literal["bfloat16", "float32"] = "bfloat16"
     """The deployment's `dtype`: of rows, routers and the per-head maps of latent attention."""
     held: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -59,8 +57,7 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a parameter, in 4 bits with its part of its group's scale; other formats' scales
-        are few enough to be left out."""
+        """Bytes of a parameter, in 4 bits with its part of its group's scale."""
         one = FORMATS[self.weights]
         if one.scales.get("weights") == "group":
             zero_points = self.zero_points and not one.group
@@ -214,6 +211,5 @@ class MeasuredSpeed(NamedTuple):
 
 @functools.cache
 def measured_speed() -> MeasuredSpeed:
-    """Returns the ranges of published systems, which `tests/jaxserve/planner/published.py` writes.
-    A test fails once the planner predicts something else."""
+    """Returns the ranges that `tests/jaxserve/planner/published.py` writes and a test compares."""
     return read_struct(CONFIGS / "measured_speed.json", MeasuredSpeed, json=True)

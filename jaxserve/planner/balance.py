@@ -103,8 +103,7 @@ def advice(
 
 
 class RoleLoad(NamedTuple):
-    """Connected workers of a role in a running fleet, the requests that they have, those that wait
-    included, and those that a worker can run at a time."""
+    """Connected workers of a role, the requests that they have or that wait, slots of a worker."""
 
     workers: int
     held: int

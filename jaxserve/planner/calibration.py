@@ -17,8 +17,7 @@ MeasuredStage = AFDStage | Literal["enter", "leave", "host"]
 and the host's time for a step and lane, where that is what lanes wait for."""
 
 APART = 1e-3
-"""Terms whose smallest singular value, of columns of length 1, is below this share of the largest
-cannot be told apart."""
+"""Share of the largest singular value below which terms (in columns of length 1) are alike."""
 PASSES = 30
 """Passes of a fit, each with the weights of the last pass."""
 NEAR = 0.2
@@ -31,8 +30,7 @@ class Terms(NamedTuple):
     """Parts of a stage's time: numbers, or arrays with an entry for each DP group."""
 
     memory: Any
-    """Seconds of the bytes that depend on the load, at the hardware's peak bandwidth; of a message,
-    at its link's."""
+    """Seconds of bytes that depend on the load, at the memory's peak, or a message's link's."""
     compute: Any
     """Seconds of its FLOPs at the peak."""
     fixed: float = 0.0
@@ -55,7 +53,6 @@ class Fit(NamedTuple):
     """`Terms.fixed` of the points, on the mean: another sharding has more or less of it."""
 
     def seconds(self, terms: Terms) -> Any:
-        """The time of such a stage."""
         constant = max(0.0, self.constant + self.memory * (terms.fixed - self.fixed))
         return constant + self.memory * terms.memory + self.compute * terms.compute
 
@@ -147,8 +144,7 @@ NOTHING = Calibration({})
 
 
 class Asked(Calibration):
-    """Corrects nothing, and records for each key what it was asked for, of which fits are made:
-    `terms`, and roofline seconds."""
+    """Corrects nothing, and records what a fit is made of by key: terms and roofline seconds."""
 
     def __init__(self) -> None:
         super().__init__({})

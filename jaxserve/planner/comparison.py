@@ -58,7 +58,6 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """(predicted − measured) / measured."""
         return self.predicted / self.measured - 1
 
     @property
@@ -72,8 +71,7 @@ class Compared(NamedTuple):
 
 
 def summary(found: Sequence[Compared]) -> list[str]:
-    """Counts the predictions that are as good as asked, and names the worst one: of loads that the
-    calibration has not seen, and of all."""
+    """Counts predictions that are as good as asked, of unseen loads and of all."""
     lines = []
     held_out = [one for one in found if one.held_out]
     groups = {" held out": held_out} if 0 < len(held_out) < len(found) else {}
@@ -96,8 +94,7 @@ def compare(
     seen: Sequence[Observed],
     known: Sequence[Measurement] = (),
 ) -> list[Compared]:
-    """Returns the stages and steps of a trace beside the predictions. The deployment's calibration
-    was made from `known`."""
+    """Returns stages and steps of a trace beside predictions, which were calibrated by `known`."""
     calibrated = {load_of(one) for one in known}
     found = []
     for one in seen:
@@ -129,7 +126,6 @@ def _rows(made: Scenario, load: StepLoad) -> Rows:
 
 
 def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: int) -> float:
-    """Seconds of a stage, of layers of this group."""
     kinds = made.attention.model.order
     match stage:
         case "enter":
@@ -142,8 +138,7 @@ def _predicted(made: Scenario, times: StepTimes, stage: MeasuredStage, layers: i
 
 
 def measurements(made: Scenario, seen: Sequence[Observed]) -> list[Measurement]:
-    """The stages of a trace as measurements: their own work, without collectives, which are taken
-    off as predicted."""
+    """The stages of a trace as measurements, without their collectives as predicted."""
     found = []
     asked = Asked()
     attention, ffn = (each._replace(measured=asked) for each in (made.attention, made.ffn))
@@ -243,8 +238,7 @@ def title(made: Scenario, one: Compared) -> str:
 
 
 def deployed(options: argparse.Namespace) -> Scenario:
-    """Returns the deployment of the options, whose stages are compared; raises ConfigError if it is
-    colocated."""
+    """Returns the deployment to compare stages of; raises ConfigError if it is colocated."""
     made = read_scenario(options, 1)
     if made.layout.topology.has("colocated"):
         raise ConfigError("a colocated deployment runs whole steps: its trace has no stages")
@@ -252,8 +246,7 @@ def deployed(options: argparse.Namespace) -> Scenario:
 
 
 def observed(options: argparse.Namespace) -> tuple[Scenario, list[Observed]]:
-    """Returns the deployment of the options, and the stages and steps in their timeline. Raises
-    ConfigError as `deployed` and `observe`."""
+    """Returns the deployment, and what its timeline shows. Raises as `deployed` and `observe`."""
     made = deployed(options)
     return made, observe(read_spans(options.timeline), made.attention.model.order)
 

@@ -50,8 +50,7 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: int
     """Lanes that take turns: a sequence has a token when all lanes have passed all layers."""
     kernels: dict[str, float]
-    """Seconds of the kernels of `attend` and `ffn` beyond the time of their bytes, the shared
-    expert's own kernels whole."""
+    """Seconds of `attend`'s and `ffn`'s kernels beyond their bytes' time, shared experts' whole."""
     cached: int
     """Bytes of the cache that a device reads in a layer."""
     message: dict[str, int]
@@ -70,7 +69,6 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def hardware(self) -> Hardware:
-        """The hardware's figures, of one JAX device."""
         return load_hardware(self.generation)
 
     def members(self, role: Role) -> tuple[int, int]:
@@ -86,8 +84,7 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(one.layers for name, one in self.programs.items() if role_of(name) == "ffn")
 
     def by_layer(self, role: Role, seconds: Mapping[str, float]) -> list[float]:
-        """Returns the seconds of a role's programs layer by layer, without a step's end, from those
-        of every program by name."""
+        """Returns the seconds of a role's programs layer by layer, without a step's end."""
         own = ((name, one) for name, one in self.programs.items() if role_of(name) == role)
         return [seconds[name] for name, one in own if name != "leave" for _ in range(one.layers)]
 
@@ -98,8 +95,7 @@ def role_of(program: str) -> Role:
 
 
 def count(options: argparse.Namespace, deployment: Deployment) -> Counts:
-    """Compiles for the topology, and counts. Raises ConfigError if something does not fit together,
-    or a program does not compile."""
+    """Compiles and counts; raises ConfigError if a case is unknown, or a program fails."""
     config = model_config(model_folder(deployment.model, options.configs), served=True)
     if deployment.topology.has("colocated"):
         raise ConfigError(f"{options.config}: an AFD deployment is expected")
@@ -185,8 +181,7 @@ def _tpu_kernels(
 
 
 def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> str:
-    """Returns the counted case of an ffn device's experts and tokens. Raises ConfigError if no case
-    matches."""
+    """Returns the counted case of a device's experts and tokens; raises ConfigError without."""
     from pallas_kernels.grouped_matmul.shapes import ExpertShape  # imports JAX
 
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
@@ -201,16 +196,14 @@ def _experts_case(config: ModelConfig, deployment: Deployment, bucket: Bucket) -
 
 
 def _name_of(shape: tuple[int, ...]) -> str | None:
-    """Returns the name of a known `ExpertShape`, or None."""
     from pallas_kernels.grouped_matmul.shapes import SHAPES  # imports JAX
 
     return next((name for name, known in SHAPES.items() if known == shape), None)
 
 
 def _shared_seconds(config: ModelConfig, deployment: Deployment, bucket: Bucket) -> float:
-    """Returns the seconds beyond their bytes of the shared expert's own kernels on a device; 0
-    where XLA multiplies it, or no kernel was counted. Raises ConfigError if kernels were counted
-    for other numbers of rows."""
+    """Returns the seconds beyond their bytes of a device's kernels for the shared expert; 0 without
+    any. Raises ConfigError if they were counted for other numbers of rows."""
     ffn, tokens = deployment.ffn, bucket.tokens * deployment.attention.dp
     name = _name_of((config.d_model, config.moe.d_ff // ffn.instances, 1, 1, 1))
     alone = ffn.shared == "whole" or (exchange_of(config, deployment) == "alltoall" and ffn.tp == 1)
@@ -222,14 +215,12 @@ def _shared_seconds(config: ModelConfig, deployment: Deployment, bucket: Bucket)
 
 
 def _beyond_bytes(case: str, work: float) -> float:
-    """Returns a kernel's seconds beyond the time of its bytes, for `work` positions or rows. Raises
-    ConfigError if the case was not counted."""
+    """Returns a kernel's seconds beyond its bytes' time, for `work` positions or rows."""
     one = _counted(case)
     return sum(kernels.beyond_memory(one)) * work / float(one["work"])
 
 
 def _counted(case: str, platform: str = "h200") -> dict[str, Any]:
-    """Returns the counts of a case. Raises ConfigError if it was not counted."""
     counts = _counts(platform)
     if case not in counts:
         raise ConfigError(f"no counts of {case!r}: {', '.join(counts)}")

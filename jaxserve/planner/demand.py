@@ -50,9 +50,8 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests at a rate a second, at random (Poisson), with mean tokens of prompts and outputs.
-    Both are lognormal, with a standard deviation over the mean (`spread`); a part of every prompt
-    is in a prefix cache (`hits`)."""
+    """Requests a second, at random (Poisson). Tokens are lognormal around means, with a `spread` in
+    standard deviations over the mean; a prefix cache has a part of every prompt (`hits`)."""
 
     rate: float
     prompt: int
@@ -61,7 +60,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     hits: float = 0.0
 
     def lengths(self, longest: int) -> Lengths:
-        """Lengths of prompts and outputs; both together are cut to `longest`."""
         return Lengths(prompt=self.prompt, output=self.output, spread=self.spread, longest=longest)
 
     def requests(self, longest: int, page: int) -> "Requests":

@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.ffn.placement import SlotSizes
 from jaxserve.planner.deploy_fleet import (
     HELD_SLOTS,
+    UNIT_CHUNK,
     Asked,
     Chunks,
     DecodeUnit,
@@ -42,21 +43,17 @@ from jaxserve.planner.stage_times import Rooflines, expert_loads
 TRIED = 3
 """Decode layouts of a mode that are looked at closely."""
 SIMULATED = 16
-"""Kinds of prefill workers that are simulated at most. A kind that costs more than the best one
-takes two simulations."""
+"""Kinds of prefill workers that are simulated at most; one that costs more takes two runs."""
 MOST_BUSY = 0.85
-"""Share of the time, and of the slots, that are planned to be taken at most: nearer to 1 a percent
-more requests multiplies their waits."""
+"""Most of the time, and of the slots, that is planned to be taken: nearer to 1 waits multiply."""
 CHUNKS = (1024, 2048, 4096, 8192)
 """Tokens of a DP group's prefill step to try."""
 REASONS = 16
 """Layouts that are named with what they cost."""
 FURTHER = 4
-"""A number of workers or units that meets a target is looked for up to this multiple of the least
-number."""
+"""Multiple of the least number of workers or units up to which larger ones are tried."""
 GROWN, PART = 12, 33
-"""Times that a fleet gets more workers or units, if it misses a target as a whole, and the part of
-them that it gets: 3 %, or one."""
+"""Times that a fleet that misses a target gets more workers or units: 3 % more, or one."""
 
 
 class Sizer:
@@ -80,8 +77,7 @@ class Sizer:
         self._reasons: dict[str, str] = {}
 
     def plan(self) -> Planned:
-        """Returns the cheapest deployment. Raises ConfigError if nothing meets the targets; says
-        which part cannot."""
+        """Returns the cheapest deployment; raises ConfigError, saying which part cannot be."""
         asked = self.asked
         found = self.searcher.search(asked.target)
         candidates = [
@@ -127,9 +123,8 @@ class Sizer:
         return Planned(best=best, found=found, reasons=self._reasons)
 
     def _cheapest(self, fleets: Iterable[Fleet]) -> Fleet | None:
-        """Returns the fleet whose prefill workers cost least; None: no number of any kind meets the
-        TTFT. `fleets` has one for each kind of workers, with the fewest that could do, cheapest
-        first."""
+        """Returns the fleet with the cheapest prefill workers; None: no number of any kind meets
+        the TTFT. `fleets` has the fewest of each kind that could, cheapest first."""
         best: Fleet | None = None
         left = SIMULATED
         for least in fleets:
@@ -157,7 +152,7 @@ class Sizer:
         """A colocated unit's deployment that also computes prompts; None: it misses a target."""
         rate = self.demand.rate
         name, unit = f"prefill and decode: {fleet.unit.layout.text}", fleet.unit
-        busy = self._chunks(unit.layout, unit.hardware, CHUNKS[0]).busy(self.requests)
+        busy = self._chunks(unit.layout, unit.hardware, UNIT_CHUNK).busy(self.requests)
         prompts = rate * busy / unit.layout.dp
         self._reasons[name] = "one is too slow for these requests"
         if prompts + rate / unit.capacity > MOST_BUSY:
@@ -168,8 +163,7 @@ class Sizer:
         return self._deployment(fleet, found) if self._meets(found) else None
 
     def _units(self, plans: list[Plan]) -> Iterator[DecodeUnit]:
-        """Decode units of the layouts of every mode that are cheapest for the rate, by the search's
-        figures."""
+        """Decode units of every mode's cheapest layouts for the rate, as the search has them."""
         tokens = self.demand.rate * float(self.requests.output.mean())
 
         def dollars(plan: Plan) -> float:
@@ -189,8 +183,7 @@ class Sizer:
     # -------------------------------------------------------------------------- decode units
 
     def unit(self, plan: Plan, most: int = 0) -> DecodeUnit | str:
-        """Returns a decode unit of the plan's layout, with `most` slots at most (0: any number), or
-        the reason why it cannot work."""
+        """Returns a unit with `most` slots at most (0: any number), or why it cannot work."""
         layout, target, requests = plan.layout, self.asked.tpot.seconds, self.requests
         hardware = self.searcher.memory.on(layout)
         pace = Pace(self.searcher, layout, requests)
@@ -213,12 +206,10 @@ class Sizer:
         return _ceil(self.demand.rate / unit.capacity)
 
     def _fewest_units(self, unit: DecodeUnit, worker: PrefillWorker, workers: int) -> Fleet:
-        """The fewest units that could do, beside these workers."""
         return self._with_units(Fleet(worker, workers, unit, 1, 1.0), self._least_units(unit))
 
     def _sized(self, least: Fleet, most: int) -> Fleet | None:
-        """The fleet with the fewest prefill workers that meets the TTFT; None: no number of them
-        does, or none up to `most`, if that is not 0."""
+        """The fleet with the fewest prefill workers, up to `most` (0: any), for the TTFT."""
 
         def meets(number: int) -> bool:
             found = self._simulate(self, "prefill", least._replace(workers=number))
@@ -254,16 +245,14 @@ class Sizer:
         return _ceil(self.demand.rate / (MOST_BUSY * worker.capacity))
 
     def _linked(self, fleet: Fleet) -> Fleet:
-        """The fleet with as many workers and units as it takes for hand-offs to keep neither end of
-        the pages link busy for more than `MOST_BUSY` of the time."""
+        """The fleet with enough workers and units that hand-offs keep no link above `MOST_BUSY`."""
         seconds = self.link(fleet).seconds(self.requests.computed)
         least = _ceil(self.demand.rate * seconds / MOST_BUSY)
         fleet = fleet._replace(workers=max(fleet.workers, least))
         return fleet if least <= fleet.units else self._with_units(fleet, least)
 
     def _whole(self, fleet: Fleet) -> FleetPlan | None:
-        """The deployment of this fleet, with as many more workers and units as it takes when both
-        run together; None: no number does."""
+        """The deployment of this fleet, with as many more workers and units as it takes."""
         for _ in range(GROWN):
             found = self._simulate(self, "whole", fleet)
             if self._meets(found):
@@ -278,7 +267,6 @@ class Sizer:
         return None
 
     def _reached(self, found: FleetResult) -> str:
-        """Says which times requests had at the percentiles of the targets."""
         ttft, tpot = found.ttft_asked, found.tpot_asked * 1e3
         asked = self.asked
         return (
@@ -334,9 +322,8 @@ class Sizer:
         )
 
     def again(self, made: FleetPlan, most: int = 0) -> FleetPlan | None:
-        """Returns a deployment of the same kinds of workers and units as one that was sized for
-        another demand or other targets, with `most` slots of a unit at most (0: any number); None:
-        no number of them meets the targets."""
+        """Returns a deployment of the same kinds for another demand or other targets, with `most`
+        slots of a unit at most (0: any number); None: no number of them meets the targets."""
         old = made.fleet.worker
         unit = self.unit(made.fleet.unit.plan, most)
         if isinstance(unit, str):

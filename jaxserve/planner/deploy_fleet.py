@@ -14,14 +14,18 @@ import numpy as np
 from jaxserve.observe.spans import STAGES
 from jaxserve.planner.demand import Demand, Level, Requests, Spares
 from jaxserve.planner.hardware import MONTH, Hardware
-from jaxserve.planner.layout_keys import Tree, mesh_keys, sequence_keys
+from jaxserve.planner.layout_keys import MOST_TOKENS, Tree, mesh_keys, sequence_keys, token_ms
 from jaxserve.planner.layouts import Layout, Target
 from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Found, Pace, Plan
 from jaxserve.planner.stage_times import Rooflines, Rows, StageTimes, StepTimes
+from jaxserve.roles.layout import pages_for
 
 QUANTILES, POINTS = 5, 3
 """Prompts, and chunks of each, whose seconds stand for all prompts."""
+UNIT_CHUNK = 1024
+"""Tokens of prompts in the largest step of a unit that computes prompts, too. In steps that decode
+`scheduler.token_ms` allows smaller ones, if the TPOT's target does."""
 HELD_SLOTS = 16
 """Concurrent prompts of a DP group of a prefill worker."""
 
@@ -79,8 +83,7 @@ class DecodeUnit(NamedTuple):
         return self.layout.dollars(*self.hardware)
 
     def taken(self, rate: float, output: float) -> float:
-        """Sequences of a DP group and lane at `rate` requests a second of `output` tokens (Little's
-        law); at most the slots."""
+        """Sequences of a DP group and lane at this rate (Little's law); at most the slots."""
         taken = 1.0
         for _ in range(12):
             pace = self.pace.seconds(max(1, round(taken)))
@@ -89,8 +92,7 @@ class DecodeUnit(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Seconds of prompts in chunks of `chunk` tokens a DP group in a colocated worker, by its stage
-    times."""
+    """Seconds of prompts in chunks of `chunk` tokens a DP group in a colocated worker."""
 
     layout: Layout
     times: Rooflines
@@ -171,20 +173,23 @@ class Fleet(NamedTuple):
         most = self.sequences + 3.1 * self.sequences**0.5
         return max(1, min(self.unit.slots, int(most / (self.units * self.unit.lanes)) + 2))
 
-    def keys(self, longest: int, page: int, requests: Requests) -> Tree:
-        """Configuration keys, dotted, that the fleet's schedulers and its router read, for
-        sequences of up to `longest` tokens in pages of `page`."""
-        worker, layout, pages = self.worker, self.unit.layout, -(-longest // page)
+    def keys(self, asked: "Asked", requests: Requests) -> Tree:
+        """Configuration keys, dotted, that the fleet's schedulers and its router read."""
+        longest, page, worker, layout = asked.longest, asked.page, self.worker, self.unit.layout
+        pages = pages_for(longest, page)
         running = layout.lanes * self.slots
         tokens = running * (requests.context + page)
         tokens += 2 * requests.context_spread * running**0.5
         held = max(pages + 1, -int(-tokens // page))
         keys = mesh_keys(layout) | sequence_keys(layout, self.slots, longest, page, held)
         keys["scheduler.page_buckets"] = sorted({-(-pages // 4), pages})
+        keys["scheduler.token_ms"] = token_ms(asked.tpot.seconds, self.unit.plan)
         if layout.topology.has("colocated") and self.units > 1:
             keys["domains"] = self.units
         if not self.workers:
-            return keys
+            largest = min(keys["scheduler.token_budget"] + UNIT_CHUNK, MOST_TOKENS)
+            keys["scheduler.token_buckets"].append(largest)
+            return keys | {"scheduler.token_budget": largest}
         return keys | {
             "prefill.workers": self.workers,
             "prefill.mode": "colocated",
@@ -195,6 +200,7 @@ class Fleet(NamedTuple):
             "prefill.scheduler.slots": HELD_SLOTS,
             "prefill.scheduler.token_budget": worker.chunk,
             "prefill.scheduler.token_buckets": [worker.chunk // 4, worker.chunk],
+            "prefill.scheduler.token_ms": 0.0,
             "pages.on_failure": "recompute",
             "pages.recompute_tokens": 8192,
             "pages.held": 256,
@@ -271,8 +277,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.dollars * MONTH
 
     def millions(self, requests: Requests) -> dict[str, float]:
-        """Cost of prefill in USD per million prompt tokens ("in"), cached tokens included; and cost
-        of decoding in USD per million output tokens ("out")."""
+        """USD per million prompt tokens, found ones included ("in"), and output tokens ("out")."""
         prefill = sum(role.dollars for role in self.roles if role.name == "prefill")
         millions = 3600 * self.demand.rate / 1e6
         return {
@@ -282,8 +287,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best deployment, the results of the search for decode units, and for layouts that were
-    looked at what they cost, or why they were not taken."""
+    """The best deployment, the search's decode units, and why other layouts were not taken."""
 
     best: FleetPlan
     found: Found
@@ -306,6 +310,7 @@ class Scaled:
             padded=rows.padded * self._a_step,
             length=rows.length * self._tokens,
             reach=rows.reach * self._tokens,
+            exchanged=rows.exchanged * self._tokens,
         )
         step, names = self._times.step(fine), (*STAGES, "leave")
         return step._replace(**{name: self._factor * getattr(step, name) for name in names})

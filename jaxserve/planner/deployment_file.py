@@ -25,7 +25,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.demand import Requests
 from jaxserve.planner.deploy_fleet import Asked, FleetPlan
 from jaxserve.planner.hardware import Hardware
-from jaxserve.planner.layout_keys import Tree, layout_keys, sections, usable
+from jaxserve.planner.layout_keys import Tree, layout_keys, sections, token_ms, usable
 from jaxserve.planner.link_load import check_link
 from jaxserve.planner.models import model_config, model_folder
 from jaxserve.planner.search import Plan
@@ -39,8 +39,7 @@ PRECISION = 0.02
 
 
 class PlanFile(NamedTuple):
-    """The file of a plan, the model's folder, all hardware that the plan may use, by name, and the
-    calculator that predicted it."""
+    """A plan's file and model folder, all hardware by name, and what predicted it."""
 
     path: Path
     model: Path
@@ -85,12 +84,13 @@ def plan_file(
     return PlanFile(options.write, folder.resolve(), config, hardware, calculator)
 
 
-def deployment_text(file: PlanFile, plan: Plan) -> str:
-    """The deployment of a plan as YAML, with what is predicted as comments."""
+def deployment_text(file: PlanFile, plan: Plan, tpot: float) -> str:
+    """The deployment of a plan for a TPOT in seconds, as YAML, with its predictions as comments."""
     layout, context = plan.layout, file.calculator.context
     names = [file.hardware[role].name for role in (layout.attention, layout.ffn)]
     told = {"plan": plan, "layout": layout, "names": names, "context": context}
-    return _yaml(_keys(file, plan), _comments("plan_file", file, **told))
+    keys = _keys(file, plan) | {"scheduler.token_ms": token_ms(tpot, plan)}
+    return _yaml(keys, _comments("plan_file", file, **told))
 
 
 def _yaml(keys: Tree, comments: Sequence[str]) -> str:
@@ -106,7 +106,6 @@ def _yaml(keys: Tree, comments: Sequence[str]) -> str:
 
 
 def _keys(file: PlanFile, plan: Plan) -> Tree:
-    """Configuration keys of a plan's deployment, dotted; None: not set."""
     layout = plan.layout
     on = file.hardware[layout.attention], file.hardware[layout.ffn]
     keys = layout_keys(file.calculator, layout, on, plan.batch)
@@ -122,16 +121,14 @@ def _keys(file: PlanFile, plan: Plan) -> Tree:
 
 
 def _comments(report: str, file: PlanFile, **told: object) -> list[str]:
-    """Lines that `reports.yaml` declares for the head of a file."""
     (part,) = declared(report, assumed=file.calculator.assumed, **told)
     return list(part.lines)
 
 
 def write_fleet(file: PlanFile, asked: Asked, made: FleetPlan, requests: Requests) -> int:
-    """Writes the file of a fleet with as many slots as `serve` takes, within `PRECISION`. Returns
-    their number, and prints a note if it is below the fleet's: it was sized for sequences of mean
-    length, and the file holds the longest one, too. Raises ConfigError if `serve` would refuse it
-    whatever the slots."""
+    """Writes the file of a fleet with as many slots as `serve` takes, within `PRECISION`, and
+    returns their number. Prints a note if they are fewer than the fleet's: the file holds the
+    longest sequence, too. Raises ConfigError if `serve` would refuse any number."""
     fleet, most = made.fleet, made.fleet.slots
     on = dict.fromkeys(one.name for one in fleet.unit.hardware)
     told = {"asked": asked, "fleet": fleet, "found": made.prediction, "roles": made.roles, "on": on}
@@ -164,7 +161,7 @@ def _fleet_keys(
     fleet = made.fleet._replace(unit=made.fleet.unit._replace(slots=slots))
     unit, worker, domains = fleet.unit.layout, fleet.worker, fleet.units
     keys = _keys(file, msgspec.structs.replace(fleet.unit.plan, batch=slots))
-    of_fleet = fleet.keys(asked.longest, asked.page, requests)
+    of_fleet = fleet.keys(asked, requests)
     if unit.topology.crosses_runtimes:  # the plan's keys say how its hosts divide the groups
         if domains > 1:
             raise ConfigError(

@@ -102,15 +102,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def process_devices(self) -> int:
-        """Devices of a process of a runtime with both roles, as `python -m jaxserve.launch` starts
-        it: of several on GPUs each has a process of its own, since the host time of a layer grows
-        with them."""
+        """Devices of a process of a runtime with both roles, as `launch` starts it: on GPUs one,
+        since the host time of a layer grows with them."""
         return 1 if self.platform == "gpu" else self.devices_per_host
 
     @property
     def pads(self) -> bool:
-        """Whether a stage takes the time of its full bucket, even if it is partly empty: true on
-        CPUs, which have no kernels."""
+        """Whether a stage takes its full bucket's time: true on CPUs, which have no kernels."""
         return self.platform == "cpu"
 
     @property
@@ -179,8 +177,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(sorted(sizes))
 
     def rings(self, sizes: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns for each dimension of a slice whether its two ends are joined; of three all are,
-        or none."""
+        """Returns for each dimension of a slice whether its ends are joined; of three all, or
+        none."""
         fit = [size % self.ring == 0 for size in sizes]
         return (all(fit),) * len(sizes) if self.torus == 3 else tuple(fit)
 
@@ -202,8 +200,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self._one_link * sum(1 + ring for size, ring in self._sides(devices) if size > 1)
 
     def alltoall_bandwidth(self, devices: int) -> float:
-        """Bytes/s that every device receives in an all-to-all; half of the bytes cross the middle
-        of the slice."""
+        """Bytes/s that every device receives in an all-to-all, half of which crosses the middle."""
         if not self.torus or devices <= self.jax_devices:
             return self.link
         across = 4 * self.middle_bandwidth(devices) / devices

@@ -96,7 +96,6 @@ class _Pipeline:
         end: np.ndarray | float,
         side: int = 0,
     ) -> None:
-        """Notes a stage, if anything listens."""
         if self._note is not None:
             begin, last = round(float(np.min(at)) * 1e9), round(float(np.max(end)) * 1e9)
             self._note(Span(stage, step.lane, layer, step.number, begin, last, side, begin))
@@ -118,8 +117,7 @@ class Disaggregated(_Pipeline):
         super().begin(lane, number, now, times)
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs stages, all enqueued at the host's time `now`, until a lane leaves: (lane, time when
-        its last device had sampled)."""
+        """Runs stages, enqueued at `now`, until a lane leaves: (lane, when it had sampled)."""
         runs: dict[str, Callable[[_Step, int, int, float], float]] = {
             "attend": self._attend,
             "dispatch": self._dispatch,
@@ -200,8 +198,7 @@ class OneDispatch(_Pipeline):
         self._left = deque[int]()
 
     def advance(self, now: float) -> tuple[int, float]:
-        """Runs all steps that have begun, or returns the next lane of those that did run: (lane,
-        time when the last device had sampled)."""
+        """Runs the steps that have begun, or returns the next lane that ran: (lane, its end)."""
         if not self._left:
             self._run([*self._inside.values()], max(self._free, now))
             self._left.extend(self._inside)

@@ -2,7 +2,7 @@
 its memory is counted. Knows the keys of `config/deployment.py`, not how a plan came about.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,6 +12,9 @@ from jaxserve.config.load import set_key
 from jaxserve.planner.hardware import Hardware
 from jaxserve.planner.layouts import Layout
 from jaxserve.planner.stages import Calculator
+
+if TYPE_CHECKING:
+    from jaxserve.planner.search import Plan
 
 Tree = dict[str, Any]
 """Keys and values, dotted or in sections; None: not set."""
@@ -41,6 +44,11 @@ def mesh_keys(layout: Layout, domains: int = 1) -> Tree:
         "ffn.ep": None if colocated else layout.ep,
         "ffn.tp": None if colocated else layout.ffn_tp,
     }
+
+
+def token_ms(tpot: float, plan: "Plan") -> float:
+    """`scheduler.token_ms` for a time per output token in seconds: that of a step of the plan."""
+    return round(1e3 * tpot * plan.tokens_a_step, 3)
 
 
 def sequence_keys(layout: Layout, slots: int, longest: int, page: int, pages: int) -> Tree:

@@ -74,8 +74,7 @@ def _busiest(deployment: Deployment) -> float:
 def check_link(
     config: ModelConfig, deployment: Deployment, gb_per_second: float | None = None
 ) -> None:
-    """Raises ConfigError where the link takes longer than `fleet.tpot_seconds` allows; arguments as
-    `link_load`."""
+    """Raises ConfigError where the link takes longer than `fleet.tpot_seconds`; see `link_load`."""
     load, target = link_load(config, deployment, gb_per_second), deployment.fleet.tpot_seconds
     if load is not None and target and load.seconds > target:
         raise ConfigError(

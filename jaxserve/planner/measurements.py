@@ -100,8 +100,7 @@ class Measurement(
     sampled: Number = 0
     """Rows of a DP group that head and sampler see; 0: one a sequence."""
     source: Literal["measured", "estimate"] = "measured"
-    """`estimate`: computed from compiled programs (`plan estimate`), and ignored where the same
-    stage of the same model was measured on the same hardware."""
+    """`estimate`: from compiled programs, ignored where the same stage was measured."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -117,16 +116,14 @@ class _Preflight(msgspec.Struct):
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """Reads a file of measurements. Raises ConfigError if it is missing or malformed, or a number
-    is out of range."""
+    """Reads measurements; raises ConfigError if the file is missing, or a number out of range."""
     kinds: Any = list[Measurement] | _Preflight
     told: list[Measurement] | _Preflight = read_struct(path, kinds, json=True)
     return told if isinstance(told, list) else told.measurements
 
 
 def joined(lists: Iterable[Iterable[Measurement]]) -> list[Measurement]:
-    """Joins lists of measurements; later ones replace earlier ones with the same key, except that
-    estimates replace no measurement."""
+    """Joins lists; later measurements replace earlier ones of their key, estimates replace none."""
     every = sorted((one for found in lists for one in found), key=lambda o: o.source != "estimate")
     return list({one.key: one for one in every}.values())
 
@@ -141,8 +138,7 @@ class Expected(NamedTuple):
 
 
 def expected(one: Measurement, configs: Path = CONFIGS) -> Expected:
-    """Returns what to compare a measurement with. Raises ConfigError if its hardware or model is
-    unknown, or the model has no such layers."""
+    """Returns rooflines and terms of a measurement; raises ConfigError if its names are unknown."""
     kind, hardware = one.device_kind, load_hardware(one.device_kind, folder=configs)
     named = {
         name: getattr(one, name) for name in ("dispatch", "combine", "compute", "rows", "held")
@@ -172,8 +168,7 @@ def most_layers(model: CostModel, stage: MeasuredStage) -> int:
 
 
 def calibration(found: Sequence[Measurement], configs: Path = CONFIGS) -> Calibration:
-    """Returns a fit for each stage, hardware, model and format that was measured, or else
-    estimated."""
+    """Returns fits by stage, hardware, model and format; of estimates where none is measured."""
     points: dict[FitKey, dict[str, list[tuple[Terms, float]]]] = {}
     for one in sorted(found, key=lambda one: one.source == "estimate"):
         key, terms, _ = expected(one, configs)
@@ -257,8 +252,7 @@ class _Trace(msgspec.Struct):
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Reads the spans of a `--timeline` folder, or of its timeline.json; raises ConfigError without
-    any."""
+    """Reads the spans of a `--timeline` folder, or file; raises ConfigError without any."""
     file = path / "timeline.json" if path.is_dir() else path
     spans = read_struct(file, _Trace, json=True).spans
     if not spans:
@@ -267,8 +261,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def ask(option: str, url: str, path: str, body: bytes | None = None) -> bytes:
-    """Asks a server over HTTP. Raises ConfigError, with the option that names it, if it refuses, or
-    does not answer in time."""
+    """Asks a server; raises ConfigError, naming the option, if it does not answer."""
     headers = {"content-type": "application/json"}
     try:
         asked = urllib.request.Request(f"{url.rstrip('/')}{path}", body, headers)
@@ -282,10 +275,9 @@ def ask(option: str, url: str, path: str, body: bytes | None = None) -> bytes:
 
 
 def watched_spans(url: str) -> list[Span]:
-    """Returns spans of the steps that a running server (`url`) measures because it is asked: those
-    of its own domains, or of a router's first domain. Steps that it had measured before, perhaps
-    long ago and under another load, do not count. Raises ConfigError if it does not answer, or
-    measures no whole step within `WATCHED_SECONDS`."""
+    """Returns spans of the steps that a running server, or a router's first domain, measures
+    because it is asked: earlier ones may be of another load. Raises ConfigError if it does not
+    answer, or measures no whole step within `WATCHED_SECONDS`."""
     until = time.monotonic() + WATCHED_SECONDS
     answered: list[float | None] = []
     while time.monotonic() < until:
@@ -377,8 +369,7 @@ def _steps(
 
 
 def _late(spans: Sequence[Span]) -> Mapping[_LaneStep, float]:
-    """Seconds in which steps had their input, and devices and links were free, and the host had not
-    enqueued what came next."""
+    """Seconds of steps in which all but the host was ready for the next stage."""
     late: dict[_LaneStep, float] = defaultdict(float)
     ready: dict[int, int] = {}
     free: dict[str, int] = {}

@@ -4,7 +4,6 @@ deployment that the layout is written as (`layout_keys.py`, `roles/pipelines.py`
 
 import functools
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,9 @@ class Memory:
         self._calculator, self._attention, self._ffn = calculator, attention, ffn
         self._reserve = calculator.assumed.reserve
         self._of_attention = functools.lru_cache(2**16)(self._attention_bytes)
-        self._attention_room = functools.lru_cache(2**12)(self._room_of_attention)
+        self._attention_room = functools.lru_cache(2**12)(
+            functools.partial(self._room, most=MOST, alone=True)
+        )
         self._configs = functools.cache(self._config_on)
         self._written = functools.lru_cache(2**10)(
             lambda layout: deployment_of_layout(layout_keys(calculator, layout, self.on(layout), 1))
@@ -68,11 +69,10 @@ class Memory:
     def held(
         self, layout: Layout, batch: int, budget: int = 0, length: int = 0
     ) -> list["RoleBytes"]:
-        """Returns the bytes on a device of the attention and of the ffn role, or of the one mesh of
-        a colocated layout, for `batch` sequences of a DP group and lane, a `budget` of tokens of a
-        DP group's largest step (0: `token_budget`), and a longest sequence of `length` tokens (0:
-        as the layout is written). Raises ConfigError if the engine cannot divide the model like
-        that."""
+        """Returns the bytes on a device of either role, or of a colocated layout's mesh, for
+        `batch` sequences of a DP group and lane, a `budget` of tokens in its largest step and a
+        longest sequence of `length` tokens (0: as written). Raises ConfigError if the engine cannot
+        divide it so."""
         from jaxserve.roles.pipelines import on_one_mesh  # imports JAX
 
         attention = self._of_attention(_attention_alone(layout), batch, budget, length)
@@ -83,8 +83,7 @@ class Memory:
         return [attention, ffn]
 
     def kept(self, layout: Layout, batch: int) -> tuple[int, int]:
-        """Bytes of weights and cache on a device of the attention role, and of the ffn role; 0 for
-        the latter, if colocated."""
+        """Bytes of weights and cache on an attention and an ffn device (colocated: 0)."""
         attention, *ffn = map(_kept, self.held(layout, batch))
         return attention, sum(ffn)
 
@@ -111,16 +110,16 @@ class Memory:
 
     def room(self, layout: Layout) -> int:
         """Sequences of a DP group and lane that fit; 0: not even one."""
-        most = self._attention_room(_attention_alone(layout))
-        filled = functools.cache(functools.partial(self._filled, layout))
-        if most < 1 or filled(most) <= 1:
-            return most
-        return largest(filled, 1, most, 1.0) if filled(1) <= 1 else 0
+        return self._room(layout, self._attention_room(_attention_alone(layout)))
+
+    def _room(self, layout: Layout, most: int, *, alone: bool = False) -> int:
+        """`room` up to a number; `alone` as in `_filled`."""
+        filled = functools.cache(functools.partial(self._filled, layout, alone=alone))
+        return largest(filled, 1, most, 1.0) if most and filled(1) <= 1 else 0
 
     def tokens(self, layout: Layout, slots: int, budget: int, length: int) -> int:
         """Cached tokens of a DP group of a colocated layout that computes `slots` prompts at a
-        time; 0: it cannot, or has too little memory beside its weights. `budget` and `length` as in
-        `held`."""
+        time; 0: weights leave too little. `budget` and `length` as in `held`."""
         hardware, reserve = self.on(layout)[0], self._reserve
         try:
             held, more = (self.held(layout, slots, budget, n * length)[0] for n in (1, 2))
@@ -145,18 +144,7 @@ class Memory:
             return part.role, _kept(part), there
         return part.role, part.total, usable(hardware, self._reserve)
 
-    def _room_of_attention(self, layout: Layout) -> int:
-        """Sequences of a DP group and lane that fit on the attention role alone; `layout` as
-        `_attention_alone` makes it."""
-        least = 1
-        while least < MOST and self._filled(layout, least, alone=True) <= 1:
-            least *= 2
-        between = range(least // 2 + 1, least)
-        full = functools.partial(self._filled, layout, alone=True)
-        return least // 2 + bisect_left(between, True, key=lambda batch: full(batch) > 1)
-
     def _attention_bytes(self, layout: Layout, batch: int, budget: int, length: int) -> "RoleBytes":
-        """Bytes on an attention device; `layout` as `_attention_alone` makes it."""
         from jaxserve.roles.attention_bytes import attention_bytes, attention_weights
 
         deployment = self._deployment(layout, batch, budget, length)
@@ -167,8 +155,7 @@ class Memory:
         return attention_bytes(config, deployment, self._attention_weights[key])[0]
 
     def _ffn_bytes(self, layout: Layout, deployment: Deployment) -> "RoleBytes":
-        """Bytes on an ffn device. Its weights depend on attention's devices by the exchange that
-        these lead to alone, and not on the batch."""
+        """Bytes on an ffn device, whose weights depend on attention by the exchange alone."""
         from jaxserve.roles.ffn_bytes import ffn_bytes, pass_activations
 
         config, short = self._configs(self.on(layout)[1].platform, deployment.modules)
@@ -185,8 +172,7 @@ class Memory:
         return part._replace(activations=part.activations + step)
 
     def _deployment(self, layout: Layout, batch: int, budget: int, length: int) -> Deployment:
-        """The deployment that a layout is written as. Keys that the batch does not change are read
-        once: a search asks about many batches of a layout."""
+        """The deployment that a layout is written as, whose other keys are read once."""
         keys = sized_keys(self._calculator, layout, self.on(layout)[0], batch)
         if budget:
             keys["scheduler.token_budget"] = budget
@@ -198,15 +184,13 @@ class Memory:
         return replace(whole, **sized)
 
     def _config_on(self, platform: str, modules: int) -> tuple[ModelConfig, ModelConfig]:
-        """The model as a deployment loads it, and one with a layer of each kind alone, which takes
-        as much in a step."""
+        """The model as a deployment loads it, and with one layer of each kind for a step."""
         told = {"platform": platform_of(platform), "modules": modules}
         config = msgspec.structs.replace(self._calculator.model.config, **told)
         return config, msgspec.structs.replace(config, decoder=tuple(config.kinds()), modules=0)
 
 
 def _kept(part: "RoleBytes") -> int:
-    """Bytes that are held between steps."""
     return part.weights + part.cache + part.rings
 
 
@@ -217,8 +201,7 @@ def _attention_alone(layout: Layout) -> Layout:
 
 
 def largest(value: Callable[[int], float], low: int, high: int, bound: float) -> int:
-    """Returns the largest number from `low` to `high` whose value is within `bound`. Values never
-    fall, and that at `low` is within the bound."""
+    """Returns the largest number with a value within `bound`, as `low` has; values never fall."""
     at_low, at_high, guesses = value(low), value(high), 0
     if at_high <= bound:
         return high

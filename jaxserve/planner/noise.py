@@ -139,8 +139,7 @@ def _counts(tree: Any) -> tuple[tuple[int, tuple[float, ...]], ...]:
 
 
 def placement_of(popularity: np.ndarray, sizes: SlotSizes, *, placed: bool) -> Placement:
-    """Returns the placement of one layer's experts of this popularity: by a rebalance, or with
-    every expert at home."""
+    """Returns the placement of one layer's experts: by a rebalance, or every expert at home."""
     if not placed:
         return home_slots(sizes)
     return rebalance(popularity.tolist(), sizes.total, sizes.ranks, most=sizes.width, apart=True)
@@ -158,8 +157,7 @@ def rank_shares(placement: Placement, sizes: SlotSizes) -> np.ndarray:
 
 @functools.lru_cache(maxsize=512)
 def mean_busiest(skew: Skew, sizes: SlotSizes) -> float:
-    """Returns the tokens of the busiest rank over the mean in the limit of many tokens, averaged
-    over a few layers whose experts are placed by a rebalance."""
+    """Returns the tokens of the busiest rank over the mean, in a few rebalanced layers."""
     popularity = skew.popularity(np.random.default_rng(0), SAMPLED, sizes.experts)
     loads = [row @ rank_shares(placement_of(row, sizes, placed=True), sizes) for row in popularity]
     return float(np.mean([1 / balance_of(each) for each in loads]))

@@ -135,8 +135,7 @@ def add_command(parser: argparse.ArgumentParser, name: str) -> None:
     module, _, function = command["run"].partition(":")
 
     def run(options: argparse.Namespace) -> Any:
-        """Imports the command's module when the command runs. Raises ConfigError if an option is
-        given without the one that it needs."""
+        """Imports and runs the command; raises ConfigError if an option needs another one."""
         given = vars(options)
         for option, other in needs.items():
             name = option.replace("-", "_")
@@ -175,8 +174,7 @@ def assumptions(items: Sequence[str]) -> Assumptions:
 
 
 def acceptance(text: str, most: int) -> tuple[float, ...]:
-    """Reads `0.9`, the same for every draft, or `0.9,0.7`, one each, of up to `most` drafts. Raises
-    ConfigError if it is no list of shares, or too short."""
+    """Reads `0.9`, or a share for each of `most` drafts: `0.9,0.7`; raises ConfigError."""
     try:
         shares = tuple(within(0, float(part), 1) for part in text.split(","))
     except ValueError:
@@ -191,9 +189,8 @@ def acceptance(text: str, most: int) -> tuple[float, ...]:
 def read_hardware(
     options: argparse.Namespace, *roles: Sequence[str] | None
 ) -> list[dict[str, Hardware]]:
-    """Returns the hardware that each role may use, by name: what the option of each says; None:
-    what `--hardware` says. Raises ConfigError if a role has none, a name is unknown, or a price is
-    of none of them."""
+    """Returns each role's hardware by name: of its own option, or (None) of `--hardware`. Raises
+    ConfigError if a role has none, a name is unknown, or a price is of none of them."""
     found = []
     for given in roles:
         names = given or options.hardware
@@ -277,8 +274,7 @@ def read_target(options: argparse.Namespace, tpot: float, modes: Sequence[Planne
 
 
 def check_positions(model: str, configs: Path, **tokens: int) -> ModelConfig:
-    """Returns a model; raises ConfigError if it has too few positions for some tokens of a sequence
-    together, which are given by their options."""
+    """Returns a model; raises ConfigError if it has fewer positions than these tokens."""
     config = model_config(model_folder(model, configs))
     if sum(tokens.values()) > (most := config.max_positions):
         told = " and ".join(f"--{option} {count}" for option, count in tokens.items())
@@ -287,16 +283,14 @@ def check_positions(model: str, configs: Path, **tokens: int) -> ModelConfig:
 
 
 def read_deployment(options: argparse.Namespace) -> Deployment:
-    """Returns the deployment that the options name; raises ConfigError if they name none, or a
-    wrong one."""
+    """Returns the deployment of `--config`; raises ConfigError if it is missing or wrong."""
     if options.config is None:
         raise ConfigError("--config is missing: a deployment file, as search --write makes one")
     return load_deployment(options.config, options.set)
 
 
 def read_scenario(options: argparse.Namespace, context: int) -> Scenario:
-    """Reads the options that name a deployment and its hardware, which the deployment itself may
-    name. Raises ConfigError if one of them is wrong."""
+    """Reads the options of a deployment and its hardware, which it may name; raises ConfigError."""
     deployment = read_deployment(options)
     model = model_of(deployment, options.configs)
     measured = read_calibration(options.calibration, options.configs)

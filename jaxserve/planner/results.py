@@ -17,7 +17,6 @@ class Times(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float] | np.ndarray) -> "Times | None":
-        """Returns those of some values; None without any."""
         if not len(seconds):
             return None
         found = np.percentile(seconds, [50, 90, 95, 99])
@@ -56,7 +55,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble(self) -> float:
-        """1 − the busier role's share."""
         return 1 - max(self.attention_busy, self.ffn_busy)
 
 

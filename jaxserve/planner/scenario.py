@@ -41,8 +41,7 @@ class Scenario(NamedTuple):
     roles: Roles
 
     def rooflines(self, loads: ExpertLoads | None = None) -> Rooflines:
-        """Returns its stage times, with these loads of the ffn devices or with
-        `Assumptions.imbalance`."""
+        """Returns its stage times, with these loads or with `Assumptions.imbalance`."""
         hardware = self.roles.attention, self.roles.ffn
         return Rooflines(self.layout, self.attention, self.ffn, hardware, loads)
 

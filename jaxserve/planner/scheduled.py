@@ -24,8 +24,7 @@ _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 
 _MESSAGES = "collective-permute", "all-gather|all-to-all|reduce-scatter"
 _COMPUTES = "conditional", "custom-call"
-"""Messages, and the computations beside them, in a program of both roles and in colocated mode: a
-role's branch, and kernels."""
+"""Messages, and the work beside them: branches in programs of both roles, kernels in colocated."""
 _IN_ORDER = tuple(
     re.compile(
         rf"\s+(?:ROOT )?(?P<name>%[\w.-]+) = .*? "
@@ -118,8 +117,7 @@ def _exchanged(line: str, devices: int, ragged: float) -> tuple[str, int]:
 
 
 def _neighbours(line: str) -> int:
-    """Returns the devices of a listed group, if each group consists of devices next to each other,
-    the first of which is a multiple of that; else 0."""
+    """Devices of each listed group, if they are neighbours from a multiple on; else 0."""
     listed = _LISTED.search(line)
     if listed is None:
         return 0

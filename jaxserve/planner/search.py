@@ -131,7 +131,6 @@ class Searcher:
         """Yields the layouts that are tried for a target, whether or not they fit."""
 
     def search(self, target: Target) -> Found:
-        """All layouts of up to `target.max_devices`."""
         plans, points, lacking = [], list[Plan](), list[tuple[Layout, str, float, float]]()
         for layout in self.layouts(target):
             room = self.memory.room(layout)
@@ -164,7 +163,6 @@ class Searcher:
         return tried, evaluate(largest(lambda n: evaluate(n).tpot, met[-1], end, tpot))
 
     def with_memory(self, plan: Plan) -> Plan:
-        """Returns the plan with the bytes that it takes on a device of either role."""
         attention, ffn = self.memory.kept(plan.layout, plan.batch)
         return msgspec.structs.replace(plan, attention_bytes=attention, ffn_bytes=ffn)
 
@@ -178,7 +176,6 @@ class Searcher:
         )
 
     def _busiest(self, layout: Layout) -> float | None:
-        """Tokens of the busiest rank over the mean."""
         moe = self.calculator.model.moe
         if self.skew is None or moe is None or layout.ep == 1:
             return None
@@ -285,7 +282,6 @@ class Pace:
         return Searcher(calculator, one.attention, one.ffn, one.acceptance, one.skew)
 
     def _seconds(self, batch: int) -> float:
-        """Seconds with `batch` sequences a DP group and lane."""
         return self.longest(batch).evaluate(self._layout, batch).tpot
 
     def drafts(self, batch: int) -> float:

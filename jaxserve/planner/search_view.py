@@ -38,7 +38,7 @@ from jaxserve.planner.options import (
 )
 from jaxserve.planner.results import FleetResult
 from jaxserve.planner.search import Found, Plan, Searcher, front, why_not
-from jaxserve.planner.view import PagePart, Report, Series, chart, declared, reported, show
+from jaxserve.planner.view import Report, Series, chart, reported, show
 
 DECODE_ONLY = (
     "decode only: prompts come computed from elsewhere and cost nothing here; `plan deploy` sizes "
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     cheapest, calculator = found.plans[0], searcher.calculator
     if options.write:
         file = plan_file(options, hardware, calculator)
-        file.write(deployment_text(file, cheapest))
+        file.write(deployment_text(file, cheapest, target.tpot))
     title = f"{options.model}, {options.context:,} tokens, decode alone: cost against TPOT"
     picture = front_svg(title, found, target, cheapest)
     if options.svg:
@@ -144,7 +144,6 @@ class Case(NamedTuple):
 
     @property
     def _colocated(self) -> list[tuple[float, PlannedMode]]:
-        """Costs of EP and of TP."""
         afd, plans = self.best.get("afd"), self.best.items()
         return [(plan.dollars, mode) for mode, plan in plans if plan is not afd]
 
@@ -213,11 +212,6 @@ def map_values(found: Sequence[Case]) -> dict[str, Any]:
         "won": {name: winners.count(mode) for mode, name in MODES.items()},
         "lost": winners.count(None),
     }
-
-
-def map_parts(found: Sequence[Case]) -> list[PagePart]:
-    """Returns the report of the cases."""
-    return declared("map", **map_values(found))
 
 
 def run_map(options: argparse.Namespace) -> None:

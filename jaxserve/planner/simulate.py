@@ -42,6 +42,7 @@ from jaxserve.planner.lanes import (
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.results import Result, Times
 from jaxserve.planner.stage_times import Rows, StageTimes, StepTimes
+from jaxserve.roles.layout import pages_for
 from jaxserve.roles.step_plan import StepPlan
 
 NEVER = float("inf")
@@ -118,15 +119,16 @@ class SimulatedEngine:
         return Scheduler(sizes)
 
     def _rows(self, plan: StepPlan) -> Rows:
-        """The sequences of a step, for its times."""
         limits, tokens, padded = self.deployment.scheduler, plan.token_counts, plan.bucket.tokens
         groups, group = self.deployment.attention.dp, plan.rows // limits.slots
         if self._elsewhere:
             tokens, most = np.ones_like(tokens), np.bincount(group).max()
             padded = next((size for size in limits.token_buckets if size >= most), int(most))
-        sampled, reach = min(padded, limits.slots), self.deployment.cache.page_size
-        reach *= plan.bucket.pages
-        return Rows(groups, group, tokens, plan.kv_lengths, padded, reach, sampled)
+        sampled, page = min(padded, limits.slots), self.deployment.cache.page_size
+        made = Rows(groups, group, tokens, plan.kv_lengths, padded, plan.bucket.pages * page)
+        # A group's tokens may begin in the middle of a page.
+        pages = plan.bucket.spread * (pages_for(padded, page) + 1)
+        return made._replace(sampled=sampled, exchanged=pages * page)
 
     @property
     def busy(self) -> Busy:
@@ -134,13 +136,11 @@ class SimulatedEngine:
 
     @property
     def next_at(self) -> float:
-        """When the engine does something next."""
         if not self._idle:
             return self.now
         return max(self.now, self._arrivals[0][0]) if self._arrivals else NEVER
 
     def submit(self, request: Request, at: float) -> None:
-        """Takes a request that arrives at a time."""
         heapq.heappush(self._arrivals, (at, next(self._numbers), request))
 
     def warm(self, prompt: list[int]) -> None:

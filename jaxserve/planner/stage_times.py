@@ -50,6 +50,9 @@ class Rows(NamedTuple):
     pairs: np.ndarray | None = None
     """Pairs of a token of the step with a token that it attends to, without a window; None: as
     tokens and lengths imply."""
+    exchanged: int = 0
+    """Tokens of the pages that every DP group sends to all others in each layer, where groups
+    compute parts of one prompt (`scheduler.spread`)."""
 
     def sums(self, each: np.ndarray) -> np.ndarray:
         """Sums of a number of each sequence, an entry a DP group."""
@@ -127,7 +130,6 @@ def attend(
 def _of_one(
     group: AttentionLayers, tile: int, tp: int, tokens: int, context: int, least: float
 ) -> Attending:
-    """A layer's attention of one sequence."""
     one = Rows(1, np.zeros(1, int), np.array([tokens]), np.array([context]), tokens)
     return attending(group, tile, tp, one, least=least)
 
@@ -202,6 +204,9 @@ class Rooflines:
         ]
         of_kinds = zip(groups, loads, strict=True)
         attend = np.stack([made.attended(group, on, tp, load)[0] for group, load in of_kinds])
+        if rows.exchanged:
+            sent = rows.groups, rows.exchanged
+            attend += np.array([[made.exchanged_pages(each, on, tp, *sent)] for each in groups])
         attend = attend[[a for a, _ in self._kinds]]
         if made.measured is not NOTHING:
             attend[0] = made.attended(groups[first], on, tp, loads[first], "enter")[0]

@@ -121,6 +121,18 @@ class Calculator(NamedTuple):
         bound = "network" if bound and moving > seconds else bound
         return seconds + moving, bound
 
+    def exchanged_pages(
+        self, group: AttentionLayers, hardware: Hardware, tp: int, groups: int, tokens: int
+    ) -> float:
+        """Seconds in which DP groups exchange the cached rows of `tokens` tokens of each in a
+        layer, and write what they gathered (`model/attention/exchanged_pages.py`)."""
+        size = self.cache_row(group, tp, platform_of(hardware.platform))
+        row, mesh = RowBytes(math.ceil(size), 0), ExchangeMesh(groups, tp, None)
+        gathered, _ = gather_seconds(hardware, mesh, row, brought=False)
+        written = 2 * groups * size / hardware.bandwidth / self.assumed.memory
+        moving = tokens * (gathered / self.assumed.network + written)
+        return self.latency(hardware, groups * tp) + moving
+
     def _corrected(
         self,
         stage: MeasuredStage,
@@ -406,9 +418,9 @@ class Calculator(NamedTuple):
         """Bytes of a row on its way back."""
         return self._row_bytes(0).result
 
-    def cache_row(self, group: AttentionLayers, tp: int) -> float:
+    def cache_row(self, group: AttentionLayers, tp: int, platform: Platform = "gpu") -> float:
         """Bytes of a token in one layer on a device; of lightning attention, of the whole state."""
-        own = self._declared(group, tp)
+        own = self._declared(group, tp, platform)
         return own.row_bytes + own.key_bytes
 
     def _declared(self, group: AttentionLayers, tp: int, platform: Platform = "gpu") -> Declared:

@@ -191,7 +191,6 @@ class Checked(NamedTuple):
 
     @property
     def roles(self) -> Balance:
-        """Seconds of a lane's step on both roles."""
         return balance(self.made, self.most)[0]
 
     def advice(self, workers: int, share: float = 1.0) -> Advice:

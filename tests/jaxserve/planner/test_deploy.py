@@ -119,7 +119,6 @@ def test_fewer_slots_take_more_units():
     one = sizer(Fleets(1, 1))
     made = one.plan().best
     few = one.again(made, 20)
-    assert few is not None
     assert few.fleet.unit.slots == 20
     assert few.fleet.units > made.fleet.units
 

@@ -20,7 +20,7 @@ def written(tmp_path, name: str, planned: Layout, batch: int = 32, **formats: st
     search = searcher(name, "h800 h20", context=8192, **formats)
     made, hardware = search.calculator, {each: load_hardware(each) for each in ("h800", "h20")}
     file = PlanFile(tmp_path / "plan.yaml", folder, config, hardware, made)
-    text = deployment_text(file, search.evaluate(planned, batch))
+    text = deployment_text(file, search.evaluate(planned, batch), 0.05)
     (tmp_path / "plan.yaml").write_text(text, encoding="utf-8")
     return load_deployment(tmp_path / "plan.yaml"), text
 

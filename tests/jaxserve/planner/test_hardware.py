@@ -46,14 +46,6 @@ def test_wrong_files_are_refused(tmp_path):
     golden.check_refused("planner/hardware.txt", ConfigError, read, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("TPU v6 lite", "v6e"), ("TPU7x", "v7x"), ("NVIDIA H200", "h200"), ("H20", "h20")],
-)
-def test_hardware_by_what_jax_calls_it(kind, name):
-    assert load_hardware(kind) == load_hardware(name)
-
-
 @golden.table("planner/slices.yaml")
 def test_slices(name, devices, chips, far):
     chip = load_hardware(name)

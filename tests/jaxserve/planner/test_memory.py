@@ -29,7 +29,7 @@ def written(search: Searcher, one: Layout, batch: int, tmp_path) -> Deployment:
     model = search.calculator.model
     folder = CONFIGS / "models" / model.name
     file = PlanFile(tmp_path / "plan.yaml", folder, model.config, HOSTS, search.calculator)
-    file.path.write_text(deployment_text(file, search.evaluate(one, batch)))
+    file.path.write_text(deployment_text(file, search.evaluate(one, batch), 0.05))
     return load_deployment(file.path)
 
 

@@ -10,18 +10,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan import main
 from jaxserve.planner import options
 from jaxserve.planner.assumptions import Assumptions
-from jaxserve.planner.options import (
-    READERS,
-    TABLE,
-    acceptance,
-    add_command,
-    assumptions,
-    number,
-    price,
-    seconds,
-    spread,
-    tokens,
-)
 from tests import golden
 
 
@@ -31,13 +19,13 @@ def test_texts():
 
 
 WRONG = [
-    (seconds, ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf", "soon"]),
-    (tokens, ["", "0", "-1", "8M", "1e4", "99999999", "many"]),
-    (price, ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
-    (spread, ["11", "-1", "head=0.1", "ffn=x", "nan"]),
-    (number(1, 8), ["0", "9", "1.5", "x"]),
-    (READERS["level"], ["p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"]),
-    (READERS["failures"], ["1000:10", "10h:1000h", "h:1h", "1000h", "1..0h:1h"]),
+    (options.seconds, ["", "0", "-1", "5 minutes", "1.2.3", "ms", "nan", "inf", "soon"]),
+    (options.tokens, ["", "0", "-1", "8M", "1e4", "99999999", "many"]),
+    (options.price, ["h100", "h100=free", "=2", "h100=0", "h100=nan"]),
+    (options.spread, ["11", "-1", "head=0.1", "ffn=x", "nan"]),
+    (options.number(1, 8), ["0", "9", "1.5", "x"]),
+    (options.READERS["level"], ["p5=2s", "p100=2s", "mean=2s", "p95", "p95=0s", "95=2s"]),
+    (options.READERS["failures"], ["1000:10", "10h:1000h", "h:1h", "1000h", "1..0h:1h"]),
 ]
 
 
@@ -50,28 +38,30 @@ def test_wrong_texts_are_refused(read, texts):
 
 @given(st.text(max_size=12))
 def test_any_text_is_a_quantity_or_an_error(text):
-    for read in (seconds, tokens, price, spread, lambda item: assumptions([item])):
+    quantities = (options.READERS[name] for name in ("seconds", "tokens", "price", "spread"))
+    for read in (*quantities, lambda item: options.assumptions([item])):
         with contextlib.suppress(ConfigError, argparse.ArgumentTypeError):
             assert read(text)
 
 
-@pytest.mark.parametrize("command", TABLE["commands"])
+@pytest.mark.parametrize("command", options.TABLE["commands"])
 def test_each_command_prints_its_options(command):
     parser = argparse.ArgumentParser()
-    add_command(parser, command)
+    options.add_command(parser, command)
     assert all(f"--{option}" in parser.format_help() for option in ("json", "html", "configs"))
 
 
 def test_assumptions():
-    assert (assumptions([]), assumptions(["published"]).overlap) == (Assumptions(), 1.0)
-    given = assumptions(["compute=0.5", "broadcast=true"])
+    assert options.assumptions([]) == Assumptions()
+    assert options.assumptions(["published"]).overlap == 1.0
+    given = options.assumptions(["compute=0.5", "broadcast=true"])
     assert given == Assumptions(compute=0.5, broadcast=True)
 
 
 @pytest.mark.parametrize("text", ["", "often", "1.1", "0.9,-0.1", "nan", "0.9,0.8"])
 def test_wrong_acceptance(text: str):
     with pytest.raises(ConfigError, match="--acceptance"):
-        acceptance(text, 3)
+        options.acceptance(text, 3)
 
 
 def test_each_is_told_with_its_option(capsys: pytest.CaptureFixture[str]):

@@ -17,7 +17,6 @@ import yaml
 
 from jaxserve.config.deployment import Deployment
 from jaxserve.planner.demand import Lengths
-from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.models import CostModel, load_model
 from jaxserve.planner.options import assumptions
 from jaxserve.planner.results import Result
@@ -26,7 +25,7 @@ from jaxserve.planner.simulate import Conditions, Simulation
 from jaxserve.planner.stage_times import StageTimes
 from jaxserve.planner.view import json_text
 from tests import golden
-from tests.jaxserve.planner.making import Compared, Given
+from tests.jaxserve.planner.making import H800, Compared, Given, deployment
 
 STEP3 = yaml.safe_load(golden.text("planner/step3_systems.yaml"))
 """Cases of Step-3 §7.3: attention and FFN instances of 8 GPUs, sequences a GPU and lane, and
@@ -58,25 +57,22 @@ def upcycled(model: CostModel) -> CostModel:
 
 def _afd_on_h800(model: CostModel, case: dict[str, Any]) -> Result:
     context = case["context"]
-    deployment = _deployment(
-        lanes=3,
+    planned = deployment(
+        *(3, case["batch"], context + 128, 64, case["batch"]),
         attention={"dp": 8 * case["attention"], "weights": "fp8"},
         ffn={"ep": case["ffn"], "tp": 8, "weights": "fp8"},
         link={"dispatch": "fp8", "route": "broadcast"},
-        slots=case["batch"],
-        longest=context + 128,
-        cache=case["cache"],
     )
-    h800 = load_hardware("h800")
-    roles = Roles(h800, h800, ("h800", "h800"))
-    made = scenario(deployment, model, roles, context, assumptions(["paper"]))
-    fp8 = [
-        part._replace(formats=msgspec.structs.replace(part.formats, compute="fp8"))
-        for part in (made.attention, made.ffn)
-    ]
-    made = made._replace(attention=fp8[0], ffn=fp8[1])
+    cache = msgspec.structs.replace(planned.cache, format=case["cache"])
+    planned = msgspec.structs.replace(planned, cache=cache)
+    roles = Roles(H800, H800, ("h800", "h800"))
+    made = scenario(planned, model, roles, context, assumptions(["paper"]))
+    for role in ("attention", "ffn"):
+        part = getattr(made, role)
+        formats = msgspec.structs.replace(part.formats, compute="fp8")
+        made = made._replace(**{role: part._replace(formats=formats)})
     lengths = Lengths(prompt=context - 6, output=100, longest=context + 128)
-    return _run(deployment, made.rooflines(), lengths)
+    return _run(planned, made.rooflines(), lengths)
 
 
 def _xdeepserve_afd() -> list[Compared]:
@@ -88,7 +84,6 @@ def _xdeepserve_afd() -> list[Compared]:
     """
     layers, lanes = 61, 2
     roles = {"attention": {"dp": 160}, "ffn": {"ep": 288}}
-    deployment = _deployment(lanes=lanes, slots=4, longest=512, **roles)
     times = Given(
         layers=layers,
         groups=160,
@@ -99,52 +94,19 @@ def _xdeepserve_afd() -> list[Compared]:
         leave=(5e-3 + 2e-3) / lanes,
     )
     lengths = Lengths(prompt=256, output=200, longest=512)
-    result = _run(deployment, times, lengths, domains=3, tokens_a_step=1.9)
+    result = _run(
+        deployment(lanes, 4, 512, 64, 4, **roles), times, lengths, domains=3, tokens_a_step=1.9
+    )
     name, tpot = "xDeepServe 3 x 160 + 288", result.tpot.p50 * 1e3
     return [Compared(name, "iteration ms", 93.0, 1.9 * tpot), Compared(name, "TPOT ms", 49.0, tpot)]
-
-
-def _deployment(
-    *,
-    lanes: int,
-    slots: int,
-    longest: int,
-    attention: dict[str, Any],
-    cache: str = "auto",
-    **roles: dict[str, Any],
-) -> Deployment:
-    page = 64
-    pages = -(-longest // page)
-    limits = {"slots": slots, "max_length": longest, "token_budget": slots}
-    tree = {
-        "model": "",
-        "mode": "afd",
-        "lanes": lanes,
-        "attention": attention,
-        "cache": {"page_size": page, "pages": lanes * slots * (pages + 2), "format": cache},
-        "scheduler": limits | {"token_buckets": [slots], "page_buckets": [pages]},
-        **roles,
-    }
-    return msgspec.convert(tree, Deployment)
-
-
-class _NothingEnds(Simulation):
-    """All requests begin at once, so that none ends within a few steps."""
-
-    def _fill(self, slots: int) -> None:
-        for _ in range(slots):
-            self._add(*self._drawn.draw(self._random))
 
 
 def _run(
     deployment: Deployment, times: StageTimes, lengths: Lengths, **conditions: object
 ) -> Result:
-    """A few steps with every slot taken; nothing ends meanwhile."""
-    how = msgspec.convert(
-        {"steps": 6, "warm_up": 2, **{k: msgspec.to_builtins(v) for k, v in conditions.items()}},
-        Conditions,
-    )
-    return _NothingEnds(deployment, times, lengths, how).run()[0]
+    """A few steps with every slot taken."""
+    how = Conditions(**{"steps": 6, "warm_up": 2, **conditions})  # type: ignore[arg-type]
+    return Simulation(deployment, times, lengths, how).run()[0]
 
 
 ROWS = yaml.safe_load(golden.text("planner/paper_errors.yaml"))

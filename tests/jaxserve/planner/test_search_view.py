@@ -6,7 +6,8 @@ import pytest
 from jaxserve.plan import main, parser
 from jaxserve.planner.layouts import Target
 from jaxserve.planner.options import assumptions
-from jaxserve.planner.search_view import Case, map_cases, map_parts
+from jaxserve.planner.search_view import Case, map_cases, map_values
+from jaxserve.planner.view import PagePart, declared
 from tests import golden
 from tests.jaxserve.planner.making import H800, searcher
 
@@ -14,6 +15,10 @@ from tests.jaxserve.planner.making import H800, searcher
 def cases(*tpots: str) -> list[Case]:
     asked = ["map", "--contexts", "4K", "--max-devices", "2", "--tpots", *tpots]
     return map_cases(parser().parse_args(asked), "qwen3-30b-a3b", "h800")
+
+
+def parts(found: list[Case]) -> list[PagePart]:
+    return declared("map", **map_values(found))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def test_costs_are_those_of_a_search(found):
 
 
 def test_rows_and_summary(found):
-    golden.check("planner/map.txt", "\n".join(part.text for part in map_parts(found)) + "\n")
+    golden.check("planner/map.txt", "\n".join(part.text for part in parts(found)) + "\n")
     assert all(case.winner in ("ep", "tp") for case in found)
 
 
@@ -50,16 +55,16 @@ def test_advice_names_where_afd_costs_least():
     won, lost = priced("h20", ep=0.5, afd=0.4, tp=0.6), priced("h800", tp=0.4, afd=0.5)
     assert won.likely == pytest.approx((0.8 * 0.6391 / 1.0764, 0.8 * 0.9218 / 1.036))
     assert priced("h20", afd=0.4).likely is None
-    (_, row) = map_parts([won, lost, priced("l20", afd=0.3)])[0].rows
+    (_, row) = parts([won, lost, priced("l20", afd=0.3)])[0].rows
     pace = ": ".join(won.best["afd"].slowest)
     assert row == ["qwen", "50", "1 of 2", "0.80", "0.47 to 0.71", "h20", "4096", pace]
-    assert map_parts([priced("l20", afd=0.3)])[0].rows[1][2:4] == ["0 of 0", ""]
+    assert parts([priced("l20", afd=0.3)])[0].rows[1][2:4] == ["0 of 0", ""]
 
 
 def test_nothing_meets_an_absurd_target():
     (case,) = cases("1us")
     assert (case.winner, case.ratio) == (None, None)
-    assert map_parts([case])[1].rows[1][4:] == ["-", "", "", ""]
+    assert parts([case])[1].rows[1][4:] == ["-", "", "", ""]
 
 
 def test_published_systems_overlap_and_colocation_is_not_broadcast_to():

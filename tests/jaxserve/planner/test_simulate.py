@@ -1,7 +1,9 @@
 import msgspec
+import numpy as np
 import pytest
 
 from jaxserve.config.deployment import Deployment
+from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.observe import timeline_view
 from jaxserve.observe.timeline import steady_window, summarise
@@ -11,8 +13,9 @@ from jaxserve.planner.measurements import read_spans
 from jaxserve.planner.noise import Jitter
 from jaxserve.planner.results import Result
 from jaxserve.planner.search import Pace
-from jaxserve.planner.simulate import Conditions, Simulation
-from jaxserve.planner.stage_times import Rooflines
+from jaxserve.planner.simulate import NEVER, Conditions, SimulatedEngine, Simulation
+from jaxserve.planner.stage_times import Rooflines, Rows, StepTimes
+from tests.jaxserve.planner import making
 from tests.jaxserve.planner.making import H800, Given, layout, searcher
 
 LENGTHS = Lengths(prompt=100, output=60, longest=256)
@@ -21,17 +24,8 @@ LENGTHS = Lengths(prompt=100, output=60, longest=256)
 def deployment(
     dp: int = 4, lanes: int = 3, slots: int = 2, mode: str = "afd", pages: int = 200
 ) -> Deployment:
-    limits = {"slots": slots, "max_length": 256, "token_budget": 64, "page_buckets": [16]}
-    tree = {
-        "model": "",
-        "mode": mode,
-        "lanes": lanes,
-        "attention": {"dp": dp},
-        "ffn": {"ep": 4},
-        "cache": {"page_size": 16, "pages": pages},
-        "scheduler": limits | {"token_buckets": [slots, 64]},
-    }
-    return msgspec.convert(tree, Deployment)
+    roles = {"attention": {"dp": dp}, "ffn": {"ep": 4}}
+    return making.deployment(lanes, slots, 256, 16, 64, pages, mode=mode, **roles)
 
 
 def given(groups: int = 4, leave: float = 0.0, **stages: float) -> Given:
@@ -110,6 +104,58 @@ def test_colocated():
     assert result.tokens_per_device == pytest.approx(result.tokens_per_second / 4)
     with pytest.raises(ConfigError, match="2 domains in a colocated deployment"):
         simulate(made, domains=2)
+
+
+class PerToken:
+    """A layer that takes a millisecond for each padded token of a DP group."""
+
+    layers = 1
+
+    def __init__(self) -> None:
+        self.seen: list[Rows] = []
+
+    def step(self, rows: Rows) -> StepTimes:
+        self.seen.append(rows)
+        zeros, attend = np.zeros(1), np.full((1, rows.groups), rows.padded * 1e-3)
+        return StepTimes(attend, zeros, zeros, zeros, 0.0)
+
+
+def served(
+    dp: int, requests: dict[int, int], **limits: object
+) -> tuple[list[list[float]], list[Rows]]:
+    """Times of the tokens of requests, a tenth of a second apart, of prompt → output tokens."""
+    made = deployment(dp, 1, 4, "colocated")
+    told = {"max_length": 1024, "page_buckets": [64], "token_buckets": [4, 16, 64], **limits}
+    scheduler, times = msgspec.structs.replace(made.scheduler, **told), PerToken()
+    engine = SimulatedEngine(msgspec.structs.replace(made, scheduler=scheduler), times)
+    came: dict[str, list[float]] = {}
+    for number, (prompt, output) in enumerate(requests.items()):
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        name, tokens = str(number), [1] * prompt
+        came[name] = []
+        engine.submit(Request(request_id=name, prompt=tokens, params=params), number / 10)
+    while engine.next_at < NEVER:
+        for at, outputs in engine.turn():
+            for one in outputs:
+                came[one.request_id].append(at)
+    return [*came.values()], times.seen
+
+
+@pytest.mark.parametrize(("token_ms", "late"), [(0.0, 10), (20.0, 2)])
+def test_chunks_keep_the_time_between_tokens(token_ms, late):
+    """The engine's own policy plans a second step of 64 tokens before it knows how long the first
+    one took. The prompt has a token as soon, since tokens take the same in steps of either size."""
+    (decoding, prompt), _ = served(1, {4: 300, 600: 1}, token_ms=token_ms)
+    gaps = np.diff(decoding)
+    assert gaps.max() == pytest.approx(0.064)
+    assert (gaps > 0.02).sum() == late
+    assert prompt == pytest.approx([0.74], abs=0.01)
+
+
+def test_groups_that_share_a_prompt_exchange_its_pages():
+    """One step has a quarter in each of four groups: four pages, or five from within one on."""
+    _, steps = served(4, {256: 2}, spread=True)
+    assert [[*rows.tokens, rows.exchanged] for rows in steps] == [[64, 64, 64, 64, 80], [1, 0]]
 
 
 def test_the_timeline_has_the_form_of_a_measured_one(tmp_path):

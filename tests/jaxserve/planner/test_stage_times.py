@@ -117,6 +117,16 @@ def test_a_collective_waits_for_the_fullest_group():
     assert alone.ffn[30] < full.ffn[30]
 
 
+def test_groups_exchange_the_pages_of_a_prompt():
+    """DeepSeek-V3's rows of 580 bytes: three groups' come over NVLink, all are written again."""
+    ideal = Assumptions(compute=1, memory=1, network=1, collective_seconds=3e-6)
+    made = rooflines(layout("ep", dp=4), calculator("deepseek-v3", assumed=ideal))
+    alone = Rows(4, np.arange(4), np.full(4, 512), np.full(4, 512), 512)
+    more = made.step(alone._replace(exchanged=640)).attend - made.step(alone).attend
+    written = 2 * 4 * 640 * 580 / 3.35e12
+    assert more == pytest.approx(np.full((61, 4), 3e-6 + 3 * 640 * 580 / 200e9 + written))
+
+
 def test_skewed_experts_keep_the_busiest_device_longer():
     def ffn(skew: float) -> list[float]:
         random = np.random.default_rng(1)
