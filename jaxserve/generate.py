@@ -80,7 +80,8 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _from_model(options: argparse.Namespace, prompt: Asked, given: dict[str, Any]) -> Pieces:
-    deployment = read_deployment(options.config, options.model, options.set, Sizing())
+    sizing = Sizing(stages=bool(options.timeline))
+    deployment = read_deployment(options.config, options.model, options.set, sizing)
     check_timeline(options.timeline, deployment)
     recorder = Recorder() if options.timeline else None
     with LLM(deployment, recorder=recorder) as llm:

@@ -85,7 +85,7 @@ class LLM:
     ):
         forget_revisions()  # of a folder that may have been replaced since another LLM read it
         if not isinstance(deployment, Deployment):
-            sizing = Sizing()
+            sizing = Sizing(stages=recorder is not None)
             deployment = load_deployment(deployment, overrides, choose=sizing)
             sizing.log()
         elif overrides:

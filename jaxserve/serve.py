@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, prepared: "Prepared | None" = N
     try:
         process = from_arguments(options)
         alone = process.processes == process.host_processes == 1
-        sizing = Sizing() if alone and not process.role else None
+        sizing = Sizing(stages=bool(options.timeline)) if alone and not process.role else None
         deployment = read_deployment(options.config, options.model, options.set, sizing)
         if sizing is not None:
             sizing.log()

@@ -85,11 +85,9 @@ def measure_pools(users: int, turns: int, folder: str) -> dict[str, Any]:
 
     def opened(name: str) -> Engine:
         share, settings = POOLS[name]
-        overrides = [
-            *("mode=colocated", "lanes=1", f"cache.page_size={PAGE_SIZE}"),
-            f"cache.pages={max(pages // share, 64)}",
-            *(each.format(folder=folder) for each in settings),
-        ]
+        overrides = ["mode=colocated", f"cache.page_size={PAGE_SIZE}"]
+        overrides += [f"cache.pages={max(pages // share, 64)}"]
+        overrides += [each.format(folder=folder) for each in settings]
         return open_engine(load_deployment(DEMO, overrides))
 
     draw = random.Random(0)

@@ -29,16 +29,9 @@ from jaxserve.fleet.follower import Follower
 from jaxserve.fleet.following import Following
 from jaxserve.ports import free_port
 
-LAYOUTS = {
-    "colocated": ["mode=colocated"],
-    "1A1F": ["attention.dp=1", "ffn.ep=1"],
-}
-ONE_LANE = ["lanes=1", "scheduler.slots=32"]
-STEPS = {
-    "colocated": [*LAYOUTS["colocated"], *ONE_LANE],
-    **{name: [*LAYOUTS["1A1F"], *ONE_LANE, f"pipeline={name}"] for name in ("layer", "step")},
-}
-"""One lane with as many sequences as the demo's two."""
+LAYOUTS = {"colocated": ["mode=colocated"], "1A1F": ["pipeline=step"]}
+"""Settings of the demo, which one process chooses for itself as 1A1F."""
+STEPS = {"colocated": LAYOUTS["colocated"], "layer": ["pipeline=layer"], "step": LAYOUTS["1A1F"]}
 SHARES = {1: 0.7, 8: 0.8, 32: 0.9}
 """Sequences, and the least share of the colocated demo's speed."""
 OUTPUT_TOKENS = 64
@@ -47,7 +40,7 @@ SHARED_TOKENS = 864
 VOCAB = 151_936
 """Tokens of Qwen3's vocabulary."""
 LARGE_VOCAB = [
-    *("mode=colocated", "lanes=1", "scheduler.slots=32", "scheduler.token_buckets=[32]"),
+    *("mode=colocated", "scheduler.token_buckets=[32]"),
     *("scheduler.page_buckets=[16]", "scheduler.token_budget=32", "scheduler.max_length=256"),
 ]
 _SECONDS = 600.0
@@ -213,7 +206,7 @@ def measure_steps(quick: bool) -> Iterator[Part]:
                 Measure(f"{title}colocated", median_ratio(step, colocated), "", share, "more"),
                 Measure("  layer ÷ colocated", median_ratio(layer, colocated)),
             ]
-    notes = [f"One lane; greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included."]
+    notes = [f"Greedy, 16 tokens in and {OUTPUT_TOKENS} out each, prefill included."]
     yield Part("steps", "demo as 1A1F, a step in one dispatch", measures, notes, details)
 
 

@@ -316,7 +316,6 @@ def deployment(
             **one_bucket(STEP, pages * PAGE, PAGE),
             "mode": "colocated",
             "dtype": "bfloat16",
-            "lanes": 1,
             "cache.pages": pages,
             **more,
         },

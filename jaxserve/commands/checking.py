@@ -108,7 +108,8 @@ def check(deployment: Deployment, sizing: Sizing | None = None) -> int:
     known = reported(sizing, models[""], deployment) if sizing else {}
     parts = [describe_roles(deployment)]
     steps_on = models[""].platform if deployment.whole_steps else ""
-    sizes = one_program_bytes if steps_on == "tpu" else _bytes_of_workers
+    one_process = steps_on == "tpu" or (sizing is not None and "pipeline" in sizing.found)
+    sizes = one_program_bytes if one_process else _bytes_of_workers
     for title, worker in workers.items():
         memory = memory_of(worker, known)
         parts.append(title + describe(models[title], worker, memory, sizes))

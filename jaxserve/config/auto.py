@@ -28,6 +28,7 @@ AUTO_KEYS = (
     "scheduler.token_buckets",
     "scheduler.page_buckets",
     "scheduler.compile_first",
+    "pipeline",
 )
 """The keys, in the order in which choices are reported."""
 

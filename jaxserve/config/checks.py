@@ -83,7 +83,8 @@ def complete(deployment: Deployment) -> Deployment:
     if (cache.storage and not cache.host_gb) or (cache.host_gb and not cache.prefix):
         raise ConfigError(f"{cache.storage=} needs {cache.host_gb=}, which needs {cache.prefix=}")
     _check_runtimes(deployment)
-    _check_pipeline(deployment)
+    if deployment.whole_steps and (reason := step_refusal(deployment)):
+        raise ConfigError(f"pipeline = step: {reason}")
     _check_slices(deployment)
     _check_fleet(deployment)
     longest = -(-limits.max_length // cache.page_size)
@@ -181,22 +182,19 @@ def _check_runtimes(deployment: Deployment) -> None:
     check_addresses("link.addresses", link.addresses)
 
 
-def _check_pipeline(deployment: Deployment) -> None:
-    """Raises ConfigError if `pipeline: step` cannot run the deployment."""
-    if not deployment.whole_steps:
-        return
+def step_refusal(deployment: Deployment) -> str:
+    """Returns why `pipeline: step` cannot run separate meshes so; empty if it can."""
     link, ffn = deployment.link.transport, deployment.ffn
     a, tp, f = deployment.attention.devices, deployment.attention.tp, ffn.devices // ffn.instances
-    for applies, reason in (
+    reasons = (
         (deployment.topology.crosses_runtimes, f"link.transport = {link} joins two runtimes"),
         (deployment.domains > 1, f"domains = {deployment.domains}: only one"),
         (deployment.attention.output != "whole", "attention.output = split: only whole"),
         (deployment.scheduler.spread, "scheduler.spread = true: only false"),
         (a % f > 0, f"attention's {a} devices are no multiple of an ffn instance's {f}"),
         (a > f and f % tp > 0, f"attention.tp = {tp} does not divide an ffn instance's {f}"),
-    ):
-        if applies:
-            raise ConfigError(f"pipeline = step: {reason}")
+    )
+    return next((reason for applies, reason in reasons if applies), "")
 
 
 def _check_instances(deployment: Deployment) -> None:

@@ -76,22 +76,18 @@ def read_deployment(
     Raises:
       ConfigError: see `load_deployment`; or `model` is no folder and no model of the Hub.
     """
-    if model is None:
-        assert config is not None
-        return load_deployment(config, overrides, choose=choose)
-    folder: str | Path = model
-    if not is_url(model):
+    if model is not None and not is_url(model):
         folder = (hub_folder(model) or Path(model)).resolve()
         if not folder.is_dir():
             raise ConfigError(f"--model {model}: no such folder")
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"--model {model}: no config.json in it, as Hugging Face folders have"
-            )
-    if config is None:
-        return load_deployment(folder, overrides, choose=choose)
-    overrides = [*overrides, f"model={json.dumps(str(folder))}"]
-    return load_deployment(config, overrides, choose=choose)
+            raise ConfigError(f"--model {model}: no config.json, as Hugging Face folders have")
+        model = str(folder)
+    if config is not None and model is not None:
+        overrides = [*overrides, f"model={json.dumps(model)}"]
+    path = model if config is None else config
+    assert path is not None
+    return load_deployment(path, overrides, choose=choose)
 
 
 def check_timeline(folder: Path | None, deployment: Deployment) -> None:

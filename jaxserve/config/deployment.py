@@ -54,7 +54,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     and `ffn.tp` is 1 or both are equal: on CPUs, where each device holds the weights and pages of
     both roles; and compiled for TPUs (never run on one so far), where pages and experts share
     memory, for GQA, MFA and MLA without indexers and experts in 8 or 16 bits. There a lost step
-    takes the experts along, too, which are then loaded again. `auto`: `layer`."""
+    takes the experts along, too, which are then loaded again. `auto`: `layer`; where one process
+    has all devices, and they are CPUs, `step` for one lane, if it can run and its memory fits."""
     attention: sections.AttentionRole = sections.AttentionRole()
     ffn: sections.FFNRole = sections.FFNRole()
     link: sections.Link = sections.Link()

@@ -28,16 +28,18 @@ class Sizing:
     Args:
       machine: the devices, or a function that finds the devices of a deployment for another host;
         None, also as the function's result: the devices of this host.
+      stages: whether stages will be measured, so that steps are driven stage by stage.
 
     Attributes:
       machine: the devices, once values were chosen.
       found: the choices, by key.
     """
 
-    def __init__(self, machine: "UsableDevices | FindDevices | None" = None):
+    def __init__(self, machine: "UsableDevices | FindDevices | None" = None, stages: bool = False):
         self._find: FindDevices = machine if callable(machine) else lambda deployment: machine
         self.machine = None if callable(machine) else machine
         self.found: dict[str, SizeChoice] = {}
+        self._kept = frozenset({"pipeline"} if stages else ())
 
     def __call__(self, deployment: Deployment, written: frozenset[str]) -> Mapping[str, Any]:
         """See `Choose`. Chooses nothing where processes share the deployment, or where its model is
@@ -52,14 +54,14 @@ class Sizing:
         except CheckpointError:
             return {}
         self.machine = self.machine or self._find(deployment) or this_machine()
-        self.found = choose_sizes(config, deployment, written, self.machine)
+        self.found = choose_sizes(config, deployment, written | self._kept, self.machine)
         return {key: choice.value for key, choice in self.found.items()}
 
     def log(self) -> None:
         """Logs the choices, if there are any, on one line."""
         if found := self.found.items():
             line = ", ".join(f"{key} {str(one.value).replace(' ', '')}" for key, one in found)
-            logger.info("sizes: %s (serve --check says why)", line)
+            logger.info("chosen: %s (serve --check says why)", line)
 
 
 def is_shared(deployment: Deployment) -> bool:

@@ -72,8 +72,7 @@ def read_part(options: argparse.Namespace) -> tuple[Deployment, ProcessArguments
     """The deployment of one worker and its place there: of a fleet, of the part that `--part` or
     `--role` names."""
     process = from_arguments(options)
-    alone = process.processes == 1 and not process.role
-    sizing = Sizing() if alone else None
+    sizing = Sizing() if process.processes == 1 and not process.role else None
     whole = read_deployment(options.config, options.model, options.set, sizing)
     if options.part:
         return deployment_of(whole, options.part), process

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.config.auto import AUTO_KEYS, page_tokens
+from jaxserve.config.checks import step_refusal
 from jaxserve.config.deployment import Deployment, scratch_pages
 from jaxserve.config.model import ModelConfig, Platform
 from jaxserve.config.sections import SchedulerLimits
@@ -19,6 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh import AbstractSubmeshes
 from jaxserve.model.module import Template
 from jaxserve.model.templates import ModelTemplates
+from jaxserve.roles.both_roles import refusal
 from jaxserve.roles.capacity import GB, RoleBytes, changed
 from jaxserve.roles.pipelines import role_bytes
 
@@ -38,7 +40,10 @@ class Parameters(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> Parameters:
     """Returns the model's parameter counts, which do not depend on number formats."""
-    templates = _whole(config)
+    # For one device in each role, with all prediction modules, without padding and scales.
+    plain = msgspec.structs.replace(config, stored="plain", modules=len(config.predictors))
+    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
+    templates = ModelTemplates(plain, one, AbstractSubmeshes(one))
     embedding, head = _size(templates.embedding), _size(templates.head)
     if config.tied_head:
         head -= config.d_model * config.vocab
@@ -46,7 +51,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
     for kind in config.decoder:
         for template in (templates.attention[kind], templates.ffn[kind.ffn]):
             total += _size(template)
-            activated += _activated(template, config)
+            activated += _size(template, config.top_k, config.experts)
     predicting = (
         block
         for kind in config.predictors
@@ -82,25 +87,10 @@ def attention_cost(config: ModelConfig, platform: str, chunk: int) -> float:
     return numbers / count_parameters(config).activated
 
 
-def _whole(config: ModelConfig) -> ModelTemplates:
-    """Returns the templates for one device in each role, with all prediction modules, without
-    padding and scales."""
-    plain = msgspec.structs.replace(config, stored="plain", modules=len(config.predictors))
-    one = Deployment(model="", scheduler=SchedulerLimits(max_length=2))
-    return ModelTemplates(plain, one, AbstractSubmeshes(one))
-
-
-def _size(template: Template) -> int:
-    return sum(math.prod(leaf.shape) for leaf in template.leaves)
-
-
-def _activated(template: Template, config: ModelConfig) -> int:
-    return sum(
-        math.prod(leaf.shape)
-        * (config.top_k if leaf.of_slots else 1)
-        // (config.experts if leaf.of_slots else 1)
-        for leaf in template.leaves
-    )
+def _size(template: Template, used: int = 1, experts: int = 1) -> int:
+    """Returns the number of a template's parameters; of experts, those of the used ones."""
+    sizes = ((math.prod(leaf.shape), leaf.of_slots) for leaf in template.leaves)
+    return sum(size * used // experts if of_slots else size for size, of_slots in sizes)
 
 
 HOST_PART, DEVICE_PART = 0.5, 0.9
@@ -185,6 +175,7 @@ class _Sizes:
         self._chunk()
         self._room()
         self._buckets()
+        self._pipeline()
         return {key: self._found[key] for key in AUTO_KEYS if key in self._found}
 
     def _set(self, key: str, value: Any, reason: str) -> None:
@@ -418,3 +409,16 @@ class _Sizes:
         while (size := min(pages) // 4) >= least:
             pages.add(size)
         self._set("scheduler.page_buckets", sorted(pages), "quarters of the longest sequence")
+
+    def _pipeline(self) -> None:
+        """Whole steps of one lane, if all devices are cores of one host: the roles share them, so
+        that stages gain nothing beside each other. Each device then has the bytes of both roles.
+        Programs of several lanes take long to compile."""
+        if not self._on_cpu or self._now.topology.has("colocated") or self._now.lanes > 1:
+            return
+        tried = changed(self._now, "pipeline", "step")
+        memory, parts = self._machine.memory, self._parts(tried, self._now.cache.pages)
+        if not parts or refusal(tried) or step_refusal(tried):
+            return
+        if memory is None or 2 * sum(part.total * part.devices for part in parts) <= memory:
+            self._set("pipeline", "step", "one process of CPU devices: stages would share cores")

@@ -160,7 +160,7 @@ class TestColocated:
 
 def llm_tokens(folder: Path, overrides: dict[str, Any]) -> list[list[int]]:
     """Tokens of the Python face."""
-    with LLM(folder, overrides={"mode": "afd"} | overrides) as llm:
+    with LLM(folder, overrides={"mode": "afd", "pipeline": "layer"} | overrides) as llm:
         return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
@@ -185,7 +185,7 @@ def test_prompts_that_lose_their_pages_or_find_them_in_the_cache(name, mode, tmp
         monkeypatch.setattr(expanded, constant, value)
     monkeypatch.setattr(MLA, "expansion", Expansion(3, 0, 0))
     few = CHUNKED | {"mode": mode, "cache.pages": 24, "cache.host_gb": 0.1 * (mode == "afd")}
-    few |= {"cache.page_size": 4, "scheduler.page_buckets": [16]}
+    few |= {"cache.page_size": 4, "scheduler.page_buckets": [16], "pipeline": "layer"}
     expected = Expected.golden(name).tokens
     with LLM(CATALOGUE[name].write(tmp_path), overrides=few) as llm:
         for _ in range(2):

@@ -12,7 +12,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.roles.layout import Bucket, StepLoad
 from jaxserve.roles.worker import Passed
 
-DEMO = load_deployment("demo")  # 16 slots, buckets of 16 and 64 tokens, of 16 and 64 pages of 16
+DEMO = load_deployment("demo", {"lanes": 2, "scheduler.slots": 16})
+# Buckets of 16 and 64 tokens, of 16 and 64 pages of 16.
 
 
 def test_a_step_of_a_batch_and_a_context():

@@ -62,7 +62,7 @@ def test_a_running_demo_is_watched():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     run = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE}
     demo = [sys.executable, "-m", "jaxserve.serve", "--config", "configs/demo.yaml"]
-    demo += ["--set", "server.http_port=0", "--set", "server.grpc_port=0"]
+    demo += ["--set", "server.http_port=0", "--set", "server.grpc_port=0", "--set=pipeline=layer"]
     over, port = threading.Event(), ports.free_port()
     with contextlib.ExitStack() as ends:
         server = started(ends, demo, run)

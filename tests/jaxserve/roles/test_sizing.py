@@ -23,6 +23,7 @@ HOST = UsableDevices("cpu", 1, 8 * GB)
 TPUS = UsableDevices("tpu", 8, 30 * GB)
 GPU = UsableDevices("gpu", 1, 70 * GB)
 GPUS = UsableDevices("gpu", 8, 70 * GB)
+PROCESSES = {"attention.processes": 2, "attention.dp": 2}
 
 
 def sized(model: str, machine: UsableDevices, **overrides) -> Deployment:
@@ -35,8 +36,7 @@ def test_a_small_model_on_a_cpu():
     assert (deployment.mode, deployment.dtype, deployment.devices) == ("colocated", "float32", 1)
     limits = deployment.scheduler
     assert (limits.slots, limits.max_length, limits.token_budget) == (32, 2048, 512)
-    assert limits.token_buckets == [1, 8, 32, 128, 512]
-    assert limits.page_buckets == [128]
+    assert (limits.token_buckets, limits.page_buckets) == ([1, 8, 32, 128, 512], [128])
     assert (deployment.cache.page_size, deployment.cache.pages) == (16, 32 * 1024 // 16)
 
 
@@ -126,12 +126,6 @@ def test_slots_of_a_cpu_say_what_limits_them(budget, reason):
     assert why.startswith(reason)
 
 
-def test_drafts_of_all_slots_fit_a_written_budget():
-    drafts = {"speculative__method": "ngram", "speculative__drafts": 7}
-    limits = sized("qwen3-32b", GPUS, scheduler__token_budget=128, **drafts).scheduler
-    assert (limits.slots, limits.token_buckets) == (8, [8, 64, 128])
-
-
 def test_the_longest_sequence_fits_written_page_buckets():
     """A written length is fitted by pages of a multiple of the usual size, where possible."""
 
@@ -143,25 +137,33 @@ def test_the_longest_sequence_fits_written_page_buckets():
     golden.check_values("roles/sizing_lengths.txt", call, globals())
 
 
-def test_more_drafts_take_a_larger_budget_and_no_small_steps():
+def test_drafts_of_all_slots_fit_a_budget_which_more_drafts_enlarge():
+    """Without small steps."""
     drafts = {"speculative__method": "ngram", "speculative__drafts": 7}
+    limits = sized("qwen3-32b", GPUS, scheduler__token_budget=128, **drafts).scheduler
+    assert (limits.slots, limits.token_buckets) == (8, [8, 64, 128])
     limits = sized("qwen3-30b-a3b", HOST, **drafts).scheduler
     assert (limits.token_budget, limits.token_buckets) == (256, [32, 256])
 
 
 @pytest.mark.parametrize("name", [p.stem for p in CONFIGS.glob("*.yaml")])
 def test_shipped_deployments_are_what_their_files_say(name):
-    """Whatever the machine; a test without devices could not tell them otherwise."""
-    sizing = Sizing(HOST)
-    assert load_deployment(name, choose=sizing) == load_deployment(name)
-    assert not sizing.found
+    """Whatever the machine, but for the demo's pipeline, which is chosen on CPUs."""
+    for machine in (HOST, GPU, TPUS):
+        sizing = Sizing(machine)
+        made = msgspec.structs.replace(load_deployment(name, choose=sizing), pipeline="auto")
+        assert made == msgspec.structs.replace(load_deployment(name), pipeline="auto")
+        assert [*sizing.found] == ["pipeline"] * (name == "demo" and machine is HOST)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{"domains": 2}, {"prefill.workers": 1}, {"attention.processes": 2, "attention.dp": 2}],
-    ids=str,
-)
+@golden.table("roles/chosen_pipelines.yaml")
+def test_one_process_of_cpus_runs_whole_steps_of_the_demo(memory, overrides, expected):
+    """As 1A1F in 2 x (49.6 + 8.2) MB, unless something else is written or only `layer` runs it."""
+    sizing = Sizing(UsableDevices("cpu", 2, memory))
+    assert load_deployment("demo", overrides, choose=sizing).pipeline == expected
+
+
+@pytest.mark.parametrize("overrides", [{"domains": 2}, {"prefill.workers": 1}, PROCESSES], ids=str)
 def test_processes_that_share_a_deployment_choose_nothing(overrides):
     folder = CONFIGS / "models/qwen3-32b"
     assert load_deployment(folder, overrides, choose=Sizing(HOST)) == load_deployment(
@@ -204,7 +206,7 @@ def test_what_a_simulated_device_may_use_is_told_where_sizes_were_chosen():
 def test_what_was_chosen_is_told(caplog):
     sizing = Sizing(TPUS)
     load_deployment(CONFIGS / "models/qwen3-32b", {"lanes": 2}, choose=sizing)
-    assert [*sizing.found, "scheduler.compile_first"] == list(AUTO_KEYS)  # which is for CPUs
+    assert [*sizing.found, "scheduler.compile_first", "pipeline"] == list(AUTO_KEYS)  # of CPUs
     with caplog.at_level("INFO"):
         sizing.log()
     assert "mode colocated, dtype bfloat16, attention.dp 1, attention.tp 8," in caplog.text
