@@ -81,7 +81,7 @@ def read_deployment(
         if not folder.is_dir():
             raise ConfigError(f"--model {model}: no such folder")
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"--model {model}: no config.json, as Hugging Face folders have")
+            raise ConfigError(f"--model {model}: no config.json in it, as Hugging Face has")
         model = str(folder)
     if config is not None and model is not None:
         overrides = [*overrides, f"model={json.dumps(model)}"]
