@@ -97,9 +97,10 @@ def initialise(arguments: ProcessArguments, deployment: Deployment) -> ProcessSh
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns versions that all processes of a runtime must share, by package."""
-    found = {one.name: one.version for name in _PACKAGES for one in distributions(name=name)}
-    return {"jaxserve": jaxserve.__version__, **found}
+    """Returns versions that all processes of a runtime must share, by package: the first ones on
+    Python's path, which are imported."""
+    found = [one for name in _PACKAGES for one in [*distributions(name=name)][:1]]
+    return {"jaxserve": jaxserve.__version__, **{one.name: one.version for one in found}}
 
 
 def log_devices() -> None:

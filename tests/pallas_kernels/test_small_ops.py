@@ -12,23 +12,9 @@ def program(name):
     return golden.text(f"pallas_kernels/programs/{name}.hlo")
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "moved"),
-    [
-        # x by the copy and by the first fusion, 64 bytes each; 8 of w; 32 and 32 written, not VMEM.
-        ("tpu_vmem", 3, 64 + 64 + 8 + 32 + 32),
-        # x twice, 64 bytes each; 8 of w; 32 three times of scales, and of values once.
-        ("gpu", 2, 2 * 64 + 8 + 3 * 32 + 32),
-        # 32 are sent and 64 arrive; a slice reads what it keeps, 16; 64 are read once, in whatever
-        # type, and 24 of places; the rows of 6 choices are 96.
-        ("collectives", 3, 32 + 64 + 2 * 16 + 64 + 24 + 96),
-        # Reserving memory is nothing; 32 are sent, 64 arrive in what was reserved, 16 of sizes;
-        # what is fused copies all 64, as does a kernel.
-        ("ragged", 3, 32 + 64 + 64 + 16 + 2 * 64 + 2 * 64),
-    ],
-)
+@golden.table("pallas_kernels/moved_bytes.yaml")
 def test_bytes_that_a_program_moves(name, count, moved):
-    assert traffic(program(name)) == Traffic(instructions=count, bytes=moved)
+    assert traffic(program(name)) == Traffic(instructions=count, bytes=sum(moved))
 
 
 def test_what_starts_counts_once():

@@ -22,6 +22,7 @@ from jaxserve.link.weights.server import WeightsServer
 from jaxserve.model.ffn.placement import home_slots
 from jaxserve.roles.held_weights import HeldWeights
 from pallas_kernels import input_major
+from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve.checkpoint.opened import Opened, check_same, leaves_of
 from tests.jaxserve.checkpoint.test_fp8 import MODEL as FP8_MODEL
@@ -107,14 +108,7 @@ def test_other_layout(theirs, ours, weights, step3):
         assert check_from(step3, LAYOUTS[ours] | formats, address).keys() == {address}
 
 
-@pytest.mark.parametrize(
-    ("theirs", "tiled", "ours", "tiled_here"),
-    [
-        ("2A4F", True, "colocated on 4", True),
-        ("colocated", True, "2A3F", False),
-        ("1A1F", False, "2A4F", True),
-    ],
-)
+@golden.table("checkpoint/tiles_of_peers.yaml")
 def test_tiles(theirs, tiled, ours, tiled_here, step3, monkeypatch):
     """Float matrices on CPUs are tiled, those of several widths."""
     monkeypatch.setattr(input_major, "TILE", 16)

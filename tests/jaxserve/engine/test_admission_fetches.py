@@ -20,6 +20,7 @@ from jaxserve.engine.outputs import StepResult
 from jaxserve.engine.request import Request, SamplingParams
 from jaxserve.link.pages.source import PagesSource
 from jaxserve.roles.layout import PageRun
+from tests import golden
 from tests.jaxserve.engine.step_plans import make_scheduler
 
 SIZE = 4
@@ -201,19 +202,10 @@ class TestEnds:
         loop.enqueued(0)
         assert finish(loop) == {"a": [7, 7, 7, 7]}
 
-    @pytest.mark.parametrize(
-        ("policy", "mismatch", "fails"),
-        [
-            (FetchPolicy(), False, False),
-            (FetchPolicy(most=16), False, False),
-            (FetchPolicy(most=15), False, True),
-            (FetchPolicy(recompute=False), False, True),
-            (FetchPolicy(), True, True),
-        ],
-    )
+    @golden.table("engine/failed_fetches.yaml")
     def test_recompute_or_fail(self, policy, mismatch, fails):
         loop, order = fetching()
-        loop.fetch_policy = policy
+        loop.fetch_policy = FetchPolicy(**policy)
         outputs = loop.fetch_failed(0, order.ticket, "why", mismatch=mismatch)
         errors = ["the prompt's KV pages did not come: why"] * fails
         assert [output.error for output in outputs] == errors

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+
 from jaxserve import serve
 from jaxserve.config.command_line import read_deployment
 from jaxserve.fleet import bootstrap
@@ -49,6 +51,7 @@ def main() -> int:
     options = serve.parse(serve.parser(), sys.argv[1:])
     if options.role == "ffn":
         return serve.main(sys.argv[1:])
+    print(f"'jax': '{jax.__version__}'", flush=True)
     deployment = read_deployment(options.config, options.model, options.set)
     process = from_arguments(options)
     given = Options(token=process.token)

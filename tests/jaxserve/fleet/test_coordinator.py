@@ -17,6 +17,7 @@ from jaxserve.fleet.request_frames import Cancel
 from jaxserve.fleet.routed import Job, Routed, Worker
 from jaxserve.link.pages.source import PagesLoad
 from jaxserve.observe.load import EngineLoad
+from tests import golden
 from tests.jaxserve.fleet.fake_worker import worker_facts
 from tests.jaxserve.fleet.fleet_world import World
 
@@ -287,14 +288,7 @@ class TestChoices:
         assert isinstance(world.sent[-1], orders.SendSubmit)
         assert world.sent[-1].worker == where
 
-    @pytest.mark.parametrize(
-        ("news", "why"),
-        [
-            ({"turn_age": 1.6}, "its step loop has stood still for 1.6 s"),
-            ({"status": "draining"}, "it is draining"),
-            (None, "it has been silent for 1.7 s"),
-        ],
-    )
+    @golden.table("fleet/suspects.yaml")
     def test_a_suspect_gets_nothing_new_until_it_is_well(self, news, why):
         world = World.without_prefill("d0", "d1")
         if news is None:

@@ -7,13 +7,19 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from pathlib import Path
 
 import httpx
 import pytest
 
+from jaxserve.chaos.resources import sample
 from jaxserve.engine.request import SamplingParams
+from jaxserve.link.session.channel import dial
 from jaxserve.planner import verify
 from jaxserve.ports import free_port
 from tests import golden
@@ -21,6 +27,7 @@ from tests.jaxserve import layouts
 from tests.jaxserve import test_deepseek_v4 as v4
 from tests.jaxserve.fleet.launched import started
 from tests.jaxserve.layouts import OUTPUT_TOKENS, PROMPTS
+from tests.jaxserve.link.remote.test_client import open_ports
 from tests.jaxserve.test_fuzz import WRITERS
 from tests.jaxserve.text.letters import raw_letters
 from tests.jaxserve.waiting import until
@@ -34,6 +41,10 @@ FEW = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SYSTEM = PROMPTS[1]
 """A system prompt of eight pages and six tokens, which is computed in three chunks."""
 SPREAD = {"mode": "colocated", "attention.tp": 2, "prefill.attention": {"dp": 2, "tp": 1}}
+OURS, GIVEN = range(9200, 9400), range(10_000, 30_000)
+"""Ports that processes choose, and those that the launcher and the tests give them."""
+BEGINS = [b"", bytes(4), b"\0\0\0\x14", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]
+BEGINS += [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"]
 SEEDED = {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.6, "top_p": 0.95}
 
 
@@ -331,3 +342,67 @@ def test_requests_to_the_models_of_2026_go_on_elsewhere(family, format, tmp_path
         for victims in (("2", "3"), ("1",)):
             kill_in_a_stream(client, greedy, killer(run, *victims), prompts)
         assert client.load()["replays"] >= 1
+
+
+def send_one(port: int, token: str, seed: int) -> None:
+    """Sends the beginning of a protocol with noise behind it, or noise in or outside a frame of a
+    session with the right token, or half of the frame."""
+    draw = random.Random(seed)
+    noise = draw.randbytes(draw.randrange(1500))
+    with contextlib.suppress(OSError, EOFError, AuthenticationError):
+        if draw.random() < 0.4:
+            channel = dial(f"127.0.0.1:{port}", token, 0.5)
+            frame = channel._framing.pack(noise)
+            channel._socket.sendall(draw.choice([noise, frame, frame[: len(frame) // 2]]))
+            return channel.close()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
+            stranger.sendall(draw.choice(BEGINS) + noise)
+            stranger.settimeout(draw.choice([0.001, 0.2]))
+            stranger.recv(100)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [2, 1])
+def test_random_messages_at_every_open_port(processes, tiny_model, texts, tmp_path):
+    """Requests get their tokens, and nothing leaks. JAX's own port of each process of several is no
+    target (`test_devices.py` says why); a fleet of runtimes has none."""
+    sizes = SPREAD if processes > 1 else golden.sizes("attention workers of one ffn worker")
+    overrides = sizes | {"prefill.workers": 1, "cluster.ports": f"{OURS[0]}-{OURS[-1]}"}
+    overrides |= {"server.grpc_port": free_port(), "server.http_port": free_port()}
+    with fleet(tiny_model, tmp_path, (1,), overrides, f"--processes={processes}") as (run, client):
+        assert layouts.differences(texts[0], generate(client)) == []
+        pids = [int(pid) for pid in re.findall(r"process \d+: .*, pid (\d+)", run.output)]
+        ports = [open_ports(pid) for pid in pids]
+        ours = {port for of in ports for port in of if port in (*OURS, *GIVEN)}
+        assert [len(of - ours) for of in ports] == [0] + [processes - 1] * (len(pids) - 1), ports
+        environment = Path(f"/proc/{pids[0]}/environ").read_text()
+        token = re.search(r"JAXSERVE_CLUSTER_TOKEN=(\w+)", environment)[1]
+
+        def held():
+            return [one for found in map(sample, pids) for one in (found.files, found.threads)]
+
+        def settled():
+            found = held()
+            time.sleep(3)
+            return found == held() and found
+
+        before = []
+        # The first messages are those with which pools of threads get as large as they may.
+        for count in (75, 300):
+            with ThreadPoolExecutor(CLIENTS) as pool, contextlib.ExitStack() as stack:
+                for port in 4 * [*ours]:
+                    idle = socket.create_connection(("127.0.0.1", port), SECONDS)
+                    stack.callback(idle.close)
+                work = enumerate(count * [*ours])
+                sent = [pool.submit(send_one, port, token, seed) for seed, port in work]
+                while not all(one.done() for one in sent):
+                    assert layouts.differences(texts[0], generate(client)) == []
+                assert [one.result() for one in sent] == [None] * len(sent)
+            before = before or until(settled, SECONDS)
+        most = [one + more for one, more in zip(before, len(pids) * [4, 8], strict=True)]
+        until(lambda: all(map(int.__le__, held(), most)), SECONDS)
+        assert layouts.differences(texts[0], generate(client)) == []
+        assert [open_ports(pid) for pid in pids] == ports
+        load = client.load()
+        assert [worker["status"] for worker in load["workers"]] == ["ready"] * len(load["workers"])
+        assert load["replays"] == 0

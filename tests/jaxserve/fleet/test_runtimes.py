@@ -16,14 +16,12 @@ from jaxserve.ports import free_port
 from tests import golden
 from tests.jaxserve import layouts
 from tests.jaxserve import test_deepseek_v4 as v4
-from tests.jaxserve.fleet.launched import Launched, started
+from tests.jaxserve.fleet.launched import REPOSITORY, Launched, started
 from tests.jaxserve.test_fuzz import WRITERS
 
 pytestmark = [pytest.mark.multihost, pytest.mark.unoptimised]
 
 SECONDS = 240
-SHARDS = {"link.transport": "pull", "attention.runtime": "a", "ffn.runtime": "f"}
-SHARDS["link.addresses"] = [f"127.0.0.1:{port}" for port in range(1, 5)]
 
 
 def command_of(model, overrides, *options):
@@ -89,19 +87,7 @@ def test_what_is_missing_is_named(arguments, message):
     assert message in run.output
 
 
-@pytest.mark.parametrize(
-    ("layout", "victim"),
-    [
-        ({"attention.dp": 2, "attention.processes": 2}, 2),
-        ({"attention.tp": 2, "attention.processes": 2}, 2),
-        ({"ffn.ep": 2, "ffn.processes": 2}, 1),
-        ({"attention.dp": 2, "attention.processes": 2, "ffn.ep": 2, "ffn.processes": 2}, 3),
-        ({"attention.tp": 2, "attention.processes": 2, "ffn.tp": 2, "ffn.processes": 2}, 2),
-        (SHARDS | {"ffn.ep": 2, "ffn.instances": 2}, 2),
-        (SHARDS | {"ffn.ep": 4, "ffn.instances": 4}, 3),
-    ],
-    ids=["2A1F dp", "2A1F tp", "1A2F", "dp2 x ep2", "tp2 x tp2", "2 shards", "4 shards"],
-)
+@golden.table("fleet/killed_processes.yaml")
 def test_roles_of_several_processes_give_the_tokens_of_one(
     tiny_model, reference, tmp_path, layout, victim
 ):
@@ -123,11 +109,13 @@ def test_roles_of_several_processes_give_the_tokens_of_one(
 @pytest.mark.nightly
 @golden.table("fleet/shared_passes.yaml")
 def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_worker(
-    batching, ranks, family, form, tiny_model, reference, tmp_path
+    batching, ranks, family, form, other, tiny_model, reference, tmp_path
 ):
     """Round 1 stops the last of three until the others have ended it, round 2 kills the ffn worker,
     and round 3 kills the last. Requests to the models of 2026, whose caches have 8 bits, share
-    prefixes."""
+    prefixes. The role `other` has the JAX in the folder that `JAXSERVE_OTHER_JAX` names."""
+    if other and not os.environ.get("JAXSERVE_OTHER_JAX"):
+        pytest.skip("JAXSERVE_OTHER_JAX names no folder with another version of JAX")
     model, limits, prompts, expected = tiny_model, layouts.LIMITS, layouts.PROMPTS, reference.tokens
     if family:
         model, prompts = WRITERS[family](tmp_path / "model"), 2 * v4.sharing()
@@ -150,6 +138,8 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
             command += ["--model", str(model)]
             command += [f"--set={key}={value}" for key, value in settings.items()]
             own = environment | {"JAX_NUM_CPU_DEVICES": str(devices)}
+            if role == other:
+                own["PYTHONPATH"] = f"{os.environ['JAXSERVE_OTHER_JAX']}:{REPOSITORY}"
             made = [own | one.environment for one in runtime_of(count, Member("", [], 0))]
             return [stack.enter_context(started(command, one)) for one in made]
 
@@ -178,3 +168,5 @@ def test_attention_workers_that_share_passes_outlive_each_other_and_the_ffn_work
             passes, messages = re.search(r"passes (\d+) of (\d+)", worker.output).groups()
             assert (int(passes) < int(messages)) == (batching != "rotation")
             assert "is down: the connection closed" in worker.output, worker.output
+        said = "".join(one.output for one in (*ffn, *workers))
+        assert len(set(re.findall(r"'jax': '(\S+)'", said))) == 1 + bool(other), said

@@ -26,6 +26,7 @@ from jaxserve.launch import kubernetes
 from jaxserve.launch.settings import Options, Rendering
 from jaxserve.launch.workloads import workloads
 from tests import golden
+from tests.jaxserve.fleet.launched import output_of, started
 from tests.jaxserve.launch.hosts import END_SECONDS, Hosts, can_make_hosts, hosts, surroundings
 from tests.jaxserve.launch.rendered import files_of, objects, write
 
@@ -36,6 +37,10 @@ pytestmark = [
     pytest.mark.timeout(2000),
     pytest.mark.skipif(not can_make_hosts(), reason="no network namespaces here"),
 ]
+THREE_KINDS = (
+    "deploy --attention-hardware h20 --ffn-hardware h800 --prefill-hardware a800 --rate 5 --modes "
+    "afd --prompts 64 --outputs 16 --ttft p95=500ms --tpot p95=50ms --max-devices 2 --write"
+)
 PROMPT, COUNT = "def fibonacci(n):\n", 24
 SMALL = [
     *("lanes=1", "scheduler.slots=4", "scheduler.token_budget=16", "scheduler.token_buckets=[16]"),
@@ -199,3 +204,25 @@ def test_containers_of_a_fleet(expected: str, tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
         codes = [process.wait(END_SECONDS) for process in made.processes]
         assert codes == [0] * len(codes), made.said()
+
+
+def test_a_plan_for_three_kinds_of_hardware(tmp_path: Path) -> None:
+    """One command each: a plan, its check, files for a cluster, and processes of this host."""
+    plan, model = str(tmp_path / "plan.yaml"), f"--model {CONFIGS / 'demo'}"
+    output_of("-m", "jaxserve.plan", *THREE_KINDS.split(), plan, *model.split(), timeout=900)
+    said = output_of("-m", "jaxserve.serve", "--check", "--config", plan, timeout=300)
+    for role, kind in {"attention": "H20", "ffn": "H800", "prefill": "A800"}.items():
+        assert re.search(rf"{role}.*NVIDIA {kind}", said, re.DOTALL), said
+    text = "".join(files_of(f"--config {plan} --target kubernetes").values())
+    assert {"h20", "h800", "a800"} <= set(re.findall(r"[ah]\d+", text.lower())), text
+    rehearsed = f"-m jaxserve.launch --target local --fleet --rehearse --config {plan}".split()
+    rehearsed += ["--set", "server.grpc_port=0", "--set", "server.http_port=0"]
+    with started(rehearsed, {"JAX_PLATFORMS": "cpu"}) as run:
+        url = run.wait_for(r"^\[0\] ready .* http=(\S+)", 600)[1]
+        for process in (1, 2, 3):
+            run.wait_for(rf"^\[{process}\] ready ", 600)
+        first = answer(f"http://{url}")
+        assert first
+        assert answer(f"http://{url}") == first
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end(600) == 0, run.output

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -18,6 +17,7 @@ from jaxserve.planner.assumptions import Assumptions
 from jaxserve.planner.hardware import load_hardware
 from jaxserve.planner.scenario import Roles, Scenario, model_of, scenario
 from jaxserve.planner.stage_times import attend
+from tests import golden
 
 
 def deployment(folder, products) -> Deployment:
@@ -61,20 +61,11 @@ def on(hardware: str, folder: Path, stored: type, changes: dict[str, str]) -> Sc
     return scenario(made, model, Roles(one, one, (hardware,) * 2), 2048, Assumptions())
 
 
-@pytest.mark.parametrize(
-    ("hardware", "stored", "changes", "size"),
-    [
-        ("cpu", ml_dtypes.bfloat16, {}, 2),
-        ("cpu", np.float32, {}, 4),
-        ("cpu", np.float32, {"attention.weights": "bfloat16", "ffn.weights": "bfloat16"}, 2),
-        ("cpu", ml_dtypes.bfloat16, {"attention.weights": "float32", "ffn.weights": "float32"}, 4),
-        ("v6e", ml_dtypes.bfloat16, {}, 4),
-    ],
-)
+@golden.table("planner/held_floats.yaml")
 def test_float_matrices_are_counted_as_they_are_held(folder, hardware, stored, changes, size):
     """Worked out by hand: a layer of 5120 x (2 x 8192 + 2 x 1024), a head of 151936 x 5120. CPUs
     keep BF16 matrices beside FP32 activations."""
-    made = on(hardware, folder, stored, changes)
+    made = on(hardware, folder, np.dtype(stored).type, changes)
     assert (made.attention.formats.linear, made.attention.combine_bytes()) == ("float32", 4 * 5120)
     if hardware == "cpu":  # 19.4 GB/s, of which 0.9, and 50 us
         head = size * 777_912_320 / (0.9 * 19.4e9) + 50e-6

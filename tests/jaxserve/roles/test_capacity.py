@@ -397,15 +397,7 @@ def in_group(root: Path, line: str, folder: str) -> Path:
     return group
 
 
-@pytest.mark.parametrize(
-    ("own", "quotas", "cores"),
-    [
-        *((POD, [quota], cores) for quota, cores in ((200000, 2), (250000, 2), (50000, 1))),
-        *((POD, [quota], 64) for quota in ("max", 9900000)),  # no more than the affinity
-        (POD, [800000, 400000], 4),  # the group's, and of the one around it
-        ("", [200000], 2),  # a container sees its own group as the outermost
-    ],
-)
+@golden.table("roles/quotas.yaml")
 def test_quotas_of_version_2(own: str, quotas: list[int | str], cores: int, tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 64
     group = in_group(tmp_path, f"0::/{own}\n", own)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from pallas_kernels.attention.two_terms import TwoTerms
 from pallas_kernels.rotate_and_write import rotate_and_write
 from pallas_kernels.target import use_target
+from tests import golden
 from tests.pallas_kernels.norm_quantize.suite import norm_numpy
 from tests.pallas_kernels.quantize.definition import LARGEST
 
@@ -138,14 +138,7 @@ class RotateAndWriteSuite(Suite):
 
     operation = staticmethod(rotate_and_write)
 
-    @pytest.mark.parametrize(
-        ("cache", "sizes"),
-        [
-            ("bfloat16", {}),
-            ("int8", {"q_heads": 64, "width": 256, "joined": True}),
-            ("fp8", {"normed": True, "kv_heads": 2, "joined": True}),
-        ],
-    )
+    @golden.table("pallas_kernels/written_caches.yaml")
     def test_against_numpy(self, cache, sizes):
         case = make_case(cache, **sizes)
         check(case, *self.run(case), cache)

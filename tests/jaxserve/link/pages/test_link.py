@@ -178,18 +178,11 @@ class TestFetches:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("changes", "message", "mismatch"),
-        [
-            ({"hand_off": "gone"}, "it is over", False),
-            ({"epoch": 1}, "an earlier life of this prefill worker", False),
-            ({"prompt": range(1, 51)}, "is not that of the prompt's first 50", True),
-            ({"prompt": range(49)}, "is not that of the prompt's first 49", True),
-            ({"address": "127.0.0.1:9"}, "127.0.0.1:9: ", False),
-        ],
-    )
+    @golden.table("link/refused_fetches.yaml")
     def test_a_fetch(self, changes, message, mismatch):
         with serving() as (server, _), client() as link:
+            if "prompt" in changes:
+                changes = {"prompt": range(*changes["prompt"])}
             text, found = ended(link, server, **changes).failure
             assert message in text
             assert found is mismatch

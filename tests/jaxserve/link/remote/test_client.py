@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.errors import ConfigError, EngineFailedError
 from jaxserve.link.remote.client import LinkCounters, MessageClient
 from jaxserve.link.remote.peer import PeerState
+from tests import golden
 from tests.jaxserve.link.remote import toy_server as toy
 from tests.jaxserve.link.remote.toy_server import Nursery, nursery
 from tests.jaxserve.waiting import until
@@ -150,15 +151,7 @@ def test_domain_that_the_server_has_to_compile_for_joins_while_another_is_served
         assert link.counters == LinkCounters(messages=number)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": [toy.UNFIT_ROWS]}, "no programs for messages of 4 pieces of 6 rows: ValueError"),
-        ({"rows": []}, r"messages of 4 pieces of \[\] rows"),
-        ({"facts": {**toy.FACTS, "layers": "5"}}, "layers = 5, here 4"),
-        ({"token": "guess"}, "token"),
-    ],
-)
+@golden.table("link/refused_messages.yaml")
 def test_what_does_not_fit_is_refused_by_name(server, options, message):
     with pytest.raises(ConfigError, match=message):
         with client(server, **options):
@@ -204,7 +197,8 @@ def test_message_that_is_an_error_is_raised_and_other_lanes_go_on(server):
 def open_ports(pid: int) -> set[int]:
     """Ports on which a process listens."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    table = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    tables = "".join(Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    table = [line.split() for line in tables.splitlines()]
     return {
         int(row[1].rpartition(":")[2], 16)
         for row in table

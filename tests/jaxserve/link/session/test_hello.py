@@ -43,7 +43,6 @@ def test_a_format_that_one_end_cannot_compute_is_named_with_those_of_both() -> N
         ("fp8", ["bf16", "fp8"], "fp8", ["bf16"], False),
         ("fp8", ["bf16"], "fp8", ["bf16", "fp8"], False),
         ("fp8", ["bf16", "fp8"], "", ["fp8"], True),
-        ("fp8", ["bf16", "fp8"], "", ["bf16"], False),
         ("", ["bf16"], "fp8", ["bf16", "fp8"], False),
         ("", ["bf16"], "", ["fp8"], True),
     ):

@@ -17,6 +17,7 @@ from jaxserve.fleet.rolling import Rolling, WorkerStatus
 from jaxserve.roles.worker import Proposal
 from jaxserve.server.http.routes import ADMIN_ENDPOINTS
 from jaxserve.server.http.server import HttpServer
+from tests import golden
 from tests.jaxserve.server.http.rig import SECONDS, HttpRig
 
 JSON = {"Content-Type": "application/json"}
@@ -155,16 +156,7 @@ def test_drain(admin, drained):
         drained.clear()
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 415),
-        ({"Content-Type": "text/plain"}, 415),
-        (JSON | {"Origin": "http://evil.example"}, 403),
-        (JSON | {"Origin": "null"}, 403),
-        (JSON | {"Origin": "http://127.0.0.1:1"}, 403),
-    ],
-)
+@golden.table("server/web_pages.yaml")
 def test_a_web_page_changes_nothing(rig, admin, drained, headers, status):
     reset = rig.engine.reset_prefix_cache = Mock(return_value=7)
     rig.engine.rolling = Mock(spec=Rolling)
