@@ -26,7 +26,7 @@ from jaxserve.planner.options import acceptance, assumptions
 from jaxserve.planner.search import Searcher
 from jaxserve.planner.stage_times import Rows, attend, attending
 from jaxserve.planner.stages import Calculator
-from jaxserve.planner.view import PagePart, grid, json_text
+from jaxserve.planner.view import PagePart, grid
 from tests import golden
 
 DATA = golden.FOLDER / "planner"
@@ -269,4 +269,5 @@ def speeds(rows: Sequence[tuple[SimpleNamespace, float]]) -> MeasuredSpeed:
 if __name__ == "__main__":
     others = predicted()
     print(f"{tables()}\n{systems(others)}")
-    (CONFIGS / "measured_speed.json").write_text(json_text(speeds(others)) + "\n")
+    text = msgspec.json.format(msgspec.json.encode(speeds(others)))  # lists, as they are read
+    (CONFIGS / "measured_speed.json").write_bytes(text + b"\n")
