@@ -75,7 +75,7 @@ def texts(reference, colocated_runtime):
     return reference, drawn, shared
 
 
-def with_tokenizer(tiny_model, folder, letters):
+def with_tokenizer(tiny_model, folder, letters=layouts.SIZES.vocab_size):
     """Links to the files of a model, beside a tokenizer: a letter a token, as many as it has."""
     model = folder / "tiny"
     model.mkdir()
