@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from jaxserve.observe.spans import STAGES, AFDStage, Span
@@ -41,15 +42,16 @@ class Busy(NamedTuple):
     combine: float
 
 
-class _Step:
-    """A lane's step in progress; `ready` has one entry per DP group."""
+class _Step(msgspec.Struct, eq=False):
+    """A lane's step in progress."""
 
-    def __init__(self, lane: int, number: int, times: StepTimes, begun: float, groups: int):
-        self.lane, self.number, self.times, self.begun = lane, number, times, begun
-        self.ready = np.full(groups, begun)
-        """Times at which the attention devices have their input, or have sent their output."""
-        self.on_ffn = 0.0
-        """Time at which the ffn role has its input, or its result."""
+    lane: int
+    number: int
+    times: StepTimes
+    ready: np.ndarray
+    """Times at which each DP group's devices have their input, or have sent their output."""
+    on_ffn: float = 0.0
+    """Time at which the ffn role has its input, or its result."""
 
 
 class _Pipeline:
@@ -85,7 +87,7 @@ class _Pipeline:
 
     def begin(self, lane: int, number: int, now: float, times: StepTimes) -> None:
         """Begins a step of a lane at `now`, the host's time."""
-        self._inside[lane] = _Step(lane, number, times, now, self._groups)
+        self._inside[lane] = _Step(lane, number, times, np.full(self._groups, now))
 
     def _tell(
         self,

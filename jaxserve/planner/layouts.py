@@ -123,22 +123,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Whether ranks for the shared expert alone are tried, too."""
 
 
-class Layouts:
+class Layouts(msgspec.Struct, frozen=True):
     """All layouts of a model on the hardware, by name, that each role may use; colocated modes use
     what is in both. Replicas are tried of experts that are unevenly popular (`skewed`), and two
     batches of a colocated deployment that is `overlapped`."""
 
-    def __init__(
-        self,
-        model: CostModel,
-        attention: Mapping[str, Hardware],
-        ffn: Mapping[str, Hardware],
-        *,
-        skewed: bool,
-        overlapped: bool = False,
-    ):
-        self._model, self._attention, self._ffn = model, attention, ffn
-        self._skewed, self._overlapped = skewed, overlapped
+    model: CostModel
+    attention: Mapping[str, Hardware]
+    ffn: Mapping[str, Hardware]
+    skewed: bool
+    overlapped: bool = False
 
     def of(self, target: Target) -> Iterator[Layout]:
         """Everything that is tried, whether or not it fits."""
@@ -146,7 +140,7 @@ class Layouts:
         for shape in self._shapes(target):
             for shared in self._shared(shape.ep, target):
                 cut = replace(shape, shared_ranks=shared)
-                moves = self._skewed and cut.ep > 1 and self._model.moe is not None
+                moves = self.skewed and cut.ep > 1 and self.model.moe is not None
                 for redundant in REDUNDANT_SLOTS if moves else (0,):
                     for drafts in range(target.most_drafts + 1):
                         yield replace(cut, redundant_slots=redundant, drafts=drafts)
@@ -154,7 +148,7 @@ class Layouts:
     def _shared(self, ep: int, target: Target) -> list[int]:
         """Numbers of ranks for the shared expert to try: none, and as many as leave every rank
         equally many rows to multiply (xDeepServe's 288 = 256 + 32)."""
-        moe = self._model.moe
+        moe = self.model.moe
         found = [0] if ep == 1 or self._divides(ep) else []
         if target.shared_ranks and moe is not None and moe.shared_d_ff:
             parts, odd = divmod(moe.shared_d_ff, moe.expert_d_ff)
@@ -166,14 +160,14 @@ class Layouts:
 
     def _shapes(self, target: Target) -> Iterator[Layout]:
         if any(topology_of(mode).has("ffn") for mode in target.modes):
-            for names in itertools.product(self._attention, self._ffn):
+            for names in itertools.product(self.attention, self.ffn):
                 yield from self._afd(*names, target)
-        for name in (name for name in self._attention if name in self._ffn):
-            yield from self._colocated(name, self._attention[name], target)
+        for name in (name for name in self.attention if name in self.ffn):
+            yield from self._colocated(name, self.attention[name], target)
 
     def _afd(self, a_name: str, f_name: str, target: Target) -> Iterator[Layout]:
         """Layouts of two roles on this hardware, in runtimes of their own or in one."""
-        a, f = self._attention[a_name], self._ffn[f_name]
+        a, f = self.attention[a_name], self.ffn[f_name]
         if a.platform != f.platform:
             return  # a GPU and a TPU have not served a model together
         for a_devices in _device_counts(a, target.max_devices - 1):
@@ -207,12 +201,12 @@ class Layouts:
                 dp = devices // tp
                 if mode in target.modes and self._shared(dp, target):
                     made = functools.partial(Layout, mode=mode, attention=name, ffn=name)
-                    for lanes in (1, 2) if self._overlapped and tp < devices else (1,):
+                    for lanes in (1, 2) if self.overlapped and tp < devices else (1,):
                         yield made(dp=dp, tp=tp, ep=dp, ffn_tp=tp, lanes=lanes)
 
     def _attention_tp(self, hardware: Hardware, devices: int) -> list[int]:
         """Lists the numbers of devices that query heads divide over within the fast link."""
-        heads = min(group.spec.q_heads for group in self._model.attention)
+        heads = min(group.spec.q_heads for group in self.model.attention)
         most = min(devices, hardware.link_devices, hardware.devices_per_host)
         return [tp for tp in (1, 2, 4, 8) if tp <= most and devices % tp == 0 and heads % tp == 0]
 
@@ -222,7 +216,7 @@ class Layouts:
 
     def _divides(self, ep: int) -> bool:
         """Returns whether `ep` ranks have few more slots than experts."""
-        moe = self._model.moe
+        moe = self.model.moe
         return moe is None or -(-moe.experts // ep) * ep <= (1 + SPARE) * moe.experts
 
 

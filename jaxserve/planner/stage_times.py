@@ -9,6 +9,7 @@ import functools
 import math
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError
@@ -168,35 +169,34 @@ and the ffn role do not compute, by platform. Counted in Step-3's compiled progr
 class StageTimes(Protocol):
     """The source of stage times that a simulation uses."""
 
-    layers: int
+    @property
+    def layers(self) -> int: ...
 
     def step(self, rows: Rows) -> StepTimes: ...
 
 
-class Rooflines:
+class Rooflines(msgspec.Struct, frozen=True):
     """Times of a layout on hardware. The roles' calculators may have formats of their own; their
     `context` is not looked at, as every sequence has its length. `experts` say how unevenly tokens
     fall on the ffn devices; None: `Assumptions.imbalance`."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        attention: Calculator,
-        ffn: Calculator,
-        hardware: tuple[Hardware, Hardware],
-        experts: ExpertLoads | None = None,
-    ):
-        self.layers = attention.model.layers
-        self._layout, self._attention, self._ffn = layout, attention, ffn
-        self._on_attention, self._on_ffn = hardware
-        self._experts = experts
-        self._kinds = attention.model.order
-        if layout.dp != 1 and not layout.topology.splits_experts:
-            raise ConfigError(f"attention.dp = {layout.dp} in colocated TP")
+    layout: Layout
+    attention: Calculator
+    ffn: Calculator
+    hardware: tuple[Hardware, Hardware]
+    experts: ExpertLoads | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout.dp != 1 and not self.layout.topology.splits_experts:
+            raise ConfigError(f"attention.dp = {self.layout.dp} in colocated TP")
+
+    @property
+    def layers(self) -> int:
+        return self.attention.model.layers
 
     def step(self, rows: Rows) -> StepTimes:
-        made, on, tp = self._attention, self._on_attention, self._layout.tp
-        first, groups = self._kinds[0][0], made.model.attention
+        made, layout, (on, on_ffn) = self.attention, self.layout, self.hardware
+        kinds, groups, tp = made.model.order, made.model.attention, layout.tp
         seen = rows if on.pads else rows._replace(reach=0)
         loads = [
             attending(group, on.tile_rows, tp, seen, least=least_chunk(made, group, on))
@@ -207,29 +207,29 @@ class Rooflines:
         if rows.exchanged:
             sent = rows.groups, rows.exchanged
             attend += np.array([[made.exchanged_pages(each, on, tp, *sent)] for each in groups])
-        attend = attend[[a for a, _ in self._kinds]]
+        attend = attend[[a for a, _ in kinds]]
         if made.measured is not NOTHING:
+            first = kinds[0][0]
             attend[0] = made.attended(groups[first], on, tp, loads[first], "enter")[0]
         tokens = rows.sums(rows.tokens)
         total, fullest = round(tokens.sum()), round(tokens.max())
         # Layers of a kind take as long as each other, but for their busiest rank.
         known: dict[tuple[int, float | None], list[float]] = {}
         exchanged = []
-        for layer, (_, f) in enumerate(self._kinds):
-            busiest = None if self._experts is None else self._experts.busiest(layer, total)
-            key = f, busiest if self._ffn.model.ffn[f].experts else None
+        for layer, (_, f) in enumerate(kinds):
+            busiest = None if self.experts is None else self.experts.busiest(layer, total)
+            key = f, busiest if self.ffn.model.ffn[f].experts else None
             if key not in known:
                 known[key] = self._exchanged(*key, total, fullest, rows)
             exchanged.append(known[key])
         dispatch, ffn, combine = np.array(exchanged).T
-        if self._layout.overlapped(self._attention.assumed):
+        if layout.overlapped(made.assumed):
             dispatch, ffn, combine = _unhidden(attend, dispatch, ffn, combine)
         sampled = int(np.bincount(rows.group, minlength=rows.groups).max(initial=1))
-        if self._on_attention.pads:
+        if on.pads:
             sampled = rows.sampled or sampled
-        leave = self._attention.head(self._on_attention, sampled, self._layout.tp)
-        host = made.step_host(on)
-        host = host or self.layers * made.host(self._layout, on, self._on_ffn)
+        leave = made.head(on, sampled, tp)
+        host = made.step_host(on) or self.layers * made.host(layout, on, on_ffn)
         waits = WAITS.get(on.platform, (1.0, 1.0))
         return StepTimes(attend, dispatch, ffn, combine, leave, host, waits)
 
@@ -238,11 +238,11 @@ class Rooflines:
     ) -> list[float]:
         """Seconds of a layer's dispatch, ffn and combine. Where the exchange is among devices of
         attention, it waits for what the fullest DP group sends."""
-        layout, sizes = self._layout, {"padded": rows.groups * rows.padded}
+        layout, sizes = self.layout, {"padded": rows.groups * rows.padded}
         if not layout.topology.has("ffn"):
             sizes["sent"] = rows.groups * fullest
-        group, on = self._ffn.model.ffn[f], (self._on_attention, self._on_ffn)
-        made = self._ffn.exchanged(layout, on, group, tokens, rows.padded, busiest=busiest, **sizes)
+        group, on = self.ffn.model.ffn[f], self.hardware
+        made = self.ffn.exchanged(layout, on, group, tokens, rows.padded, busiest=busiest, **sizes)
         return [each.seconds for each in made]
 
 
