@@ -43,24 +43,7 @@ def add_options(
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --config, --model and --set."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="deployment file, or the name of one that comes with jaxserve, as demo",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="model folder, its URL (gs://, s3://) or its id on the Hugging Face Hub, alone or "
-        "instead of the deployment file's",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the deployment, as in attention.dp=3; may be repeated",
-    )
+    add_options(parser, Path(__file__).with_suffix(".yaml"))
 
 
 def read_deployment(
