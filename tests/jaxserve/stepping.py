@@ -32,9 +32,8 @@ class Sequences:
     def step(self, counts: Sequence[int]) -> dict[int, np.ndarray]:
         """Feeds so many further tokens of each prompt; the logits after the last one of each."""
         rows, size = [], self.runtime.deployment.cache.page_size
-        for index, count in enumerate(counts):
-            if not count:
-                continue
+        fed = {index: count for index, count in enumerate(counts) if count}
+        for index, count in fed.items():
             start, end = self.fed[index], self.fed[index] + count
             self.fed[index] = end
             ids = self.pages[index][: -(-end // size)]
@@ -45,7 +44,8 @@ class Sequences:
                     token_ids=list(self.prompts[index][start:end]),
                     kv_length=end,
                     page_ids=np.stack([ids, states][: self.tables], axis=1).reshape(-1).tolist(),
-                    sample=True,  # logits of other slots are not always computed
+                    # Others have no logits. Modules take a sampled token for the one that follows.
+                    sample=end == len(self.prompts[index]) or not self.runtime.config.modules,
                     upcoming=list(self.prompts[index][end : end + self.runtime.config.modules]),
                 )
             )
@@ -57,7 +57,7 @@ class Sequences:
         self.runtime.driver.begin(plan)
         finished = self.runtime.driver.advance()
         assert finished.plan is plan
-        slots = {i: self.slots[i] for i, count in enumerate(counts) if count}
+        slots = {index: self.slots[index] for index in fed}
         last, logits = np.asarray(finished.last)[0], np.asarray(finished.logits)
         self.drafts |= {i: last[slot].tolist() for i, slot in slots.items()}
         return {i: logits[slot] for i, slot in slots.items()}
