@@ -30,7 +30,7 @@ def test_frames_come_back_and_a_note_is_an_array_of_plain_values() -> None:
         assert MessageConnection.decode(encode(answer)) == answer
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\x80", encode(NOTE)[:-1], encode(Refused(""))])
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x80", encode(NOTE)[:-1], encode(Failed(1, ""))])
 def test_anything_else_is_an_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         _DomainConnection.decode(data)
