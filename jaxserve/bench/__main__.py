@@ -28,12 +28,8 @@ from jaxserve.errors import JaxserveError
 
 
 class Bench(NamedTuple):
-    """A benchmark without options of its own.
-
-    Attributes:
-      help: one line for `--help`.
-      parts: name of a part → measures it; the argument asks for a quick smoke test.
-    """
+    """A benchmark without options of its own: its line in `--help`, and what measures its parts,
+    by name. The argument asks for a quick smoke test."""
 
     help: str
     parts: Mapping[str, Callable[[bool], Iterable[Part]]]

@@ -15,8 +15,7 @@ from jaxserve.bench.workers import BenchError, wait_until
 from jaxserve.commands.children import Child
 
 COLD_LIMIT, WARM_LIMIT = 40.0, 15.0
-_SECONDS = 900.0
-"""Deadline of one start: a machine with other work may take twenty times as long as an idle one."""
+_SECONDS = 900.0  # a busy machine takes twenty times as long as an idle one
 
 
 def measure(quick: bool) -> Iterator[Part]:
