@@ -57,6 +57,7 @@ def some_of(*known: str) -> Callable[[str], list[str]]:
             raise argparse.ArgumentTypeError(f"{wrong}: expected some of {right}")
         return words
 
+    parse.__name__ = ", ".join(known)  # `%(type)s` in the help
     return parse
 
 
