@@ -121,11 +121,13 @@ def add_pages_end(engine: "Engine", part: WorkerPart, token: str) -> None:
     """
     from jaxserve.fleet import pages_link
 
-    if part.role == "domain" and not part.fleet.prefill.workers:
-        return
-    address = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
     join = pkgutil.resolve_name(pages_link.ENDS[part.role])
-    join(engine, token, address, pieces=pages_link.piece_tokens(part.fleet))
+    if part.role == "prefill":
+        address = part.fleet.pages.listen or f"{part.address.rpartition(':')[0]}:0"
+        join = functools.partial(join, address=address)
+    elif not part.fleet.prefill.workers:
+        return
+    join(engine, token, pieces=pages_link.piece_tokens(part.fleet))
 
 
 def follow_pages(

@@ -17,14 +17,13 @@ from jaxserve.link.session.channel import DEFAULT_DEADLINES, Deadlines
 def fetch_pages(
     engine: Engine,
     token: str,
-    address: str = "",
     *,
     pieces: tuple[int, ...] = (),
     deadlines: Deadlines = DEFAULT_DEADLINES,
 ) -> list[PagesClient]:
     """Lets the domains of an engine that is not started yet fetch pages of prefill workers.
 
-    Args: see `serve_pages`; a domain does not listen, so `address` has no use here.
+    Args: see `serve_pages`.
 
     Returns:
       one client for each domain.

@@ -226,7 +226,7 @@ class PagesConnection(Session):
 
 
 _Received = tuple[np.ndarray, Bulk]
-"""Bytes of a piece, and what was said of them."""
+"""Bytes of a piece, and their announcement."""
 
 
 class _Range(NamedTuple):

@@ -75,7 +75,7 @@ def refusal(ours: Hello, theirs: Hello) -> str:
     ]
     for key, (asked, there) in theirs.formats.items():
         wanted, here = ours.formats.get(key, (asked, there))
-        unknown = {asked, wanted} - ({"", *there} & {"", *here})
+        unknown = sorted({asked, wanted} - ({"", *there} & {"", *here}))
         shown += [f"{key} = {name}, computed there {there}, here {here}" for name in unknown]
     if len(shown) > SHOWN_DIFFERENCES:
         shown[SHOWN_DIFFERENCES:] = [f"and {len(shown) - SHOWN_DIFFERENCES} more"]
